@@ -205,7 +205,7 @@ def no_flush_at_the_end_of_backward(patch: Patch) -> None:
 
 
 def mode_of_the_root_for_every_unit(patch: Patch) -> None:
-    begin = Lifecycle._begin_backward
+    begin = Lifecycle._ensure_backward
 
     def begin_as_the_root(self: Any, *early: Any) -> Any:
         root, *others = self.units()
@@ -213,7 +213,7 @@ def mode_of_the_root_for_every_unit(patch: Patch) -> None:
             unit.settings.sync = root.settings.sync
         return begin(self, *early)
 
-    patch.setattr(Lifecycle, "_begin_backward", begin_as_the_root)
+    patch.setattr(Lifecycle, "_ensure_backward", begin_as_the_root)
 
 
 def ranks_summed_in_the_wire_dtype(patch: Patch) -> None:

@@ -381,7 +381,7 @@ class Watched(NamedTuple):
     """A forward of a unit that has ended, whose outputs tell when its backward begins."""
 
     unit: weakref.ref[Unit]
-    of: ForwardPass
+    forward_pass: ForwardPass
     call: ForwardCall
     num_rebuilds: int  # ``ParamGroup.num_rebuilds`` when it ran
 
@@ -390,18 +390,18 @@ def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
     """End the forward of ``module`` in ``unit``. Returns None if no backward can follow."""
-    of = unit.lifecycle.present_pass
+    forward_pass = unit.lifecycle.present_pass
     # A root is watched even without parameters of its own: its backward has to flush the units
     # inside that hold gradients of earlier microbatches and did not run in this one.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     # Before post_forward, which reshards the unit unless it is retained.
     if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
-        unit.lifecycle.retained.retain_hidden(unit, output, of)
+        unit.lifecycle.retained.retain_hidden(unit, output, forward_pass)
     call = without_modes(unit.lifecycle.post_forward, unit, module, failed=failed)
     if not records or call is None:
         return None
-    return Watched(weakref.ref(unit), of, call, unit.group.num_rebuilds)
+    return Watched(weakref.ref(unit), forward_pass, call, unit.group.num_rebuilds)
 
 
 @skip_dynamo
@@ -423,7 +423,7 @@ def _output_hook(
             "and this backward, which needs those of the forward; run the backward before "
             "module.to(...), or the forward again after it."
         )
-    return unit.lifecycle.pre_backward(unit, watched.of, watched.call, gradient)
+    return unit.lifecycle.pre_backward(unit, watched.forward_pass, watched.call, gradient)
 
 
 def watch_outputs(output: Any, watched: Watched) -> None:

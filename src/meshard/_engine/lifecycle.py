@@ -93,7 +93,7 @@ class OtherThreadError(RefusedError):
 
 
 @skip_dynamo
-def _end_backward(lifecycle_ref: weakref.ref[Lifecycle]) -> None:
+def _end_of_graph_task(lifecycle_ref: weakref.ref[Lifecycle]) -> None:
     lifecycle = lifecycle_ref()
     if lifecycle is None:
         return
@@ -175,8 +175,8 @@ class Lifecycle:
     @property
     def present_pass(self) -> ForwardPass:
         """The pass that runs. A recomputation belongs to the pass whose backward runs."""
-        of = None if self.backward is None else self.backward.of
-        return self.schedule.current if of is None else of
+        forward_pass = None if self.backward is None else self.backward.current_pass
+        return self.schedule.current if forward_pass is None else forward_pass
 
     # --- forward ----------------------------------------------------------------------
 
@@ -209,20 +209,20 @@ class Lifecycle:
         if not group.params:
             return call
         if self.backward is not None and group.state is ParamState.SHARDED:
-            self._end_backwards_after(self.backward, running_node())
+            self._end_units_after(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
         # The first module of a unit to run in a pass unshards the unit for its other modules.
-        is_first = is_manual or call is None or call.is_first
-        is_installed = not is_first and group.state is ParamState.INSTALLED
-        if in_forward and not is_installed:
+        is_installed = group.state is ParamState.INSTALLED
+        unshards = call is not None and (call.is_first or is_manual or not is_installed)
+        if unshards:
             voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
             group.forget_stale(voids_graphs=voids_graphs)
         if in_forward:
             up_next = self._prefetcher.after_entry(unit, self.schedule)
         keeps_shard = with_graph and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
-        group.install_unsharded(read_flags=in_forward and not is_installed)
+        group.install_unsharded(read_flags=unshards)
         if is_manual and not unit.reshards_after_forward:  # unshard() goes on after the forward
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
@@ -320,7 +320,7 @@ class Lifecycle:
         """The number of the backward that runs, or of the next one."""
         return self._num_backwards + (self.backward is None)
 
-    def _begin_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
+    def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
         """Begin a backward, unless it has begun. Returns the one that runs.
 
         ``first`` is the unit that the backward has reached. If it was noticed by a gradient,
@@ -362,7 +362,7 @@ class Lifecycle:
         # ``run.ends`` then call their callbacks, the newest reference first. That is
         # ``marks.append``, a C method, which no interrupt can cut off. So the failure is recorded
         # before ``_backward_raised`` gives modules their shards again.
-        end, me = functools.partial(_end_backward, weakref.ref(self)), weakref.ref(self)
+        end, me = functools.partial(_end_of_graph_task, weakref.ref(self)), weakref.ref(self)
         queue_backward_callback(end)
         for unit, grads in buckets_in(self.units()):
             grads.hide(early if unit is first else None)
@@ -391,7 +391,7 @@ class Lifecycle:
         run.has_nested = True
 
     def pre_backward(
-        self, unit: Unit, of: ForwardPass, call: ForwardCall, gradient: torch.Tensor
+        self, unit: Unit, forward_pass: ForwardPass, call: ForwardCall, gradient: torch.Tensor
     ) -> torch.Tensor | None:
         """Unshard ``unit``: ``gradient``, the first of one of its outputs, is there.
 
@@ -403,10 +403,12 @@ class Lifecycle:
                 f"a backward reached unit {unit.label!r} inside {group.summoned_by.caller}, from a "
                 "forward made before it; run that backward before, or after."
             )
-        run = self._begin_backward(unit)
-        self._reach(run, of)
-        self._begin_skipped(run, of, lambda other: other.exit_position > call.exit_position)
-        self._begin_backward_of(run, unit, of, call)
+        run = self._ensure_backward(unit)
+        self._reach(run, forward_pass)
+        self._begin_skipped(
+            run, forward_pass, lambda other: other.exit_position > call.exit_position
+        )
+        self._begin_unit(run, unit, forward_pass, call)
         if not group.params:
             return None
         replacement = None
@@ -419,42 +421,46 @@ class Lifecycle:
             self._on_last_gradient(run, unit)
         return replacement
 
-    def _reach(self, run: BackwardRun, of: ForwardPass) -> None:
+    def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
         """Begin the backward of a pass, which ends those of the passes that were reached before."""
-        if of in run.reached:
+        if forward_pass in run.reached:
             return
         for later in self._ended_passes(run):
             self._end_pass(run, later)
-        of.open(self._num_backwards)
-        run.reached.append(of)
+        forward_pass.open(self._num_backwards)
+        run.reached.append(forward_pass)
         # If the graph was retained, an earlier backward has recorded these units as done. This one
         # brings gradients for them once more.
-        for call in of.exits if run.accumulates else ():
+        for call in forward_pass.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph:
                 unit.step.awaits_gradients |= unit.group.num_trainable > 0
 
-    def _end_pass(self, run: BackwardRun, of: ForwardPass) -> None:
+    def _end_pass(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
         """Complete the units of a pass that this rank has not completed, in the common order.
 
         Other ranks may have completed them earlier, at their last gradient.
         """
-        self._begin_skipped(run, of, lambda _: True)
-        self._end_backwards_over(run, of, lambda _: True)
+        self._begin_skipped(run, forward_pass, lambda _: True)
+        self._end_units_over(run, forward_pass, lambda _: True)
 
     def _ended_passes(self, run: BackwardRun) -> list[ForwardPass]:
         """Return the reached passes, without one whose forward runs around this backward."""
-        return [of for of in run.reached if not self.running or of is not self.schedule.current]
+        return [
+            forward_pass
+            for forward_pass in run.reached
+            if not self.running or forward_pass is not self.schedule.current
+        ]
 
-    def _begin_backward_of(
-        self, run: BackwardRun, unit: Unit, of: ForwardPass, call: ForwardCall
+    def _begin_unit(
+        self, run: BackwardRun, unit: Unit, forward_pass: ForwardPass, call: ForwardCall
     ) -> None:
         """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
         # The gradient of another output of this call may have begun its backward.
         has_begun = call.begun_in == self._num_backwards
         call.begun_in = self._num_backwards
-        self._end_backwards_over(run, of, lambda first: first.entered > call.exited, but=unit)
-        run.of = unit.step.in_pass = of
+        self._end_units_over(run, forward_pass, lambda first: first.entered > call.exited)
+        run.current_pass = unit.step.in_pass = forward_pass
         unit.step.in_call = call
         if not unit.params:
             return
@@ -463,11 +469,13 @@ class Lifecycle:
             unit.step.awaits_gradients |= unit.group.num_trainable > 0
         if unit.settings.unshard_in_backward:
             # The prefetch is issued once per call, as ranks may use different numbers of outputs.
-            up_next = [] if has_begun else self._prefetcher.after_backward_of(unit, of, call)
+            up_next = (
+                [] if has_begun else self._prefetcher.after_backward_of(unit, forward_pass, call)
+            )
             self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
 
     def _begin_skipped(
-        self, run: BackwardRun, of: ForwardPass, is_next: Callable[[ForwardCall], bool]
+        self, run: BackwardRun, forward_pass: ForwardPass, is_next: Callable[[ForwardCall], bool]
     ) -> None:
         """Begin the backward of calls that this rank leaves out: other ranks gather for them.
 
@@ -475,35 +483,33 @@ class Lifecycle:
         the same collectives on all ranks. A run that accumulates nothing (``torch.autograd.grad``)
         leaves out the same calls on all ranks, so nothing is done for it.
         """
-        for call in of.pop_skipped(is_next) if run.accumulates else ():
+        for call in forward_pass.pop_skipped(is_next) if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is None or not unit.params or self._runs(unit):
                 continue
             if call.is_watched or unit.group.num_trainable:
-                self._begin_backward_of(run, unit, of, call)
+                self._begin_unit(run, unit, forward_pass, call)
 
-    def _end_backwards_over(
+    def _end_units_over(
         self,
         run: BackwardRun,
-        of: ForwardPass,
+        forward_pass: ForwardPass,
         is_over: Callable[[ForwardCall], bool],
-        *,
-        but: Unit | None = None,
     ) -> None:
         """Complete the units of a pass whose backward is over."""
-        for number in of.pop_over(is_over):
+        for number in forward_pass.pop_over(is_over):
             other = self._units[number]()
-            if other is not None and other is not but:
-                self._end_backward_of(run, other, of)
+            if other is not None:
+                self._end_unit(run, other, forward_pass)
 
-    def _end_backwards_after(self, run: BackwardRun, node: int) -> None:
+    def _end_units_after(self, run: BackwardRun, node: int) -> None:
         """Complete what is over when ``node`` runs, before a recomputation in it gathers.
 
         A rank that used all parameters of a unit has reduced it at its last gradient, which came
         before this gather. A rank that left a parameter out must reduce before it gathers too.
         """
-        of = run.of
-        if of is None:
+        forward_pass = run.current_pass
+        if forward_pass is None:
             return
 
         def is_over(first: ForwardCall) -> bool:
@@ -516,15 +522,12 @@ class Lifecycle:
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
-        self._begin_skipped(run, of, lambda call: call.began_at > node)
-        self._end_backwards_over(run, of, is_over)
+        self._begin_skipped(run, forward_pass, lambda call: call.began_at > node)
+        self._end_units_over(run, forward_pass, is_over)
 
     def post_gradient(self, unit: Unit, index: int) -> None:
         """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
-        run = self.backward
-        if run is None or self.failure.marks or self._is_cut_off():
-            run = self._begin_backward(unit, index)
-        self._check_nested(run)  # it may refuse another thread, so nothing has changed before
+        run = self._ensure_backward(unit, index)
         run.accumulates = True
         step = unit.step
         step.awaits_gradients = True
@@ -543,7 +546,7 @@ class Lifecycle:
 
         It is reduced at the end of the backward.
         """
-        self._begin_backward(unit).accumulates = True
+        self._ensure_backward(unit).accumulates = True
         unit.step.awaits_gradients = True
 
     def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
@@ -553,15 +556,17 @@ class Lifecycle:
         if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             self._post_backward(unit)
 
-    def _end_backward_of(self, run: BackwardRun, unit: Unit, of: ForwardPass | None = None) -> None:
-        """Reshard and reduce a unit whose backward is over, in the pass ``of`` (None: in all)."""
+    def _end_unit(
+        self, run: BackwardRun, unit: Unit, forward_pass: ForwardPass | None = None
+    ) -> None:
+        """Reshard and reduce a unit whose backward is over, in ``forward_pass`` (None: in all)."""
         if self._runs(unit):
             return  # this backward runs inside the forward of this unit
         unit.step.end_backward()
         unit.group.install_sharded()
         if unit.settings.reshard_after_backward and not unit.step.is_retained:
             unit.group.reshard()
-        if of is not None and self.schedule.runs_before(of, unit.number):
+        if forward_pass is not None and self.schedule.runs_before(forward_pass, unit.number):
             return
         if not unit.step.awaits_gradients:
             return
@@ -569,7 +574,7 @@ class Lifecycle:
             _check_finds_parameters(unit)
         is_split = run.keeps_graph and not unit.settings.sync.reduces  # by a pipeline schedule
         if run.accumulates or is_split:
-            self._post_backward(unit, is_at_end=of is None)
+            self._post_backward(unit, is_at_end=forward_pass is None)
         elif not run.keeps_graph:
             unit.step.record_taken()
 
@@ -602,10 +607,10 @@ class Lifecycle:
 
         This rank alone may leave it out. Other ranks gather for it before they reduce ``unit``.
         """
-        of, call = unit.step.in_pass, unit.step.in_call
-        if not unit.children or of is None or call is None:
+        forward_pass, call = unit.step.in_pass, unit.step.in_call
+        if not unit.children or forward_pass is None or call is None:
             return False
-        return of.may_begin_inside(call, self._num_backwards)
+        return forward_pass.may_begin_inside(call, self._num_backwards)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         if over_replicas and self.before_reduction is not None:
@@ -620,7 +625,7 @@ class Lifecycle:
                     "later. Step it in the ordinary way (detach() of what overlap_optimizer has "
                     "returned)."
                 )
-            on_reduced = functools.partial(self.end_window, unit) if ends_window else None
+            on_reduced = functools.partial(self.notify_reduced, unit) if ends_window else None
         if over_replicas and not self._has_compared:
             self._compare_first_values()
         self._queue.start(
@@ -645,7 +650,7 @@ class Lifecycle:
         brought = [(group.spec.mesh_info, group.take_first_values()) for group in sharded]
         without_modes(warn_if_different, brought)
 
-    def end_window(self, unit: Unit) -> None:
+    def notify_reduced(self, unit: Unit) -> None:
         """Call the subscribers of a unit, whose gradient is published; once per backward."""
         if unit.on_reduced and unit.reduced_in != self._num_backwards:
             unit.reduced_in = self._num_backwards
@@ -658,16 +663,17 @@ class Lifecycle:
         assert run is not None
         units = self.units()
         ended = self._ended_passes(run)
-        for of in ended:
-            self._end_pass(run, of)
+        for forward_pass in ended:
+            self._end_pass(run, forward_pass)
+            forward_pass.is_spent |= not run.keeps_graph
         to_come = self._units_to_come(run, units, ended)
         if run.accumulates or not run.keeps_graph:
             self.schedule.end_passes()
-        run.of = None
+        run.current_pass = None
         self.retained.end_backward()
         for unit in reversed(units):  # units inside first
             if unit.number not in to_come:
-                self._end_backward_of(run, unit)
+                self._end_unit(run, unit)
         full = [
             unit
             for unit in reversed(units if run.accumulates else ())
@@ -681,7 +687,7 @@ class Lifecycle:
         if self._ends_window and run.accumulates:
             self._queue.finish_all()
             for unit in full:
-                self.end_window(unit)
+                self.notify_reduced(unit)
             self._settle_host()
         self._prefetcher.drop_unused()
         for _, grads in buckets_in(units):
@@ -699,11 +705,9 @@ class Lifecycle:
         With it, a loss may run a part of the model again, chunk by chunk, and call backward for
         each chunk. The answer does not depend on which graphs a rank keeps alive, so ranks agree.
         """
-        for of in ended:
-            of.is_spent |= not run.keeps_graph
         if not run.reached:
             return set()
-        reached = set[int]().union(*(of.units for of in ended))
+        reached = set[int]().union(*(forward_pass.units for forward_pass in ended))
         return {
             unit.number
             for unit in units
@@ -725,7 +729,8 @@ class Lifecycle:
     def awaits_backward(self, unit: Unit) -> bool:
         """Whether a forward of ``unit`` has a graph, on this rank, whose backward may come."""
         return unit.step.awaits_gradients or any(
-            unit.number in of.units and not of.is_spent for of in alive(self._passes)
+            unit.number in forward_pass.units and not forward_pass.is_spent
+            for forward_pass in alive(self._passes)
         )
 
     # --- outside of a backward --------------------------------------------------------
@@ -756,7 +761,7 @@ class Lifecycle:
     def finish_flush(self, units: Sequence[Unit]) -> None:
         self.finish_reductions()
         for unit in reversed(units):
-            self.end_window(unit)
+            self.notify_reduced(unit)
 
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         self._queue.finish_partials_of(unit.gradients)
@@ -874,17 +879,12 @@ class Lifecycle:
                 "A forward may read parameters of another unit that has unshard_on_access=True."
             )
 
-    def _is_cut_off(self) -> bool:
-        """Whether the backward that seems to run has raised, and no callback has recorded it."""
-        run = self.backward
-        if run is None or graph_task_id() == run.graph_task:
-            return False
-        return self.failure.has_backward_returned()
-
     def abort_if_failed(self) -> bool:
         """Clean up if the last step failed. Return whether it did."""
-        if self._is_cut_off():
-            self.record_failure()
+        run = self.backward
+        is_elsewhere = run is not None and graph_task_id() != run.graph_task
+        if is_elsewhere and self.failure.has_backward_returned():
+            self.record_failure()  # the backward has raised, and no callback has recorded it
         has_failed = bool(self.failure.marks)
         if has_failed:
             self.abort()

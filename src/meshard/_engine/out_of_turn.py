@@ -36,9 +36,11 @@ class Prefetcher:
     def after_entry(self, unit: Unit, schedule: StepSchedule) -> list[Unit]:
         return self._chosen_or(unit.settings.forward_prefetch, schedule.next_in_forward())
 
-    def after_backward_of(self, unit: Unit, of: ForwardPass, call: ForwardCall) -> list[Unit]:
+    def after_backward_of(
+        self, unit: Unit, forward_pass: ForwardPass, call: ForwardCall
+    ) -> list[Unit]:
         chosen = unit.settings.backward_prefetch
-        following = self._chosen_or(chosen, of.next_in_backward(call))
+        following = self._chosen_or(chosen, forward_pass.next_in_backward(call))
         return [each for each in following if chosen or each.settings.unshard_in_backward]
 
     def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
@@ -146,7 +148,7 @@ class RetainedUnits:
             unit.group.record_version()  # to notice later that it is stale
             self._units.append(weakref.ref(unit))
 
-    def retain_hidden(self, unit: Unit, output: object, of: ForwardPass) -> None:
+    def retain_hidden(self, unit: Unit, output: object, forward_pass: ForwardPass) -> None:
         """Keep a unit unsharded for a backward of this forward: its output has no tensor."""
         if self._is_in_backward:
             return  # a recomputation: the backward of the unit is under way
@@ -159,8 +161,8 @@ class RetainedUnits:
                 "are inside an object, make its class a dataclass, or register it "
                 "(torch.export.register_dataclass, torch.utils._pytree.register_pytree_node).",
             )
-        if self._hidden_in is not of:
-            self._hidden_in = of
+        if self._hidden_in is not forward_pass:
+            self._hidden_in = forward_pass
             self._num_hidden += 1
         self.retain(unit)
 

@@ -162,11 +162,15 @@ class StepSchedule:
         entries = self.current.entries
         return self._successors.get(entries[-1]) if entries else None
 
-    def runs_before(self, of: ForwardPass | None, unit: int) -> bool:
+    def runs_before(self, forward_pass: ForwardPass | None, unit: int) -> bool:
         """Return whether ``unit`` also ran in a pass before ``of`` whose backward may come.
 
         If so, the unit is reduced in the backward of that earlier pass. A rank that used the unit
         only in the later pass has all gradients before that, but all ranks must reduce together.
         """
-        of = of or self._last
-        return of is not None and unit in of.earlier and of.window == self._window
+        forward_pass = forward_pass or self._last
+        return (
+            forward_pass is not None
+            and unit in forward_pass.earlier
+            and forward_pass.window == self._window
+        )

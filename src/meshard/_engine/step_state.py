@@ -44,7 +44,7 @@ class BackwardRun:
     accumulates: bool = True  # it adds to .grad, as torch.autograd.grad does not
     has_nested: bool = False  # another graph task began inside it
     reached: list[ForwardPass] = field(default_factory=list)  # the passes whose backward has begun
-    of: ForwardPass | None = None  # the last of them that reached a unit
+    current_pass: ForwardPass | None = None  # the last of them that reached a unit
     # Weak references to the callback that autograd holds until the end; they tell if it is dropped.
     ends: list[weakref.ref[Any]] = field(default_factory=list)
 
