@@ -235,6 +235,24 @@ def test_a_failing_evaluation_leaves_finished_gradients_alone():
     assert_same(full_grads(model), before, bitwise=True)
 
 
+@pytest.mark.parametrize("sync", list(GradientSync))
+@on_ranks(2)
+def test_a_failing_evaluation_between_microbatches_keeps_their_gradients(sync):
+    model, untouched = build(CASES["mlp_stack"]), build(CASES["mlp_stack"])
+    for each in (model, untouched):
+        for microbatch in range(2):
+            each.set_gradient_sync(GradientSync.FULL if microbatch else sync)
+            each.set_is_last_backward(microbatch == 1)
+            batch = CASES["mlp_stack"].batch(microbatch, dist.get_rank())
+            CASES["mlp_stack"].loss(each(batch)).backward()
+            if each is model and microbatch == 0:
+                handle = model.blocks[2].register_forward_pre_hook(raise_boom)
+                with torch.no_grad(), pytest.raises(Boom):
+                    model(batch)
+                handle.remove()
+    assert_same(full_grads(model), full_grads(untouched), bitwise=True)
+
+
 def test_a_forward_inside_an_except_block_is_not_taken_for_a_failure():
     try:
         layer = meshard.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))

@@ -290,7 +290,8 @@ class Lifecycle:
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
-            self.abort()
+            # An evaluation is no microbatch: if it raises, the window around it goes on.
+            self.abort(keeps_window=not torch.is_grad_enabled())
             return
         self.forward = None
         self._prefetcher.drop_unused()
@@ -890,15 +891,19 @@ class Lifecycle:
             self.abort()
         return has_failed
 
-    def abort(self) -> None:
+    def abort(self, *, keeps_window: bool = False) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
 
-        Gradients of an interrupted window are dropped, because its microbatches are not all there.
-        Gradients of a window that had ended stay, unless a backward failed.
+        Gradients of an interrupted window are dropped, because its microbatches are not all there,
+        unless ``keeps_window``. Gradients of a window that had ended stay. If a backward has
+        failed, all are dropped.
         """
         pending = (group.gradients for group in self.groups())
         is_void = bool(self.failure.marks)
-        is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
+        if keeps_window and not is_void:
+            self._queue.finish_all()
+        else:
+            is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
         if is_void:
             self.failure.marks.append("aborted")  # until the end, in case this is interrupted
         if self.backward is not None:
