@@ -1,8 +1,9 @@
 """Parameters of a unit in one flat shard.
 
 The local tensor of each sharded parameter is a view of the unit's flat buffer. ``to_empty``, ``to``
-and ``load_state_dict(assign=True)`` replace local tensors, or parameters in the modules. The next
-use notices tensors that are not the known ones, and moves their values into a flat buffer again.
+and ``load_state_dict(assign=True)`` put other local tensors into the parameters, or other
+parameters into the modules. The next use of the unit finds that they are other objects, and copies
+their values into a new flat buffer.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class FlatParams(ShardedUnitParams):
 
     def __init__(
         self,
-        params: list[ShardedParam],  # without tensors: those are made here
-        shards: Sequence[torch.Tensor],  # this rank's shard of each, on any device; copied
+        params: list[ShardedParam],  # their tensors are made here
+        shards: Sequence[torch.Tensor],  # this rank's shard of each, on any device; it is copied
         requires_grad: Sequence[bool],
         *,
         layout: FlatLayout,
@@ -57,7 +58,9 @@ class FlatParams(ShardedUnitParams):
         self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
         self.locals = self.flat_shard.locals
         self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
-        if self.is_partly_meta:  # shards with values have memory of their own until all have
+        if self.is_partly_meta:
+            # The buffer is on meta. Until every shard has values, those that have values are
+            # tensors outside of the buffer.
             self.locals = [
                 own if shard.is_meta else self._location.empty_like(own).copy_(shard)
                 for own, shard in zip(self.locals, shards, strict=True)
@@ -76,7 +79,8 @@ class FlatParams(ShardedUnitParams):
             )
         else:
             self._make_pool()
-        # Set last: if the checks above raise, the next use finds the old values, and checks again.
+        # Set last: if SubclassParams raises, ``_num_methods`` keeps the old number, so the next use
+        # rebuilds, and checks, again.
         self._custom, self._num_methods, self.has_custom_gather = custom, num_methods, bool(custom)
         self._read_dtypes()
 
@@ -87,13 +91,14 @@ class FlatParams(ShardedUnitParams):
         ]
         on_wire = self.layout.in_dtypes(dtypes)
         self.plan = GatherPlan(self.layout, on_wire)
-        # A module that first runs under inference_mode may train later.
+        # Not inference tensors: a module that first runs under inference_mode may train later.
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
             self.plan.bind(self.unsharded.views, self.unsharded.allocate)
             for index, param in enumerate(self.params):
-                # `.data` and not `.detach()`, because it has a version counter of its own.
+                # `.data`, unlike `.detach()`, has a version counter of its own. So the parameter's
+                # version does not grow when ``unsharded.views`` are filled.
                 view = self.unsharded.views[index].data
                 plain = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
                 param.make_unsharded(plain, self._gradient_hook(index))
@@ -137,7 +142,7 @@ class FlatParams(ShardedUnitParams):
         return super().take_replacements() or self._count_methods() != self._num_methods
 
     def _count_methods(self) -> int:
-        """Return how many local tensors have ``fsdp_pre_all_gather``, set by users."""
+        """Return on how many local tensors users have set all-gather methods."""
         if not any(self.flat_shard.attributes):
             return 0
         return sum(map(has_own_methods, self.locals))
@@ -177,7 +182,7 @@ class FlatParams(ShardedUnitParams):
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         old, self._location = self.flat_shard, location or self.spec.location
         self.is_offloaded = location is not None
-        if old.buffer.is_meta:  # some shards may have values nevertheless, in their own memory
+        if old.buffer.is_meta:  # shards that have values are outside of it
             sources = [own for own in self.locals if not own.is_meta]
             targets = [self._location.empty_like(own) for own in sources]
             moved = iter(targets)

@@ -1,11 +1,11 @@
 """Parameters that every rank keeps unsharded.
 
-For the engine such a parameter is one shard, the only one. In the bucket, elements of its gradient
-are in the order of the parameter's memory, so that a ``channels_last`` parameter has a
-``channels_last`` gradient.
+The engine treats such a parameter as sharded over one rank. Gradients lie in a *bucket*, one flat
+buffer that is all-reduced. The elements of a gradient have the order in the bucket that those of
+its parameter have in memory, so a ``channels_last`` parameter has a ``channels_last`` gradient.
 
-Nothing is gathered or freed, except that a module may compute in another dtype than that of its
-parameters. Then a copy in that dtype takes the place of a parameter in forward and backward.
+Nothing is gathered or freed, with one exception: if a module computes in another dtype than that of
+its parameters, copies in that dtype take their places in forward and backward.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, ver
 class ReplicatedParam(UnitParam):
     """A parameter of a replicated module.
 
-    ``sharded`` is the parameter itself, and so is ``unsharded``, unless the module computes in
-    another dtype: then that is a copy.
+    ``sharded`` is the parameter itself. So is ``unsharded``, or if the module computes in another
+    dtype, it is a copy in that dtype.
     """
 
     needs_conversion = True
@@ -51,7 +51,7 @@ class ReplicatedParam(UnitParam):
         self.sharded = self.unsharded = param
 
     def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return a gradient as ``[numel]``, in the order in which the parameter lies in memory."""
+        """Return ``gradient`` as ``[numel]``, with the elements in the order of the parameter."""
         param = self.sharded
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -64,12 +64,13 @@ class ReplicatedParam(UnitParam):
         return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
     def missing_sum_of(self, gradient: torch.Tensor) -> None:
-        """Return None: the gradient is an ordinary tensor."""
+        """Return None: only the gradient of a DTensor can lack a sum."""
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the range ``[numel]`` of a bucket in the shape of the parameter: the same memory.
+        """Return ``flat``, a range ``[numel]`` of a bucket, as a tensor like the parameter.
 
-        It is detached, because users cannot call ``detach_()`` on what autograd knows as a view.
+        It shares the memory of ``flat`` and is detached, because torch refuses ``detach_()``, which
+        users may call on a gradient, for a view.
         """
         param = self.sharded
         return flat.as_strided(param.shape, _dense_strides(param), flat.storage_offset()).detach()
@@ -88,7 +89,7 @@ class ReplicatedParam(UnitParam):
 
 
 def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """Return strides that fill memory without gaps, in the order of those of ``tensor``."""
+    """Return the strides of a copy of ``tensor`` that has no gaps in memory."""
     if tensor.is_contiguous():
         return tensor.stride()
     return torch.empty_like(tensor, device="meta").stride()
@@ -100,9 +101,10 @@ _NO_TENSOR = torch.empty(0)
 def _arrived(
     param: ReplicatedParam, hook: GradientHook, _: object, gradients: Sequence[torch.Tensor | None]
 ) -> None:
-    """Call ``hook``, after autograd has added to ``.grad`` and hooks of users have run."""
+    """Call ``hook``. Autograd calls this after it has added to ``.grad`` and run users' hooks."""
     is_taken = param.unsharded.grad is None and gradients[0] is not None
-    if is_taken and param.unsharded.requires_grad:  # if not, it was frozen after the forward
+    # A parameter that the user froze after the forward has no ``.grad`` either.
+    if is_taken and param.unsharded.requires_grad:
         raise RuntimeError(
             f"a hook took the gradient of parameter {param.fqn!r} of a replicated module before it "
             "was reduced, so ranks would drift apart. To step in backward call "
@@ -137,8 +139,8 @@ class ReplicatedParams(UnitParams):
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
         # Our hooks are on the AccumulateGrad nodes and not on the parameters, so that hooks of
-        # users run before them and see `.grad`. The nodes are kept here, because parameters do not
-        # keep theirs alive.
+        # users run before ours, and still see `.grad`. A parameter does not keep its node alive, so
+        # the nodes are kept here.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
         self._casts: list[tuple[torch.Tensor, ReplicatedParam]] = []  # (cast copy, parameter)
         self._copies: UnshardedMemoryPool | None = None
@@ -168,7 +170,7 @@ class ReplicatedParams(UnitParams):
         with torch.enable_grad():
             view = tensor.view_as(tensor)
         assert view.grad_fn is not None
-        node: Any = view.grad_fn.next_functions[0][0]  # it adds to .grad
+        node: Any = view.grad_fn.next_functions[0][0]  # AccumulateGrad
         self._nodes.append((node, node.register_hook(partial(_arrived, param, hook))))
         tensor.requires_grad_(flag)
 

@@ -1,8 +1,9 @@
 """One parameter of a unit, sharded and unsharded.
 
-Tensors outlive their role: an optimizer that holds parameters which ``fully_shard`` has replaced
-would train nothing. So each tensor has a tag with its role. The optimizer hooks check it.
-``fully_shard`` checks it too, for tied parameters of which an earlier call has taken one.
+Tensors outlive their role: an optimizer that was built before ``fully_shard`` holds parameters that
+no module has any more, and would train nothing. So each tensor has a tag with its role. The hooks
+of optimizers check the tags. ``fully_shard`` checks them too: an earlier call may have sharded one
+of two tied parameters, and then the tag of the other says that it has been replaced.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ class TensorTag(enum.Enum):
 
     ORIGINAL = enum.auto()  # what fully_shard replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
-    REPLACED_LATER = enum.auto()  # was the sharded parameter, or was assigned and then copied
-    LEFT_OUT = enum.auto()  # in no unit: in ignored_params, or already warned about
+    # The sharded parameter until a user assigned another; or a tensor that a user assigned, and of
+    # which only a copy became the sharded parameter.
+    REPLACED_LATER = enum.auto()
+    LEFT_OUT = enum.auto()  # in no unit: in ignored_params, or a warning has named it
     UNSHARDED = enum.auto()  # the unsharded parameter, which lives inside forward and backward
 
 
@@ -87,17 +90,21 @@ class UnitParam(abc.ABC):
 
     @abc.abstractmethod
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
-        """Return the sum that ``plain_gradient`` would take; None: none, or more than a sum."""
+        """Return the sum over mesh axes that ``plain_gradient`` would take.
+
+        None: it would take no sum, or do more than take a sum.
+        """
 
     @abc.abstractmethod
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
-        """Return ``local`` as a DTensor: a gradient that is not reduced across the replicas yet."""
+        """Return ``local``, a gradient not yet reduced across the replicas, as a DTensor."""
 
     @abc.abstractmethod
     def for_copy(self, memo: dict[int, Any]) -> UnitParam:
         """Return a parameter without owners, with a deep copy of the sharded parameter.
 
-        ``memo`` maps the unsharded parameter to that copy too, so that copied modules are sharded.
+        In ``memo``, that of ``copy.deepcopy``, the unsharded parameter is mapped to the same copy.
+        So the copy of a module that holds the unsharded parameter holds the sharded one.
         """
 
     # --- owners ----------------------------------------------------------------------------
@@ -107,7 +114,7 @@ class UnitParam(abc.ABC):
         self.owner_dicts.append((module._parameters, name))
 
     def find_owner_dicts(self) -> None:
-        """Read the ``_parameters`` of owners again, after one has got another dict."""
+        """Set ``owner_dicts`` anew, after the ``_parameters`` of an owner became another dict."""
         self.owner_dicts = [(module._parameters, name) for module, name in self.owners]
 
     @property
@@ -147,11 +154,11 @@ class UnitParam(abc.ABC):
 
 
 class ShardedParam(UnitParam):
-    """A parameter that is a DTensor shard while sharded.
+    """A parameter that is a DTensor while sharded.
 
     Unsharded it is an ordinary tensor, or a DTensor over the axes of another parallelism. In the
-    second case ``dtensor_placement`` tells how, and ``layout`` cuts the local tensor of that
-    DTensor.
+    second case ``dtensor_placement`` has the placements of both DTensors, and ``layout`` is that of
+    the unsharded DTensor's local tensor.
     """
 
     def __init__(
@@ -196,7 +203,7 @@ class ShardedParam(UnitParam):
         return copied
 
     def shard_of(self, unsharded: torch.Tensor) -> DTensor:
-        """Return this rank's shard of ``unsharded``, a tensor of the global shape: a view of it."""
+        """Return this rank's shard of ``unsharded``, which has the global shape, as a view."""
         local = unsharded.detach()
         if self.dtensor_placement is not None:
             local = self.dtensor_placement.cut(local)
@@ -215,7 +222,7 @@ class ShardedParam(UnitParam):
         return make_dtensor(local, placed.mesh, placed.placements, placed.shape)
 
     def as_used(self, unsharded: nn.Parameter) -> nn.Parameter:
-        """Return the unsharded parameter as modules use it: a DTensor if the user made it one."""
+        """Return ``unsharded`` as modules use it: as a DTensor if the user's parameter was one."""
         if self.dtensor_placement is None:
             return unsharded
         used = self.dtensor_placement.in_use
@@ -223,10 +230,10 @@ class ShardedParam(UnitParam):
         return nn.Parameter(dtensor, requires_grad=unsharded.requires_grad)
 
     def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return what this rank holds of the gradient of a DTensor.
+        """Return the local tensor of ``gradient``, a DTensor, redistributed first if need be.
 
-        **Collective:** if the gradient has other placements than the parameter (a partial sum under
-        sequence parallelism), the ranks of the mesh axes where it does.
+        **Collective:** only if it is redistributed, because it has other placements than the
+        parameter (a partial sum under sequence parallelism); the ranks of the mesh axes that change.
         """
         assert self.dtensor_placement is not None
         used = self.dtensor_placement.in_use
@@ -250,12 +257,15 @@ class ShardedParam(UnitParam):
         return gradient.to_local()
 
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
-        """Return the sum over other axes that a gradient lacks, if it lacks nothing else."""
+        """Return the sum over axes of another parallelism that ``gradient`` lacks.
+
+        None: it lacks no sum, or must change in other ways too.
+        """
         placement = self.dtensor_placement
         if placement is None or not isinstance(gradient, DTensor):
             return None
         if gradient.device_mesh != placement.in_use.mesh:
-            return None  # plain_gradient raises
+            return None  # plain_gradient raises an error
         return placement.missing_sum(gradient.placements)
 
 
@@ -288,8 +298,8 @@ def install_sharded(params: Sequence[UnitParam]) -> None:
 def install_unsharded(params: Sequence[UnitParam]) -> None:
     """Make every owner that holds the sharded parameter hold the unsharded one.
 
-    A parameter that the user has replaced between forward and backward stays as it is: backward
-    does not read the module, and the next forward adopts it.
+    What the user has assigned to an owner between forward and backward stays there: backward does
+    not read the attributes of modules, and the next forward adopts the assigned parameter.
     """
     for param in params:
         for parameters, name in param.owner_dicts:

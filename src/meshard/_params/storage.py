@@ -19,12 +19,12 @@ from meshard._mesh.layout import FlatLayout
 class MemoryLocation:
     """A kind of memory."""
 
-    device: torch.device  # that of the mesh, or the CPU; it may be meta
-    is_pinned: bool = False  # page-locked host memory, which a device copies asynchronously
+    device: torch.device  # the device of the mesh, the CPU, or meta
+    is_pinned: bool = False  # page-locked host memory: copies to and from a device are asynchronous
 
     @classmethod
     def host_memory(cls, device: torch.device, *, pin: bool) -> MemoryLocation:
-        """Return the host memory beside ``device``; pinned only if a device can make use of it."""
+        """Return host memory for tensors of ``device``; ``pin`` has no effect for the CPU."""
         return cls(torch.device("cpu"), pin and device.type != "cpu")
 
     def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -40,10 +40,11 @@ META = MemoryLocation(torch.device("meta"))
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory whose storage begins with it.
+    """Return a tensor over the memory of ``view``, with a storage that has nothing else.
 
-    ``torch.save`` and ``copy.deepcopy`` of a DTensor fail where the local tensor has a storage
-    offset, and would store the whole flat buffer with every parameter.
+    If the local tensor of a DTensor has a storage offset, ``torch.save`` and ``copy.deepcopy`` of
+    the DTensor fail. Without an offset, but in the storage of the flat buffer, they would copy the
+    whole buffer with every parameter.
     """
     if view.is_meta or not view.numel():
         return view.clone()
@@ -65,12 +66,12 @@ class FlatShard:
                 shape = layout.params[param_range.index].local_shape(shard_rank)
                 owned = flat.narrow(0, param_range.offset, shape.numel())
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
-        # The Python attributes of each view, which users may set.
+        # The Python attributes of each view: none, until a user sets ``fsdp_pre_all_gather`` on it.
         self.attributes: list[dict[str, Any]] = [local.__dict__ for local in self.locals]
 
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
-        """Copy each parameter's shard in. Padding becomes zero, so that it holds no NaN."""
+        """Copy each parameter's shard into the buffer. Padding becomes zero, so it has no NaN."""
         if self.buffer.is_meta:
             return
         self.buffer.zero_()
@@ -84,11 +85,11 @@ _ALIGNMENT = 64  # bytes: a cache line
 class UnshardedMemoryPool:
     """One allocation per dtype for all unsharded parameters of a unit.
 
-    The tensors live until the parameters are rebuilt. Their memory is freed by resizing the storage
-    to zero. Views that autograd has saved stay views of that storage, and are valid again once it
-    is filled. It is filled through views with other version counters than the parameters have, so
-    that autograd does not see a saved tensor change. ``layout`` has the dtypes of the unsharded
-    parameters.
+    The tensors live until the parameters are rebuilt. ``free`` resizes their storages to zero.
+    Views that autograd has saved stay views of these storages, and are valid again once a storage
+    has memory and is filled. Storages are filled through ``views``, whose version counters are not
+    those of the parameters, so that autograd does not see a saved tensor change. ``layout`` has the
+    dtypes of the unsharded parameters.
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
@@ -109,11 +110,13 @@ class UnshardedMemoryPool:
         if not self._has_memory:
             for storage, num_bytes in self._storages:
                 storage.resize_(num_bytes)
-            self._has_memory = True  # set last, because an interrupt may come before
+            # Set last: after an interrupt above, the next call still allocates what is missing.
+            self._has_memory = True
 
     def free(self) -> None:
         if self._has_memory:
-            self._has_memory = False  # set first, because an interrupt may come after
+            # Set first: after an interrupt below, ``allocate`` restores what was freed.
+            self._has_memory = False
             for storage, _ in self._storages:
                 # Resize, do not replace: autograd may have saved views of this storage.
                 storage.resize_(0)

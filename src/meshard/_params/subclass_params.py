@@ -5,12 +5,13 @@ gather, and ``fsdp_post_all_gather`` turns what was gathered into the unsharded 
 subclasses have the two methods; users may also set them on the local tensor of any parameter.
 
 The first gather creates the unsharded parameter from what ``fsdp_post_all_gather`` returns; later
-gathers fill it again. The method also returns the tensors that hold its memory, whose storage is
-resized to zero in between.
+gathers fill it again. The method also returns the plain tensors that hold the memory of the
+unsharded parameter. Between gathers their storages are resized to zero.
 
-Shards of tensor subclasses have memory of their own, in a sibling unit. Where users set the methods
-on local tensors, the shards stay in the flat buffer of ``FlatParams``, and the ordinary parameters
-of the unit are gathered in the same way, by methods of ours.
+Parameters of a tensor subclass are in a unit of their own (a sibling unit of the module's ordinary
+one), and each shard has memory of its own. If instead users set the methods on local tensors, all
+shards stay in the flat buffer of ``FlatParams``, and ``_OrdinaryGather`` has the two methods for
+those parameters of the unit that have none.
 """
 
 from __future__ import annotations
@@ -51,7 +52,10 @@ def has_own_methods(tensor: torch.Tensor) -> bool:
 
 
 def has_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
-    """Return whether a tensor has both methods. Raises if it has one, or other arguments."""
+    """Return whether ``tensor`` has both methods.
+
+    Raises a ValueError if it has only one, or if the first takes other arguments than in torch.
+    """
     has_pre, has_post = hasattr(tensor, PRE), hasattr(tensor, POST)
     if not has_pre and not has_post:
         return False
@@ -78,7 +82,7 @@ def _num_arguments(holder: object) -> int:
 def check_subclass_placement(
     fqn: str, local: torch.Tensor, mesh_info: MeshInfo, shard_dim: int
 ) -> None:
-    """Raise a NotImplementedError unless a parameter with the two methods can be sharded so."""
+    """Raise a NotImplementedError if a parameter with the two methods cannot be sharded so."""
     name = f"parameter {fqn!r} is a {type(local).__name__} with {PRE}"
     if mesh_info.shard_axis is None:
         raise NotImplementedError(
@@ -102,7 +106,7 @@ def _described(value: object) -> str:
 
 
 class _OrdinaryGather:
-    """The two methods for an ordinary parameter beside others that have methods of their own."""
+    """The two methods for a parameter without them, in a unit where users set them on others."""
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor, dtype: torch.dtype) -> None:
         self._layout = param.layout
@@ -140,8 +144,8 @@ class CustomParam:
         mp_policy: MixedPrecisionPolicy,
         hook: GradientHook,
     ) -> None:
-        self.num_inputs = 0  # how many tensors are gathered
-        self.may_free_outputs = False  # whether the filled parameter does not use their memory
+        self.num_inputs = 0  # how many tensors are gathered for this parameter
+        self.may_free_outputs = False  # whether ``fill`` is the last that needs gathered tensors
         self._param = param
         self._shard = shard
         self._mesh = mesh
@@ -188,7 +192,7 @@ class CustomParam:
         return inputs
 
     def fill(self, outputs: Sequence[torch.Tensor], unit: str) -> None:
-        """Fill the unsharded parameter from ``outputs``, what was gathered."""
+        """Fill the unsharded parameter from ``outputs``, the gathered tensors."""
         post = self._methods.fsdp_post_all_gather
         if not self._is_made:
             returned = post(tuple(outputs), self._metadata, self._param_dtype)
@@ -249,7 +253,7 @@ class CustomParam:
 
 
 def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Return the storages of plain tensors, with their bytes."""
+    """Return each storage of plain ``tensors`` once, with its number of bytes."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [(storage, storage.nbytes()) for storage in storages.values()]
 
@@ -274,7 +278,7 @@ class Form(NamedTuple):
 def agree_on_forms(
     own: Sequence[Form], group: dist.ProcessGroup, *, device: torch.device, label: str
 ) -> list[Form]:
-    """Return the forms with the largest number of rows of any rank.
+    """Return the forms in ``own``, each with the number of rows of the rank that has most.
 
     **Collective:** all ranks of ``group``; two small all-gathers, which block. All ranks raise a
     RuntimeError if their forms differ in more than the number of rows.
@@ -298,8 +302,9 @@ def agree_on_forms(
 class PackedGather:
     """A gather of several tensors as bytes, packed one behind the other.
 
-    The outputs are laid out rank by rank along dim 0. Their memory is freed by resizing it, so
-    tensors that wrap them are filled again by the next gather.
+    ``outputs`` has one tensor for each, with the rows of all ranks along dim 0. ``free`` resizes
+    their storages to zero. An unsharded parameter may be made of these tensors: the next gather
+    fills the same storages, so it is valid again.
     """
 
     def __init__(self, forms: Sequence[Form], count: int, device: torch.device) -> None:
@@ -316,7 +321,7 @@ class PackedGather:
         self.free()
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what this rank sends; missing rows are padded with zeros."""
+        """Return what this rank sends, with zeros for the rows that it has less than others."""
         parts = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors]
         if len(parts) == 1 and parts[0].numel() == self._sizes[0]:
             return parts[0]
@@ -327,30 +332,35 @@ class PackedGather:
         return source
 
     def copy_out(self, rows: Rows) -> None:
-        """Fill the outputs, which have memory, from the bytes of all ranks."""
+        """Fill the outputs, which must be allocated, from the bytes of all ranks."""
         split = [flat.chunk(len(rows)) for flat in self._bytes]
         for block, targets in zip(rows, zip(*split, strict=True), strict=True):
             torch.split_with_sizes_copy(block, self._sizes, dim=1, out=list(targets))
 
     def allocate(self) -> None:
         for flat in self._bytes:
-            if flat.untyped_storage().nbytes() != flat.numel():  # resize_ would copy
+            if flat.untyped_storage().nbytes() != flat.numel():
+                # Not called for equal sizes, because resize_ would copy the memory.
                 flat.untyped_storage().resize_(flat.numel())
 
     def free(self, indices: Iterable[int] | None = None) -> None:
-        """Free the memory of the outputs, or of some."""
+        """Free the memory of the outputs at ``indices``; None: of all."""
         for index in range(len(self._bytes)) if indices is None else indices:
             self._bytes[index].untyped_storage().resize_(0)
 
 
 class SubclassParams(ShardedUnitParams):
-    """Parameters whose shards have methods of their own, beside ordinary ones in ``FlatParams``."""
+    """The parameters of a unit where tensor subclasses, or users, define the two methods.
+
+    In a sibling unit all parameters are of tensor subclasses. ``FlatParams`` makes one of these
+    objects too, if users set the methods on some of its local tensors.
+    """
 
     has_custom_gather = True
 
     def __init__(
         self,
-        params: list[ShardedParam],  # sharded already, each over memory of its own
+        params: list[ShardedParam],  # sharded already
         *,
         spec: GroupSpec,
         mp_policy: MixedPrecisionPolicy,  # as the user gave it; passed to the methods
@@ -379,7 +389,7 @@ class SubclassParams(ShardedUnitParams):
             for index, (param, local) in enumerate(zip(self.params, self.locals, strict=True))
         ]
         self._gather: PackedGather | None = None  # made by the first gather
-        self._own_forms: list[Form] = []  # of what this rank has to send
+        self._own_forms: list[Form] = []  # of what this rank sent in the first gather
         self._read_dtypes()
         layouts = [param.layout for param in self.params]
         self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])
@@ -455,7 +465,7 @@ class SubclassParams(ShardedUnitParams):
 
 
 def check_not_subclass(storage: UnitParams, what: str) -> None:
-    """Raise a NotImplementedError if shards have a custom all-gather, so that ``what`` fails."""
+    """Raise a NotImplementedError for the feature ``what`` if shards have a custom all-gather."""
     if storage.has_custom_gather:
         raise NotImplementedError(
             f"{what} is not built yet for parameter {storage.params[0].fqn!r} of unit "

@@ -32,7 +32,7 @@ from meshard._torch.dtensor import (
 )
 from meshard._torch.private import version_of, without_torch_function
 
-GradientHookMaker = Callable[[int], GradientHook]  # given the index of a parameter
+GradientHookMaker = Callable[[int], GradientHook]  # returns the hook of the parameter at an index
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,8 @@ class GroupSpec:
 
     mesh_info: MeshInfo
     device: torch.device
-    host: MemoryLocation | None = None  # for shards, gradients and optimizer state, if offloaded
+    # Where shards, gradients and optimizer state live under a CPUOffloadPolicy; None without it.
+    host: MemoryLocation | None = None
 
     @property
     def location(self) -> MemoryLocation:
@@ -54,10 +55,10 @@ class UnitParams(abc.ABC):
     params: Sequence[UnitParam]  # in the order of the module
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors; known once its root is sharded
-    # Shared by all units of a root, and set when one of them is first used. Until then it is a
-    # placeholder, of which optimizers call methods (hold tensors, free memory) that do nothing.
+    # Shared by all units of a root, and set when one of them is first used. Until then it is this
+    # placeholder. Optimizers may call it too (to hold tensors, to free memory), without effect.
     comm: Communicator = Communicator()
-    layout: FlatLayout  # how the shards lie, or would lie, in one buffer
+    layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
     is_one_dtype: bool  # whether compute_dtypes are all the same
     host_copies: HostCopies | None = None  # None unless shards live in host memory
@@ -79,7 +80,7 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def all_gather_copy_out(self, rows: Rows) -> None:
-        """Allocate the unsharded parameters and fill them from what was gathered."""
+        """Allocate the unsharded parameters and fill them from ``rows``, which were gathered."""
 
     @abc.abstractmethod
     def free_unsharded(self) -> None:
@@ -92,15 +93,15 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def version_unless_replaced(self) -> int | None:
-        """Return ``version``; None if users may have replaced something."""
+        """Return ``version``; None if users may have replaced a parameter or a local tensor."""
 
     @abc.abstractmethod
     def take_replacements(self) -> bool:
-        """Adopt tensors by which users have replaced ours. Return whether to call ``rebuild``."""
+        """Adopt the tensors that users put in place of ours. Return whether ``rebuild`` is due."""
 
     @abc.abstractmethod
     def rebuild(self) -> None:
-        """Build storage and hooks anew for the adopted parameters, which must be resharded."""
+        """Build storage and hooks anew for the adopted parameters. The unit must be resharded."""
 
     @abc.abstractmethod
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
@@ -108,14 +109,14 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
-        """Start moving the shards to ``location``; None: back to where they are gathered from.
+        """Start copying the shards to ``location``; None: to ``spec.location``. Return the sources.
 
-        **Lifetime:** the caller keeps the result, the old memory, until the copies are over.
+        **Lifetime:** the caller keeps the sources, the old memory, until the copies are over.
         """
 
     @abc.abstractmethod
     def check_materialised(self) -> None:
-        """Raise a RuntimeError if shards are on the meta device, or not where they are gathered."""
+        """Raise a RuntimeError if shards are on the meta device, or offloaded to the host."""
 
 
 def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -130,7 +131,7 @@ def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ShardedUnitParams(UnitParams):
-    """Parameters that are DTensors while sharded: what the two kinds of them share."""
+    """What ``FlatParams`` and ``SubclassParams`` share: parameters that are DTensors if sharded."""
 
     params: list[ShardedParam]
     locals: list[torch.Tensor]  # the local tensor over which each sharded parameter was made
@@ -178,7 +179,7 @@ class ShardedUnitParams(UnitParams):
         return replaced
 
     def _as_shard(self, param: ShardedParam, new: nn.Parameter, own: torch.Tensor) -> nn.Parameter:
-        """Return ``new`` itself, or its shard if it is an unsharded tensor."""
+        """Return what was assigned (``new``), or if it is an unsharded tensor, a shard of it."""
         expected = param.sharded
         if not isinstance(new, nn.Parameter):
             raise RuntimeError(
@@ -201,7 +202,10 @@ class ShardedUnitParams(UnitParams):
         )
 
     def _adopted_locals(self, device_type: str, why: str) -> list[torch.Tensor]:
-        """Return the present local tensors, which must be on such a device or meta."""
+        """Return the present local tensors.
+
+        Raises a RuntimeError, which states ``why``, if one is neither on ``device_type`` nor meta.
+        """
         locals_ = [local_of(param.sharded) for param in self.params]
         for param, local in zip(self.params, locals_, strict=True):
             if local.device.type not in ("meta", device_type):
