@@ -52,7 +52,7 @@ class ParamLayout:
 
     @property
     def full_chunks(self) -> int:
-        """How many ranks own a full chunk; they come first."""
+        """How many ranks own a full chunk: the first ones."""
         return self.rows // self.chunk_rows if self.rows else 0
 
     @property
@@ -88,14 +88,16 @@ class ParamLayout:
 def matching_parts(
     ranges: torch.Tensor, unsharded: torch.Tensor, layout: ParamLayout
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return pairs of views with the same elements, of ``ranges`` and of the unsharded tensor.
+    """Return pairs of views, one of ``ranges`` and one of ``unsharded``, to copy between.
 
-    At most two pairs: all full chunks, and the chunk of the rank that owns fewer rows. ``ranges``
-    is ``[shard_count, range_numel]``; ``unsharded`` may have any strides.
+    There are at most two pairs: one for all full chunks, and one for the chunk of the rank that
+    owns fewer rows. ``ranges`` is ``[shard_count, range_numel]``. ``unsharded`` may have any
+    strides if it is only read.
     """
     parts = []
     chunk, full = layout.chunk_rows, layout.full_chunks
-    # A view if ``unsharded`` is written to, because unsharded parameters are contiguous.
+    # reshape returns a view of a contiguous tensor, as unsharded parameters are. It may copy other
+    # tensors, such as gradients, which are only read.
     rows = unsharded.reshape(layout.prefix, layout.rows, layout.suffix)
     if full and layout.range_numel:
         ours = ranges[:full].view(full, layout.prefix, chunk, layout.suffix)
@@ -121,8 +123,8 @@ class ParamRange:
 class Segment:
     """The part of a flat shard that has one dtype. Sizes are those on one rank.
 
-    Ranges of regular parameters come first. So one kernel can split, or write by concatenation, the
-    part ``[:, :regular_numel]`` of a buffer that has the shards of all ranks as rows.
+    Ranges of regular parameters come first. In a buffer that has the shards of all ranks as rows,
+    they are the columns ``[:, :regular_numel]``, and one kernel copies all of them in or out.
     """
 
     dtype: torch.dtype
@@ -167,9 +169,9 @@ class FlatLayout:
     ) -> FlatLayout:
         """Lay out the parameters ``order`` (by default all of them), one segment per dtype.
 
-        Inside a segment, regular parameters precede the others, and among these larger ranges
-        precede smaller ones, so that ranges of one size are adjacent. Ranges of one size keep the
-        order in which they were given, and so do all ranges if there is only one shard.
+        Inside a segment, regular parameters precede the others. In each of the two groups larger
+        ranges precede smaller ones, so that ranges of one size are adjacent; these keep the order
+        in which they were given. If there is only one shard, ranges are not sorted by size.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
@@ -197,7 +199,7 @@ class FlatLayout:
 
     @property
     def is_one_dtype(self) -> bool:
-        """Whether there is one dtype, which buffers then have. Otherwise buffers are of bytes."""
+        """Whether there is one dtype. Then buffers have it; otherwise they are of bytes."""
         return len(self.segments) == 1
 
     @property

@@ -30,12 +30,12 @@ class FullMesh:
 class MeshInfo:
     """The shard and replicate axes of a data-parallel mesh, with this rank's process groups.
 
-    A 1D mesh shards. A 2D mesh is ``(replicate, shard)``. ``mesh_info_of_named_axes`` chooses axes
-    by name.
+    ``of`` takes the axis of a 1D mesh as the shard axis, and the axes of a 2D mesh as
+    ``(replicate, shard)``. ``mesh_info_of_named_axes`` chooses axes by name.
     """
 
     mesh: DeviceMesh  # the data-parallel axes
-    shard_axis: int | None  # of ``mesh``; the others replicate
+    shard_axis: int | None  # an axis of ``mesh``; all other axes replicate
     shard_group: dist.ProcessGroup
     shard_count: int
     shard_rank: int
@@ -66,7 +66,7 @@ class MeshInfo:
     def replicating_all(self) -> MeshInfo:
         """Return the same mesh with all axes replicating and none sharding.
 
-        **Collective:** the ranks of the mesh, if it has several axes; at the first call for it.
+        **Collective:** the ranks of the mesh, at the first call for a mesh with several axes.
         """
         full = self.full
         if full is not None:
@@ -136,17 +136,18 @@ def pg_of_one() -> dist.ProcessGroup:
 
 
 _GroupKey = tuple[str, tuple[int, ...]]  # a name and the ranks
-# By the shard group that they were made for. A mesh could not keep them, because it is pickled with
-# DTensors.
+# The process groups that meshard makes, by the shard group that they were made for. Meshes cannot
+# hold them, because meshes are pickled with DTensors.
 _extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
 def _extra_pg(mesh_info: MeshInfo, name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of ``ranks``, like the shard group; the same one each time.
+    """Return a group of ``ranks`` with the backend and the timeout of the shard group.
 
-    **Collective:** these ranks, the first time, in the same order.
+    **Collective:** these ranks, in the first call, which makes the group; later calls return it.
+    All of them must make their groups in the same order.
     """
     like = mesh_info.shard_group
     groups, key = _extra_groups.setdefault(like, {}), (name, tuple(ranks))
@@ -166,7 +167,8 @@ def _extra_pg(mesh_info: MeshInfo, name: str, ranks: list[int]) -> dist.ProcessG
 def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:
     """Return the group of ``group_size`` consecutive shard ranks that this rank belongs to.
 
-    **Collective:** the ranks of that group, in the same order, the first time for a mesh and size.
+    **Collective:** the ranks of that group, in the first call for a mesh and size; see
+    ``_extra_pg``.
     """
     first = mesh_info.shard_rank // group_size * group_size
     own = dist.get_process_group_ranks(mesh_info.shard_group)[first : first + group_size]
@@ -199,7 +201,7 @@ def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
 
 
 def _holds(joined: DeviceMesh, parts: list[DeviceMesh]) -> bool:
-    """Whether, at the place of this rank, axes of ``joined`` have the ranks of ``parts``."""
+    """Whether this rank's slice of ``joined`` along the axes of each part has the part's ranks."""
     coordinate = joined.get_coordinate()
     if coordinate is None:
         return False

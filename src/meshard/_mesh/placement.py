@@ -2,9 +2,10 @@
 
 Tensor parallelism shards a parameter first; the local tensor is then sharded again over the shard
 axis. Unsharded, the parameter has the placements that its user gave it. Sharded, it is a DTensor
-over the data-parallel axes and the others together. In a DTensor, axes of the mesh shard from left
-to right, but here the data-parallel axes are on the left and shard last. So if an axis further
-right shards the same tensor dim, the placement on the shard axis is a strided one.
+over the data-parallel axes and the others together. torch reads the placements of a DTensor from
+left to right: the leftmost axis cuts the tensor first. Here the data-parallel axes are on the left,
+and cut last. So if tensor parallelism cuts the same tensor dim as the shard axis, the placement on
+the shard axis is a ``_StridedShard``.
 """
 
 from __future__ import annotations
@@ -34,13 +35,16 @@ class GlobalPlacement:
 
 @dataclass(frozen=True, slots=True)
 class MissingSum:
-    """The sum over mesh axes that a gradient lacks. It may be taken once for several gradients."""
+    """The sum over mesh axes that a gradient lacks.
+
+    Gradients that lack the same sum may be packed into one tensor, and added up together.
+    """
 
     mesh: DeviceMesh
     placements: tuple[Placement, ...]  # Partial on the axes to sum over, Replicate on others
 
     def add_up(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the sum of every rank's ``local``, of any shape. **Collective:** its axes."""
+        """Return the sum of ``local``, of any shape, over the axes. **Collective:** their ranks."""
         partial = DTensor.from_local(local, self.mesh, self.placements, run_check=False)
         return partial.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
 
@@ -67,7 +71,7 @@ class DTensorPlacement:
         return GlobalPlacement(self.mesh, tuple(placements), self.in_use.shape)
 
     def _after_others(self, axis: int, placement: Placement) -> Placement:
-        """Return ``placement`` as one that shards after the axes further right."""
+        """Return ``placement`` on ``axis``, but so that it cuts after the axes further right."""
         if not isinstance(placement, Shard):
             return placement
         cuts = math.prod(
@@ -78,7 +82,7 @@ class DTensorPlacement:
         return placement if cuts == 1 else strided_shard(placement.dim, split_factor=cuts)
 
     def cut(self, unsharded: torch.Tensor) -> torch.Tensor:
-        """Return this rank's local tensor of ``unsharded``, a plain tensor: a view of it."""
+        """Return this rank's part of ``unsharded``, a plain tensor of the global shape: a view."""
         coordinate = self.in_use.mesh.get_coordinate()
         assert coordinate is not None
         for axis, placement in enumerate(self.in_use.placements):
@@ -89,9 +93,10 @@ class DTensorPlacement:
         return unsharded
 
     def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:
-        """Return the placements that a gradient is reduced with.
+        """Return the placements in which to reduce a gradient that has the placements ``arrived``.
 
-        None: it cannot be reduced, because ``arrived`` shards it along a data-parallel axis.
+        On data-parallel axes these are ``arrived``, on the others those of the parameter. None: the
+        gradient cannot be reduced, because it is sharded along a data-parallel axis.
         """
         if any(not isinstance(arrived[axis], (Replicate, Partial)) for axis in self.data_axes):
             return None
@@ -103,7 +108,7 @@ class DTensorPlacement:
     def missing_sum(self, arrived: Sequence[Placement]) -> MissingSum | None:
         """Return the sum that a gradient with the placements ``arrived`` still lacks.
 
-        None: it lacks nothing, or needs more than a sum.
+        None: it lacks nothing, or its placements must change in other ways too.
         """
         target = self.of_gradient(arrived)
         if target is None or target == tuple(arrived):
@@ -163,7 +168,8 @@ def compose_placement(param: DTensor, mesh_info: MeshInfo) -> DTensorPlacement:
             others=(*[Replicate()] * num_data, *placed.placements),
             data_axes=frozenset(),
         )
-    # The data-parallel axes are in the order of ``mesh_info.mesh``.
+    # ``flattened`` has the data-parallel axes in the order of ``mesh_info.mesh``, so the positions
+    # are counted up.
     counter = itertools.count()
     is_data = [origin is None or origin in full.data_axes for origin in full.origins]
     return DTensorPlacement(

@@ -233,7 +233,7 @@ class ShardedParam(UnitParam):
         """Return the local tensor of ``gradient``, a DTensor, redistributed first if need be.
 
         **Collective:** only if it is redistributed, because it has other placements than the
-        parameter (a partial sum under sequence parallelism); the ranks of the mesh axes that change.
+        parameter (a partial sum under sequence parallelism); the ranks of the axes that change.
         """
         assert self.dtensor_placement is not None
         used = self.dtensor_placement.in_use

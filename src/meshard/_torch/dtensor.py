@@ -30,8 +30,8 @@ def make_dtensor(
     key = (id(mesh), placements, shape, local.dtype)
     spec = _specs.get(key)
     if spec is None:
-        # A shard may live on the host, and from_local would move it to the device of the mesh. It
-        # does not move meta tensors.
+        # from_local would move a shard that lives on the host to the device of the mesh. It does
+        # not move a meta tensor.
         meta = DTensor.from_local(
             torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
             mesh,
@@ -48,13 +48,13 @@ def make_dtensor(
 # have different process groups. A spec keeps its mesh alive, so no other mesh gets that id
 # meanwhile.
 _specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-# Emptied at exit: a spec that is freed later would hash its key, and a _StridedShard cannot be
-# hashed while the interpreter clears its modules.
+# Emptied at exit. To remove a spec that is freed later, the dictionary would hash its key, and a
+# _StridedShard in the key cannot be hashed while the interpreter clears its modules.
 atexit.register(_specs.clear)
 
 
 def as_parameter(made: DTensor, *, requires_grad: bool) -> nn.Parameter:
-    """Make a parameter of a new DTensor; ``nn.Parameter(made)`` dispatches a copy of it."""
+    """Turn ``made``, a new DTensor, into a parameter. ``nn.Parameter(made)`` would copy it."""
     made.requires_grad_(requires_grad)
     made._is_param = True  # isinstance(made, nn.Parameter) is true from now on
     return cast("nn.Parameter", made)
@@ -113,11 +113,11 @@ def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
 def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
     """Return ``local`` as a DTensor with the mesh, placements and shape of ``tensor``.
 
-    A DTensor has the storage offset of the tensor that it is made over, and torch can neither
-    pickle nor copy one with an offset. So it is made over the local tensor of ``tensor``, which has
-    none, and gets ``local`` afterwards.
+    A DTensor has the storage offset and the dtype of the tensor that it is made over, and torch can
+    neither pickle nor copy a DTensor with an offset. ``local`` may have an offset. So the result is
+    made over the local tensor of ``tensor``, which has none, and gets ``local`` afterwards.
     """
-    if local.dtype != local_of(tensor).dtype:  # it also has the dtype of what it is made over
+    if local.dtype != local_of(tensor).dtype:
         return place_like(tensor, local)
     spec = tensor._spec  # type: ignore[attr-defined]  # private
     # Not DTensor(), whose __init__ does nothing but has three wrappers that double the time.
@@ -150,7 +150,7 @@ def gradient_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def keep_gradient_dtype(old: torch.Tensor, new: torch.Tensor) -> None:
-    """Set the ``grad_dtype`` that the user has set on ``old``, unless ``new`` has one."""
+    """Copy the ``grad_dtype`` that the user has set on ``old`` to ``new``, if ``new`` has none."""
     if gradient_dtype(old) is not old.dtype and gradient_dtype(new) is new.dtype:
         new.grad_dtype = old.grad_dtype
 
@@ -173,16 +173,18 @@ def is_plain(value: object) -> bool:
 
 
 class ScalarReads(threading.local):
-    """Whether ``item()``, ``float()`` and ``bool()`` of a DTensor read what all ranks have.
+    """Whether ``item()``, ``float()`` and ``bool()`` of a DTensor read a value over all ranks.
 
-    torch reads this rank's part of a sum or of a norm
-    (https://github.com/pytorch/pytorch/issues/166638), so that an optimizer would step by another
-    number on each rank. So reads are **collective** while all ranks run the same step of an
-    optimizer. Outside of it they are not, because one rank alone may print a number. torch calls no
-    hook after a step that has raised, so a read checks that the step is still on the stack.
+    torch reads the local tensor. If the DTensor is a sum or a norm, that is only this rank's part
+    (https://github.com/pytorch/pytorch/issues/166638), and an optimizer that reads it would step by
+    another number on each rank. So reads are **collective** inside the step of an optimizer, which
+    all ranks run. Elsewhere they are as in torch, because one rank alone may print a number. torch
+    calls no hook after a step that has raised, so each read checks that the step is still on the
+    stack.
     """
 
-    # How many nested steps were running when ``begin_step`` was called; 0: it was not.
+    # How many nested steps were running when ``begin_step`` was called. 0: reads are not collective
+    # because of it.
     _depth = 0
     _num_inside = 0
 
@@ -192,7 +194,7 @@ class ScalarReads(threading.local):
         self._depth = self._depth or num_running_steps()
 
     def end_step(self) -> None:
-        """End a ``begin_step`` at this depth, or deeper."""
+        """End the ``begin_step`` of the present step, or of one inside it that has raised."""
         if self._depth and self._depth >= num_running_steps():
             self._depth = 0
 

@@ -1,7 +1,8 @@
 """Methods of torch that meshard replaces: ``zero_grad`` of optimizers and of modules.
 
-Gradients that are accumulated and not reduced yet are in no ``.grad``, and torch has no hook for
-``zero_grad``. While there are none in the process, a replaced method costs one ``if``.
+Gradients that are accumulated and not reduced yet (*pending* ones) are in no ``.grad``. Users
+expect ``zero_grad`` to drop them, and torch has no hook for it. While the process has no pending
+gradients, a replaced method costs one ``if``.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def patch_zero_grad(
 ) -> None:
     """Replace ``zero_grad`` of ``Optimizer`` and ``Module``.
 
-    ``finish_copies`` makes ``.grad`` ready to be freed, and ``clear`` drops pending gradients.
+    ``finish_copies`` waits for copies that still use ``.grad``, and ``clear`` drops pending
+    gradients.
     """
     global _finish_copies, _clear
     _finish_copies, _clear = finish_copies, clear
@@ -42,7 +44,7 @@ def patch_zero_grad(
 
 
 def unpatch_zero_grad() -> None:
-    """Put the methods back, unless they were replaced again since."""
+    """Put torch's methods back. A method that somebody else has replaced since stays as it is."""
     for owner, (own, ours) in _replaced.items():
         if vars(owner).get("zero_grad") is ours:
             setattr(owner, "zero_grad", own)  # noqa: B010  # mypy refuses the assignment
@@ -67,8 +69,9 @@ def params_in(optimizer: Optimizer) -> list[torch.Tensor]:
 def patch_new_optimizers() -> None:
     """Replace the ``zero_grad`` of each class of optimizers that has one of its own.
 
-    Such a method may not clear at every call: that of accelerate does nothing within a window. This
-    is called at the beginning of each backward, after which gradients may be pending.
+    Such a method need not clear at every call: that of accelerate does nothing within a window. To
+    find classes that were defined since, this is called at the beginning of each backward, after
+    which gradients may be pending.
     """
     if not _replaced:
         return  # unpatch_zero_grad was called
@@ -107,7 +110,10 @@ def _replace(
 
 
 class _Witness:
-    """A parameter whose ``.grad`` shows whether a ``zero_grad`` that may do nothing has cleared."""
+    """One of the parameters, whose ``.grad`` shows whether a call of ``zero_grad`` has cleared.
+
+    If it has no ``.grad``, it is lent one of zeros for the call.
+    """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
         self._param = min(params, key=_local_numel, default=None)
@@ -120,7 +126,7 @@ class _Witness:
         self._versions = _versions(self._grad)
 
     def was_cleared(self) -> bool:
-        """Return whether it was. Removes the gradient that it was lent, if it had none."""
+        """Return whether its ``.grad`` was removed or written to. Takes a lent one back."""
         if self._param is None:
             return False
         is_same = self._param.grad is self._grad

@@ -68,16 +68,17 @@ def skip_dynamo(function: Function, *, recursive: bool = True) -> Function:
     """Make ``torch.compile`` run ``function``, and what it calls, uncompiled.
 
     Dynamo inspects every frame that Python is about to run, also those of hooks around a compiled
-    module. The mark on the code object makes it skip the frame and all below. The attribute makes
-    it end a graph where a trace would call the function. Unlike the public
-    ``torch.compiler.disable``, which adds a wrapper of 0.9 us, this costs nothing per call.
+    module. A mark on the code object makes dynamo skip the frame of ``function`` and all below. An
+    attribute of ``function`` makes dynamo end a graph where a compiled function calls it. Unlike
+    the public ``torch.compiler.disable``, which adds a wrapper of 0.9 us, this costs nothing per
+    call.
     """
     if not _CAN_MARK_CODE:
         disabled: Function = torch.compiler.disable(function, recursive=recursive)
         return disabled
     below = _Action.SKIP if recursive else _Action.DEFAULT
     _set_strategy(function.__code__, _Strategy(_Action.SKIP, below))
-    # Attributes that dynamo looks for; functions declare none.
+    # The types of functions declare no such attributes.
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     function._torchdynamo_disable_msg = "the border of a meshard unit"  # type: ignore[attr-defined]
     return function
@@ -107,7 +108,7 @@ queue_backward_callback: Callable[[Callable[[], None]], None] = _or_error(
 graph_task_id: Callable[[], int] = _or_error("torch._C._current_graph_task_id")
 # Whether the backward that is running has ``retain_graph`` or ``create_graph``.
 keeps_graph: Callable[[], bool] = _or_error("torch._C._autograd._get_current_graph_task_keep_graph")
-# The number of the next autograd node of this thread; they count up.
+# The number that the next autograd node of this thread will have. Numbers count up.
 next_node: Callable[[], int] = _or_error("torch._C._autograd._get_sequence_nr")
 _running_node: Callable[[], Any] = _or_error("torch._C._current_autograd_node")
 _will_execute: Callable[[Any], bool] = _or_error("torch._C._will_engine_execute_node")
@@ -122,8 +123,9 @@ def running_node() -> int:
 def accumulates_any(params: Iterable[torch.Tensor]) -> bool:
     """Whether the present graph task adds to the ``.grad`` of any leaf in ``params``.
 
-    True also if that cannot be excluded. A run of ``torch.autograd.grad``, or a backward with
-    ``inputs``, is recognised by a node that is in its graph and that it does not execute.
+    True also where it is not certain. ``torch.autograd.grad``, and a backward with ``inputs``,
+    execute only a part of the graph. So the answer is False only if the graph task executes none of
+    these leaves, and leaves out some node of its graph.
     """
     with torch.enable_grad():
         for param in params:
@@ -159,22 +161,23 @@ _run_backward = _find("torch.autograd.graph._engine_run_backward")
 class BackwardCall:
     """The call of the user, in any thread, that runs the present backward.
 
-    It is made inside the backward. If the backward raises, autograd's thread of a device may drop
-    callbacks only after the call has returned. The stack of the thread that called tells earlier.
+    The object is made inside the backward. If the backward raises, autograd's thread of a device
+    may drop the callbacks of the backward only after the user has the exception. Therefore
+    ``has_returned`` looks whether the call is still on the stack of the thread that made it.
     """
 
     def __init__(self) -> None:
         found = _innermost_backward(sys._getframe())
         self._frames = {} if found is None else {threading.get_ident(): found}
         if found is None:
-            # This is a thread of autograd, which works for a call in some other thread. It is not
-            # known which, so the backward calls of all other threads are taken.
+            # This is a thread of autograd, which works for a call in some other thread. Nothing
+            # tells in which, so the backward calls of all other threads are taken.
             for thread, frame in _other_threads().items():
                 if (found := _innermost_backward(frame)) is not None:
                     self._frames[thread] = found
 
     def has_returned(self) -> bool:
-        """Whether it has returned or raised. False if no call was found."""
+        """Whether the call has returned or raised. False if no call was found."""
         own, others = threading.get_ident(), _other_threads()
         return bool(self._frames) and not any(
             _is_on_stack(frame, sys._getframe() if thread == own else others.get(thread))
@@ -185,7 +188,7 @@ class BackwardCall:
 def _other_threads() -> dict[int, FrameType]:
     """Return the innermost frames of the other threads.
 
-    Without the frame of this thread, which would be in a cycle with its own variables.
+    The frame of this thread is left out: a variable in it that refers to it would make a cycle.
     """
     frames = sys._current_frames()
     frames.pop(threading.get_ident())
@@ -258,13 +261,13 @@ def is_distributed_backward() -> bool:
 
 
 def has_backward_optimizers() -> bool:
-    """Whether torch's ``_apply_optimizer_in_backward`` has any parameter of this process."""
+    """Whether torch's ``_apply_optimizer_in_backward`` was called for any live parameter."""
     module = sys.modules.get("torch.distributed.optim.apply_optimizer_in_backward")
     return bool(getattr(module, "param_to_acc_grad_map", ()))
 
 
 def has_backward_optimizer(param: torch.Tensor) -> bool:
-    """Whether ``param`` has an optimizer of that kind."""
+    """Whether torch's ``_apply_optimizer_in_backward`` was called for ``param``."""
     return hasattr(param, "_in_backward_optimizers")
 
 
@@ -274,7 +277,7 @@ _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambd
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
 _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
 _suspend_transforms = _or_error("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
-# Transforms inside of which no backward runs. What they return may get a backward later.
+# Transforms that run no backward themselves. The user may run one on what they return.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
 _num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_at = _or_error("torch._C._get_dispatch_stack_at")
@@ -287,9 +290,9 @@ _SELECTIVE = tuple(  # the modes of selective checkpoints (forward, recomputatio
 
 
 def outside_of_transforms(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what ``tensor`` is outside of all ``torch.vmap`` and ``torch.func.jvp``.
+    """Return the tensor that ``tensor`` wraps inside ``torch.vmap`` and ``torch.func.jvp``.
 
-    Autograd calls the hooks of that tensor.
+    Hooks belong on the wrapped tensor: it is the one whose hooks autograd calls.
     """
     while _is_wrapped(tensor):
         tensor = _inside_of(tensor)
@@ -304,9 +307,9 @@ def is_in_transform() -> bool:
 def without_modes(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call ``function`` outside of modes that must not see operations of the engine.
 
-    That is ``torch.vmap`` and ``torch.func.jvp``, outside of which tensors have memory, and
+    These are ``torch.vmap`` and ``torch.func.jvp``, inside of which tensors have no memory; and
     selective checkpoints, which count operations and expect the same ones when they recompute.
-    Inside any other transform nothing is suspended.
+    Inside any other transform, such as ``torch.func.grad``, nothing is suspended.
     """
     if _num_modes() and any(isinstance(_mode_at(i), _SELECTIVE) for i in range(_num_modes())):
         with _suspend_modes():
@@ -335,14 +338,15 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context in which writing to ``tensors`` does not count as a change of them.
 
-    Filling an unsharded parameter again is then no in-place change of a saved tensor.
+    Otherwise autograd would take filling an unsharded parameter again for an in-place change of a
+    tensor that it has saved.
     """
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors)
 
 
 # A context in which torch does not look up ``__torch_function__`` for each attribute of a DTensor.
-# The look-up takes twice as long as reading the attribute, and DTensor's does nothing. For loops
-# over many tensors that call no code of users.
+# The look-up takes twice as long as reading the attribute, and the method of DTensor does nothing.
+# For loops over many tensors that call no code of users.
 without_torch_function: Callable[[], AbstractContextManager[None]] = (
     _find("torch._C.DisableTorchFunctionSubclass") or contextlib.nullcontext
 )
@@ -353,7 +357,7 @@ foreach_mul_ = _or_error("torch._foreach_mul_")
 # Views each tensor as ``[num_chunks, -1]`` and concatenates these along dim 1. The size of dim 0
 # must be a multiple of num_chunks.
 chunk_cat = _or_error("torch._chunk_cat")
-# Multiplies plain tensors by ``inv_scale``, and sets ``found_inf`` to 1 if one was not finite.
+# Multiplies plain tensors by ``inv_scale`` in place. Sets ``found_inf`` to 1 if one was not finite.
 unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")
 
 # --- optimizers ----------------------------------------------------------------------------
@@ -387,7 +391,7 @@ tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 
 # --- torch's fully_shard -------------------------------------------------------------------
 
-# Not _find: in the package, the name of this module stands for a function.
+# Not _find: the package also has a function ``contract``, which hides the module.
 _contract = sys.modules.get("torch.distributed._composable.contract")
 _registry = getattr(_contract, "REGISTRY_KEY", None)
 
@@ -402,7 +406,7 @@ composable_keys = {key for key in (_registry, _STATES) if key}
 
 
 def register_as_sharded(module: nn.Module, state: object) -> None:
-    """Make ``state_of(module)`` return ``state``; torch's ``replicate`` leaves its parameters."""
+    """Make ``state_of(module)`` return ``state``, and torch's ``replicate`` skip ``module``."""
     if _registry is not None:
         module.__dict__.setdefault(_registry, {})["fully_shard"] = None
     if _STATES:
@@ -417,11 +421,11 @@ def register_as_sharded(module: nn.Module, state: object) -> None:
 concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._concatenate"
 )
-# Returns a mesh whose only axis is all axes of a mesh. torch keeps it, and its process group.
+# Returns a 1D mesh over all ranks of a mesh. torch makes it, with its process group, only once.
 flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._flatten"
 )
-# ``strided_shard(dim, split_factor=n)``: shards a dim that axes further right cut n-fold before.
+# ``strided_shard(dim, split_factor=n)``: shards a dim after axes further right have cut it into n.
 # torch's own fully_shard uses it for parameters, and torch's checkpoints know it.
 strided_shard: Callable[..., Placement] = _or_error(
     "torch.distributed.tensor.placement_types._StridedShard"
@@ -437,7 +441,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> Any:
 
 
 def backend_name(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of that backend; empty if ``group`` has none for ``device``."""
+    """Return the name of ``backend_of(group, device)``; empty if there is no such backend."""
     try:
         return str(backend_of(group, device).name())
     except RuntimeError:
@@ -465,7 +469,8 @@ else:
 
 _METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
-# Since torch 2.12. Before it is (), for isinstance a type without instances.
+# torch has this class since 2.12. Before, it is (), which isinstance takes for a type without
+# instances.
 TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
 
 
@@ -503,7 +508,7 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def torch_version() -> str:
-    """Return the version of torch, for the record."""
+    """Return the version of torch, which checkpoints record."""
     return str(torch.__version__)
 
 
@@ -514,5 +519,5 @@ def constant_of(name: str) -> Any:
 
 
 def dcp_storage_info(file: str, begin: int, size: int) -> Any:
-    """Return what the metadata of torch's checkpoints says of the place of one item."""
+    """Return what torch's checkpoints record of an item: its file, and the bytes it takes there."""
     return _or_error("torch.distributed.checkpoint.filesystem._StorageInfo")(file, begin, size)

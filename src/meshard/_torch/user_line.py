@@ -31,7 +31,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 def warn_user(text: str) -> None:
     """Warn at the line of the user's code from which the present call came.
 
-    On a thread of autograd there is none. The warning then points at the caller.
+    On a thread of autograd there is no such line, and the warning points at the caller of this.
     """
     frame = user_frame(sys._getframe())
     if frame is None:
