@@ -425,7 +425,7 @@ concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = _or_error(
 flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._flatten"
 )
-# ``strided_shard(dim, split_factor=n)``: shards a dim after axes further right have cut it into n.
+# ``strided_shard(dim, split_factor=n)``: shards a dim that axes further right have cut into n.
 # torch's own fully_shard uses it for parameters, and torch's checkpoints know it.
 strided_shard: Callable[..., Placement] = _or_error(
     "torch.distributed.tensor.placement_types._StridedShard"

@@ -56,7 +56,10 @@ _steppers: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
 
 
 def objects_in(optim_groups: OptimGroups) -> list[object]:
-    """Return the parameters in order, with None after each group so that moves are noticed."""
+    """Return the parameters in order, with None after each group.
+
+    So the list differs after a parameter has moved from one group to the next.
+    """
     return [each for group in optim_groups for each in (*group["params"], None)]
 
 
@@ -76,9 +79,9 @@ class FlatStepper:
 
     Parameters in no unit, tensor subclasses, and all parameters of an optimizer that is not
     pointwise are *loose*: stepped one by one, with the state that users see. The state of other
-    parameters is in their slice, until it is *exposed*, that is, written to what users see. Then
-    that counts, and the next step finds slices anew. ``group`` is the unit whose step may be
-    pending.
+    parameters is in their slice, until it is *exposed*, that is, written to the state that users
+    see. The next step then reads it from there, and finds slices anew. ``group`` is that of the
+    unit whose pending step ``expose`` waits for; None: no step is ever pending.
     """
 
     def __init__(self, make: MakeOptimizer, group: ParamGroup | None = None) -> None:
@@ -89,7 +92,8 @@ class FlatStepper:
         # Since that step each is a slice of its own.
         self._apart: set[int] = set()
         self._inner: Optimizer | None = None
-        self._numbers: list[int] = []  # for each group of the inner optimizer, that of the user's
+        # For each param group of the inner optimizer, the index of the user's group it was made of.
+        self._numbers: list[int] = []
         self.slices: list[FlatSlice] = []
         self._loose: list[torch.Tensor] = []
         self._state: States = {}  # the state of the optimizer that users hold
@@ -128,14 +132,14 @@ class FlatStepper:
                 inner.state[param] = known
 
     def run(self) -> None:
-        """Step what was taken. The gradients of loose parameters must still be there."""
+        """Step by what ``take`` took. Loose parameters must have their gradients in ``.grad``."""
         inner = self._inner
         assert inner is not None
         try:
             (self._step_loose if self._loose else self._step)(inner)
         finally:
             for flat_slice in self.slices:
-                flat_slice.flat.grad = None  # it would keep memory that zero_grad is to free
+                flat_slice.flat.grad = None  # as long as it lives, zero_grad frees no memory
         for param in self._loose:
             if param in inner.state:
                 self._state[param] = inner.state[param]
@@ -161,7 +165,10 @@ class FlatStepper:
         self._exposed, self._planned = {}, []
 
     def _step_loose(self, inner: Optimizer) -> None:
-        """Step when there are loose parameters: DTensors, or an optimizer of any kind."""
+        """Step, with collective reads of scalars, because loose parameters may be DTensors.
+
+        Raises a RuntimeError if the optimizer writes to its param groups.
+        """
         given = [dict(group) for group in inner.param_groups]
         with scalar_reads.inside_step():
             self._step(inner)
@@ -195,7 +202,7 @@ class FlatStepper:
                 inner.state[flat_slice.flat] = own
         self._exposed = {}
         self._planned = self._objects_in(optim_groups)
-        self._inner = inner  # set last: after an interrupt the exposed state counts
+        self._inner = inner  # set last: after an interrupt above, the next step plans again
 
     def _find_slices(self, optim_groups: OptimGroups) -> None:
         # By id of a parameter, the index of its param group.
@@ -232,7 +239,7 @@ class FlatStepper:
             loose = [param for param in group["params"] if id(param) in loose_ids]
             flat: list[torch.Tensor] = [each.flat for each in self.slices if each.number == number]
             flat += [param for param in loose if not isinstance(param, DTensor)]
-            # torch's foreach kernels do not take the two kinds together.
+            # torch's foreach kernels do not take plain tensors and DTensors together.
             sharded = [param for param in loose if isinstance(param, DTensor)]
             for portion in [*self._portions_of(flat), *self._portions_of(sharded)] or [[]]:
                 made.append({**group, "params": portion})
@@ -246,8 +253,9 @@ class FlatStepper:
                 "module.parameters()."
             )
         step: Any = type(inner).step
-        # The step without torch's wrappers: the hooks of optimizers run in the user's own step, and
-        # the steps of torch's optimizers also have decorators for differentiable steps.
+        # The step without torch's wrappers. The one around the step of every optimizer calls hooks,
+        # which the step of the optimizer that users hold does already. Those of torch's pointwise
+        # optimizers have a second one, for differentiable steps.
         bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
         self._step: Callable[[Optimizer], object] = bare
         return inner
@@ -262,7 +270,7 @@ class FlatStepper:
             owner.comm.hold_until_done(tensors)
 
     def _portions_of(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Iterate over neighbours that are stepped at once: see ``_PORTION``."""
+        """Cut ``params`` into lists that are stepped at once: see ``_PORTION``."""
         portion: list[torch.Tensor] = []
         room = _PORTION
         for param in params:
@@ -285,8 +293,8 @@ def flat_optimizer(
 ) -> FlatOptimizer:
     """Return an optimizer that steps ``module`` as ``optimizer`` would, on its flat shards.
 
-    The same numbers in a fraction of the host's time: one kernel sequence per unit and set of
-    hyperparameters, where an ordinary optimizer has one per parameter.
+    The numbers are the same, but the host needs a fraction of the time: there is one kernel
+    sequence per unit and set of hyperparameters, where an ordinary optimizer has one per parameter.
 
     Args:
         module: With units in it. Build the optimizer after the last ``fully_shard``.
@@ -299,7 +307,7 @@ def flat_optimizer(
         An optimizer with the ``param_groups``, ``state`` and ``state_dict`` of the ordinary one.
 
     Raises:
-        TypeError: ``optimizer`` is none of these classes; also a subclass of one is not.
+        TypeError: ``optimizer`` is none of these classes. A subclass of one is refused too.
         ValueError: There is no unit in ``module``, or ``differentiable=True``.
 
     >>> import torch, meshard
@@ -324,7 +332,7 @@ def flat_optimizer(
 
 
 def check_is_no_instance(caller: str, optimizer: object) -> None:
-    """Raise a TypeError if ``optimizer`` is an optimizer, where its class is asked for."""
+    """Raise a TypeError if ``optimizer`` is an optimizer instead of a class."""
     if isinstance(optimizer, Optimizer):
         name = type(optimizer).__name__
         raise TypeError(
@@ -353,9 +361,10 @@ class StateOnRead(Optimizer):
 
     @property
     def state(self) -> defaultdict[torch.Tensor, State]:
-        """The state of each parameter, after all steps that have been begun: waits for them.
+        """The state of each parameter. Reading it waits for all steps that have been begun.
 
-        What you change there counts in the next step, unless a step came in between: read it anew.
+        The next step uses what you change in it. After that step, read ``state`` anew before you
+        change it again.
         """
         for stepper in self._flat_steppers:
             stepper.expose()
@@ -403,7 +412,7 @@ class FlatOptimizer(StateOnRead):
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step every parameter that has a gradient. **Collective:** no, but every rank must step.
+        """Step every parameter that has a gradient. Not a collective, but every rank must step.
 
         ``closure`` computes the loss anew, and is called first.
 

@@ -39,8 +39,8 @@ class Member(NamedTuple):
 class FlatSlice:
     """A range of a unit's flat shard with one optimizer state.
 
-    ``members`` are neighbours in ``segment [n]``, the shards of one dtype of a unit. ``number`` is
-    the index of their param group in the optimizer.
+    ``segment [n]`` has all shards of one dtype of a unit, and ``members`` are neighbours in it.
+    ``number`` is the index of their param group in the optimizer.
     """
 
     def __init__(self, segment: torch.Tensor, members: Sequence[Member], number: int) -> None:
@@ -51,7 +51,8 @@ class FlatSlice:
         self._owned = [position for position, member in enumerate(members) if member.numel]
         offsets = [members[position].offset for position in self._owned] or [0]
         self._start = offsets[0]
-        self._distances = [(offset - offsets[0]) * segment.itemsize for offset in offsets]  # bytes
+        # Of these members, in bytes from the first of them.
+        self._distances = [(offset - offsets[0]) * segment.itemsize for offset in offsets]
         numel = offsets[-1] - offsets[0] + members[self._owned[-1]].numel if self._owned else 0
         self.flat = nn.Parameter(segment.narrow(0, self._start, numel), requires_grad=False)
         self.flat.grad_dtype = None  # None: gradients of any dtype are accepted
@@ -59,7 +60,8 @@ class FlatSlice:
     def take_gradient(self) -> list[torch.Tensor]:
         """Set ``flat.grad`` from the gradients of the members, or to None if one has no gradient.
 
-        Return the members without a gradient, if others have one.
+        Return the members without a gradient; but an empty list if no member has one, because then
+        the slice as a whole is not stepped.
         """
         with without_torch_function():
             gradients = list(map(attrgetter("grad"), self.params))
@@ -72,12 +74,15 @@ class FlatSlice:
         return []
 
     def take_state(self, states: States, exposed: ExposedMemory) -> State:
-        """Return the state of the slice from those of its members, which become views of it."""
+        """Return a state for the slice, joined from ``states`` of its members.
+
+        The tensors in ``states`` become views of the returned state.
+        """
         given = [states.get(param, {}) for param in self.params]
         own: State = {}
         for key, value in given[0].items():
             if not isinstance(value, torch.Tensor):
-                continue  # users put it there: optimizers of torch keep tensors
+                continue  # a user's own entry: torch's optimizers keep tensors only
             if value.dim() == 0:
                 own[key] = value.clone()
             else:
@@ -86,7 +91,7 @@ class FlatSlice:
         return own
 
     def expose(self, own: State, states: States) -> None:
-        """Write ``own``, the state of the slice, to ``states`` of its members: views of it."""
+        """Set ``states`` of the members to views of ``own``, the state of the slice."""
         for member in self._members if own else ():
             state = states.setdefault(member.param, {})
             for key, value in own.items():
@@ -108,8 +113,8 @@ class FlatSlice:
     def _joined(self, tensors: Sequence[torch.Tensor], exposed: ExposedMemory) -> torch.Tensor:
         """Return ``tensors``, one for each member, as one tensor with the layout of the slice.
 
-        If they have that layout in memory already, it is a view. Otherwise it is a copy, with zeros
-        as padding.
+        If they have that layout in memory already, the result is a view of that memory. Otherwise
+        it is a copy, with zeros as padding.
         """
         view = self._view_of(tensors, exposed)
         if view is not None:
@@ -135,9 +140,9 @@ class FlatSlice:
             or not all(map(torch.Tensor.is_contiguous, owned))
         ):
             return None
-        # The addresses fit. They are one tensor if one storage reaches over all of them. A view of
-        # a state has a storage that ends with the view, so the tensor that was exposed is looked
-        # up.
+        # The addresses fit. The tensors are views of one tensor if one storage covers all of them.
+        # The storage of an exposed state has only that one view (``with_own_storage``). Therefore
+        # the tensor that was exposed is looked up, whose storage covers all.
         whole = exposed.get((start, numel), first)
         storage = whole.untyped_storage()
         begin = start - storage.data_ptr()

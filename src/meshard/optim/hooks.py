@@ -1,10 +1,13 @@
 """Hooks between optimizers and units.
 
-The hooks run for every optimizer; the user registers nothing. They do four things. An optimizer
-must not step while gradients are accumulated that are not in ``.grad``. Its ``zero_grad`` must
-clear those too. Once it has stepped, unsharded copies are stale, which versions of shards do not
-show: torch's foreach kernels on DTensors raise none. And an optimizer that reads a norm as a number
-must get the norm of the whole parameter.
+The hooks run for every optimizer; the user registers nothing. They do four things:
+
+* They refuse a step while gradients are pending: accumulated, and not in ``.grad``.
+* They make ``zero_grad`` clear pending gradients too.
+* They record each step, after which unsharded copies are stale. The versions of shards do not show
+  a step, because torch's foreach kernels on DTensors do not raise them.
+* They make reads of scalars collective during a step. So an optimizer that reads a norm as a number
+  gets the norm of the whole parameter, and not of a shard.
 """
 
 from __future__ import annotations
@@ -58,7 +61,10 @@ overlapped_optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.Weak
 def find_overlapped(
     params: Iterable[torch.Tensor], *, but: Optimizer | None = None, in_backward: bool = False
 ) -> torch.Tensor | None:
-    """Return the first of ``params`` that an overlapped optimizer other than ``but`` steps."""
+    """Return the first of ``params`` that an overlapped optimizer other than ``but`` steps.
+
+    With ``in_backward``, only optimizers that step in backward count.
+    """
     if not overlapped_optimizers:
         return None
     given, wanted = list(params), (True,) if in_backward else (True, False)
@@ -82,10 +88,7 @@ def watch_optimizers() -> None:
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
-    """Raise if gradients of one of ``params`` are accumulated that are not in ``.grad``.
-
-    Return the groups of ``params``.
-    """
+    """Raise a RuntimeError if one of ``params`` has pending gradients. Return their groups."""
     owners = owners_of(params)
     for owner in owners:
         owner.check_may_step()
@@ -101,8 +104,8 @@ def finish_copies(params: Sequence[torch.Tensor]) -> None:
 def clear_pending(params: Sequence[torch.Tensor]) -> None:
     """Drop the pending gradients of ``params``, whose ``.grad`` is about to be cleared.
 
-    A parameter that ``unshard()`` has unsharded stands for its shard, whose ``.grad`` is cleared
-    here.
+    If ``params`` has unsharded parameters (the user has called ``unshard()``), ``.grad`` of the
+    sharded ones is cleared here.
     """
     sharded = sharded_params_of(params)
     owners = owners_of(sharded)
@@ -117,10 +120,11 @@ def clear_pending(params: Sequence[torch.Tensor]) -> None:
 def warn_about_strays(
     params: Iterable[torch.Tensor], owners: Sequence[ParamGroup], names: Mapping[int, str]
 ) -> None:
-    """Warn once about parameters with gradients that no unit reduces, beside some that one does.
+    """Warn once about those of ``params`` that have gradients which nothing reduces.
 
-    Under ``MESHARD_DEBUG=1`` this raises a RuntimeError.
-    ``names`` has names of parameters by id, as far as they are known.
+    They are in no unit. ``owners`` are the groups of the other ``params``; if none of these is on
+    a mesh of several ranks, there is no warning. ``names`` has the known names of parameters, by
+    id. Under ``MESHARD_DEBUG=1`` this raises a RuntimeError.
     """
     if all(owner.spec.mesh_info.mesh.size() == 1 for owner in owners):
         return
@@ -131,8 +135,8 @@ def warn_about_strays(
         and param.grad is not None
         and not has_been_sharded(param)
         and tag_of(param)[0] is None
-        and not accumulation_hooks_of(param)  # which may reduce it
-        and param.grad.any()  # torch itself steps on zero gradients, to make the state
+        and not accumulation_hooks_of(param)  # such a hook may reduce the gradient
+        and param.grad.any()  # torch.distributed.checkpoint steps by zeros to make a state
     ]
     if not strays:
         return
@@ -213,9 +217,9 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
 def _before_compiling(_: Any) -> None:
     """Give gradients a form that ``torch.compile`` accepts.
 
-    It remakes a DTensor from the local tensor, and raises if the two have different storage
-    offsets. Our gradients have none as DTensors, but their local tensors do, as views of the unit's
-    flat gradient: see ``wrap_like``.
+    ``torch.compile`` makes a DTensor anew from its local tensor, and raises an error if the storage
+    offsets of the two differ. Those of our gradients do: the DTensor has offset 0, and its local
+    tensor, a view of the unit's flat gradient, has another (see ``wrap_like``).
     """
     for owner in all_owners():
         for param in owner.params:
@@ -236,8 +240,9 @@ def _before_step(
     for owner in owners:
         owner.check_may_step()
     for owner in owners:
-        owner.forget_version()  # here too: an interrupted step does not call _after_step
-        # A unit that was resharded after its forward leaves all memory to the optimizer.
+        owner.forget_version()  # before the step, because an interrupted one skips _after_step
+        # Users reshard a unit after its forward to save memory. So all memory is freed here that
+        # is kept for its collectives.
         owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.was_resharded_between)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()
@@ -254,7 +259,10 @@ def _reads_over_ranks(owners: Iterable[ParamGroup]) -> bool:
 
 
 def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callable[[], Any]:
-    """Return ``closure`` for use in a step: reads of scalars in it are as outside of the step."""
+    """Return ``closure`` for use inside a step.
+
+    Reads of scalars in the closure are not collective. After it, no gradient may be pending.
+    """
 
     def closure_and_check() -> Any:
         with scalar_reads.suspended():

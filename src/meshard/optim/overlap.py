@@ -66,19 +66,20 @@ class OverlappedOptimizer(StateOnRead):
     """An optimizer that steps each unit in backward: see ``overlap_optimizer``.
 
     ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer. The units
-    keep it: it steps until ``detach``, also if you drop it (``attached_to`` finds it again). Not
-    so with ``clip="deferred"``, where only your call of ``step`` steps.
+    hold a reference to this optimizer. So it steps them until ``detach``, also if you drop yours
+    (``attached_to`` finds it again). With ``clip="deferred"`` the units hold none, and only your
+    call of ``step`` steps.
     """
 
     def __init__(
         self,
-        template: Optimizer,  # whose param groups and state it takes over
+        template: Optimizer,  # its param groups and state are taken over
         make: MakeOptimizer,
         units: Iterable[Unit],
         *,
         change: ChangeGradients | None,
         max_norm: float | None,  # of all gradients; if given, nothing is stepped in backward
-        waits_in_step: bool,  # whether ``step`` waits for all steps; if not, the next gathers do
+        waits_in_step: bool,  # whether ``step`` waits for all units; if not, each next gather does
     ) -> None:
         worker = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
         self._make_stepper = functools.partial(UnitStepper, make=make, worker=worker, change=change)
@@ -86,8 +87,8 @@ class OverlappedOptimizer(StateOnRead):
         self._waits_in_step = waits_in_step
         self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
-        self._planned: list[object] = []  # ``objects_in`` of the groups that the steppers are for
-        self._stepped: set[UnitStepper] = set()  # in the present window
+        self._planned: list[object] = []  # ``objects_in`` of the groups that steppers were made for
+        self._stepped: set[UnitStepper] = set()  # those that have stepped in the present window
         self.total_norm: torch.Tensor | None = None
         """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
         ``step`` found, before clipping; zero if there was none."""
@@ -110,11 +111,13 @@ class OverlappedOptimizer(StateOnRead):
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Finish the steps of backward, and step what has not been stepped there.
+        """Finish the steps that backward has begun, and step by every gradient still in ``.grad``.
 
-        That is, gradients that no window has ended, that you have put there yourself, or all: with
-        ``clip="deferred"``, and after ``detach()``. ``closure``, which computes the loss and runs
-        backward, is called first. **Collective:** with ``clip="deferred"``, as ``get_total_norm``.
+        A gradient is there if the last backward of its window has not run, or if you have set it
+        yourself. With ``clip="deferred"``, and after ``detach()``, all gradients are there.
+        ``closure``, which computes the loss and runs backward, is called first.
+
+        **Collective:** with ``clip="deferred"``, as ``get_total_norm``.
         **Stream:** the current one waits for all steps, unless ``wait="gather"``.
 
         Raises:
@@ -144,11 +147,12 @@ class OverlappedOptimizer(StateOnRead):
                 (stepper.step if self._waits_in_step else stepper.defer)()
 
     def wait(self) -> None:
-        """Order what you do next after all steps that have been begun; deferred ones are taken.
+        """Wait for all steps that have been begun, and take deferred ones now.
 
-        Needed with ``wait="gather"``, or before ``step``, to read parameters or to change them.
-        **Collective:** with ``clip="deferred"``, ``wait="gather"`` and an optimizer that
-        communicates in its step (``Adafactor``); so are ``state``, ``state_dict`` and ``detach``.
+        Call this before you read or change parameters, if you do so before ``step``, or with
+        ``wait="gather"`` at any time. **Collective:** with ``clip="deferred"``, ``wait="gather"``
+        and an optimizer that communicates in its step (``Adafactor``); so are ``state``,
+        ``state_dict`` and ``detach``, which call this.
         **Stream:** the current one waits; for units in host memory the host does.
 
         Raises:
@@ -164,12 +168,12 @@ class OverlappedOptimizer(StateOnRead):
             raise errors[0]
 
     def detach(self) -> None:
-        """From now on step in ``step`` only, and clip no more, as any optimizer.
+        """From now on step in ``step`` only, without clipping, like any optimizer.
 
-        Steps that wait for a gather are taken. What a window that has not ended has accumulated
-        stays, and its last backward leaves it in ``.grad``, where ``step`` keeps it until
-        ``zero_grad``. To go back, call ``overlap_optimizer`` with the same parameters, and load the
-        ``state_dict``.
+        Steps that wait for a gather are taken now. Gradients that a window has accumulated so far
+        are kept. From now on gradients stay in ``.grad`` after the last backward of a window and
+        after ``step``, until ``zero_grad``. To go back, call ``overlap_optimizer`` with the same
+        parameters, and load the ``state_dict``.
 
         Raises:
             RuntimeError: A forward or backward is under way.
@@ -181,7 +185,7 @@ class OverlappedOptimizer(StateOnRead):
             for unit in self._units:
                 unit.on_reduced.remove(self._on_reduced)
         self._max_norm = None
-        self._waits_in_step = True  # because .grad stays, which the next backward may change
+        self._waits_in_step = True  # .grad stays now, and the next backward may change it
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -201,7 +205,7 @@ class OverlappedOptimizer(StateOnRead):
 
     @staticmethod
     def attached_to(module: nn.Module) -> list[OverlappedOptimizer]:
-        """Return those of units of ``module`` that are not detached, as they were made."""
+        """Return the optimizers, not detached, of units in ``module``, in the order of creation."""
         units = set(units_in(module))
         attached = [each for each in overlapped_optimizers if isinstance(each, OverlappedOptimizer)]
         return [each for each in attached if not units.isdisjoint(each._steppers)]
@@ -226,7 +230,7 @@ class OverlappedOptimizer(StateOnRead):
                 f"finite. {_NOT_SCALED}"
             )
         if self._steppers.get(unit) in self._stepped:
-            self._stepped.clear()  # this is its second time, so another window has begun
+            self._stepped.clear()  # a unit steps once per window, so another window has begun
         if not self._stepped:
             self._fresh_steppers()
         stepper = self._steppers.get(unit)
@@ -240,14 +244,15 @@ class OverlappedOptimizer(StateOnRead):
             return
         taken = stepper.taken
         stepper.step()
-        if self not in overlapped_optimizers:  # detached: as ordinary ones, it leaves .grad
+        if self not in overlapped_optimizers:  # it is detached: like others, it leaves .grad alone
             for param, grad in taken:
                 param.grad = grad
 
     def _fresh_steppers(self) -> list[UnitStepper]:
-        """Return a stepper for each unit, for the parameters that the groups have now."""
-        # Steppers are also outdated if replicate has rebuilt its buckets, which makes new groups.
-        # It may do so if steps are not taken in backward (clip="deferred", or after detach()).
+        """Return a stepper for each unit, for the parameters that ``param_groups`` have now."""
+        # Steppers are also outdated if replicate has rebuilt its buckets, because then their units
+        # have new ParamGroups. It rebuilds them only if no optimizer steps them in backward, as
+        # with clip="deferred" or after detach().
         if not are_same(objects_in(self.param_groups), self._planned) or any(
             stepper._group() is not unit.group for unit, stepper in self._steppers.items()
         ):
@@ -286,7 +291,7 @@ class UnitStepper:
     On a device the step is queued on the optimizer stream, beside the backward of other units. A
     unit in host memory is stepped by a worker thread, as soon as its gradients have arrived there.
     Until the next gather has waited for the step, this object is the unit's ``pending_step``. A
-    deferred step begins only at that gather. The unit is held weakly.
+    deferred step begins only at that gather. ``group`` is held weakly.
     """
 
     def __init__(
@@ -323,13 +328,14 @@ class UnitStepper:
     def take(
         self, groups: OptimGroups, state: States, coefficient: torch.Tensor | None = None
     ) -> bool:
-        """Take gradients out of ``.grad``, and hyperparameters, for ``step`` or ``defer``.
+        """Take gradients out of ``.grad``, and copy hyperparameters, for ``step`` or ``defer``.
 
         ``groups`` are all param groups of the optimizer. Gradients are multiplied by
         ``coefficient``. Return whether any parameter has a gradient.
         """
         group = self.group
-        # The worker itself waits for copies from the device. But clipping reads values here.
+        # Wait for copies of gradients to the host only if clipping reads their values here, or if
+        # some gradients are not in ``.grad`` yet. Otherwise the worker waits for them.
         if self._change is not None or not group.gradients.sharded.are_shown:
             group.gradients.settle()
         with without_torch_function():
@@ -338,8 +344,8 @@ class UnitStepper:
         if not taken:
             return False
         if group.state is ParamState.GATHERING:
-            group.reshard()  # a prefetch that was not used: it gathers the old weights
-        group.finish_pending_step()  # of another optimizer, or deferred
+            group.reshard()  # drops a prefetch that was not used: it gathers the old weights
+        group.finish_pending_step()  # that of another optimizer, or a deferred one
         self.taken = taken
         grads = [grad for _, grad in taken]
         with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
@@ -403,9 +409,9 @@ class UnitStepper:
     # --- the pending step, for the engine --------------------------------------------------
 
     def before_gather(self) -> None:
-        """Order the next gather of the unit after the step, which is taken now if it was deferred.
+        """Make the next gather of the unit wait for the step. Take a deferred step now.
 
-        **Stream:** the gather stream waits; the host for a step in host memory.
+        **Stream:** the gather stream waits; for a step in host memory the host does.
         """
         if self.host_copies is not None:
             self.finish()
@@ -413,7 +419,7 @@ class UnitStepper:
             self.group.comm.enter_after(CommStream.GATHER, self._begun())
 
     def finish(self) -> None:
-        """Order what the caller does next after the step, which is taken now if it was deferred.
+        """Make what the caller does next wait for the step. Take a deferred step now.
 
         **Stream:** the current one waits.
         """
@@ -421,7 +427,8 @@ class UnitStepper:
         try:
             work.wait()
         finally:
-            # On a device poll() returns False: the gather stream must still wait for the step.
+            # On a device only the current stream has waited, and poll() returns False. The step
+            # stays pending, because the gather stream must wait for it too.
             if work.poll():
                 self.group.pending_step = None
 
@@ -433,7 +440,7 @@ class UnitStepper:
                 try:
                     self._work = self.run()
                 except BaseException:
-                    self.group.pending_step = None  # not again: some parameters may be stepped
+                    self.group.pending_step = None  # no second try: some parameters may be stepped
                     raise
         return self._work
 
@@ -452,7 +459,7 @@ class WorkerStep:
 
 
 def _taken(group: dict[str, Any], params: list[torch.Tensor]) -> dict[str, Any]:
-    """Return a copy of a param group with ``params``: schedulers write to tensors in it."""
+    """Return ``group`` with ``params``, and copies of its tensors: schedulers write to those."""
     present = {
         key: value.clone() if isinstance(value, torch.Tensor) else value
         for key, value in group.items()
@@ -474,9 +481,10 @@ def overlap_optimizer(
 ) -> OverlappedOptimizer:
     """Step each unit of ``module`` in backward, and free its gradients at once.
 
-    A unit is stepped once per window, in the last backward (``GradientSync.FULL``, and the last one
-    by ``set_is_last_backward``), as soon as its gradient is reduced; ``.grad`` is None afterwards.
-    The training loop stays as it is, and the numbers are those of the ordinary optimizer.
+    A unit is stepped once per window, in the window's last backward, as soon as its gradient is
+    reduced; ``.grad`` is None afterwards. (A backward is the last under ``GradientSync.FULL``,
+    unless ``set_is_last_backward(False)`` was called.) The training loop stays as it is, and the
+    numbers are those of the ordinary optimizer.
 
     Args:
         module: With units in it. Call this after the last ``fully_shard``, between two steps.

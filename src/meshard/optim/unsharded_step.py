@@ -1,4 +1,4 @@
-"""Steps on unsharded parameters, for optimizers that DTensor cannot compute."""
+"""Steps on unsharded parameters, for optimizers whose arithmetic DTensors do not support."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class UnshardedStep(Optimizer):
     """Gathers parameters and gradients, steps them on every rank, and keeps this rank's shards.
 
     The numbers are those of one process, bit for bit. The states are unsharded and the same on
-    every rank, so it is for optimizers whose states are small.
+    every rank, so this is for optimizers whose states are small.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], cls: MakeOptimizer) -> None:
