@@ -75,7 +75,7 @@ def get_total_norm(
             norm = norm.to(device_of(first.device_mesh))  # the shards are in host memory
         norms[groups] = norm
     for group in dict.fromkeys(group for groups in norms for group in groups):
-        spread = [groups for groups in norms if group in groups]  # sent together
+        spread = [groups for groups in norms if group in groups]  # the norms sent together
         dtype = functools.reduce(torch.promote_types, [norms[groups].dtype for groups in spread])
         own = torch.stack([norms[groups].to(dtype) for groups in spread])
         gathered = gather_from_all(own, group, label="(norm)")
@@ -116,7 +116,7 @@ def clip_grad_norm_(
 
     Raises:
         RuntimeError: Gradients of some unit are not fully reduced yet, or an optimizer of
-            ``overlap_optimizer`` steps a parameter before its norm could be known.
+            ``overlap_optimizer`` steps a parameter in backward, before the norm is known.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(1, 1))
@@ -174,7 +174,7 @@ def _list_tensors(name: str, tensors: torch.Tensor | Iterable[torch.Tensor]) -> 
 
 
 def _as_number(name: str, value: Any) -> float:
-    """Return ``value`` as a float. Like torch, accept what ``float`` accepts, as ``"inf"``."""
+    """Return ``value`` as a float. Like torch, accept all that ``float`` does, such as "inf"."""
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

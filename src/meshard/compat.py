@@ -31,7 +31,7 @@ class TorchPatch(contextlib.ExitStack):
 
 
 def patch_torch() -> TorchPatch:
-    """Point ``torch.distributed.fsdp.fully_shard`` and its friends at meshard.
+    """Make ``torch.distributed.fsdp.fully_shard``, and the names around it, those of meshard.
 
     For trainers that import torch's functions themselves, also from the private modules in which
     torch defines them. Call it before they do: a name that was imported already stays what it was.
@@ -61,8 +61,9 @@ def patch_torch() -> TorchPatch:
 def unpatch_torch() -> None:
     """Put back ``torch.optim.Optimizer.zero_grad`` and ``torch.nn.Module.zero_grad``.
 
-    ``fully_shard`` and ``replicate`` replace them, each time, so that they also clear gradients
-    that are not reduced yet. From now on ``FSDPModule.reset_iter_state`` drops those.
+    Each call of ``fully_shard`` and ``replicate`` replaces the two methods, so that they also clear
+    gradients that are not reduced yet. Without that, ``FSDPModule.reset_iter_state`` drops such
+    gradients.
 
     >>> import torch, meshard.compat
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))

@@ -32,12 +32,13 @@ def describe(module: nn.Module) -> str:
 
     *parameters* are elements of the unit's own parameters, without those of units inside (of those
     that tensor parallelism has cut, this rank's part). *per rank* is the size of a flat shard;
-    gradients and optimizer states take a multiple of it. *padding* is what the ranks of a shard
-    group hold beyond the unsharded parameters. *policies* are those that differ from the defaults.
+    gradients and optimizer states take a multiple of it. *padding* is how much more the
+    ranks of a shard group hold together than the unsharded parameters. *policies* are those that
+    differ from the defaults.
 
     Warnings name units with a quarter or more of padding, and trainable parameters that are in no
     unit, or that an optimizer would step in less than float32. Where several CPU ranks communicate,
-    the last line states whether they use shared memory, and why not.
+    the last line states whether they use shared memory, and if not, why.
 
     Not a collective. Models may be on the meta device, and on fake process groups.
 
@@ -243,10 +244,11 @@ class CommLedger:
 
     def __init__(self, module: nn.Module | None = None) -> None:
         self.events: list[CommEvent] = []
-        # What is recorded: collectives of these communicators, and of these process groups if they
-        # have no communicator.
+        # What is recorded: all collectives of these communicators, and in these process groups the
+        # blocking collectives, which belong to no communicator. None: everything.
         self._recorded: set[object] | None = None
-        # What is not recorded nevertheless: units outside of the module, by source and label.
+        # Units outside of the module whose collectives have the same sources, and are left out: by
+        # communicator or process group, and label.
         self._left_out: set[tuple[object, str]] = set()
         if module is not None:
             if not isinstance(module, nn.Module):

@@ -28,12 +28,12 @@ _scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
 
 def is_backward_scaled() -> bool:
-    """Return whether a backward of a loss is under way that a ``ShardedGradScaler`` has scaled."""
+    """Return whether a backward is under way whose loss a ``ShardedGradScaler`` has scaled."""
     return len(_scaled_backwards) > 0
 
 
 def _mark_backward(_: Tensor) -> None:
-    def do_nothing() -> None:  # only its lifetime matters: that of the backward
+    def do_nothing() -> None:  # it matters only that it lives until the backward is over
         pass
 
     _scaled_backwards.add(do_nothing)
@@ -99,8 +99,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def scale(self, outputs: Any) -> Any:
         """Multiply a loss by the scale, before its backward.
 
-        Backward raises where it reaches a unit that an optimizer of ``overlap_optimizer`` steps:
-        its gradients could not be unscaled before.
+        Backward raises where it reaches a unit that an optimizer of ``overlap_optimizer`` steps,
+        because that step would come before the gradients can be unscaled.
         """
         scaled = super().scale(outputs)
         if self.is_enabled() and overlapped_optimizers:
@@ -111,7 +111,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     @override
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """Return the scale, also on a rank that has scaled no loss, because it had no batch."""
+        """Return the scale. A rank that had no batch has scaled no loss, so it is made here."""
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
@@ -158,8 +158,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 unscale_each(grads, found[device], inv_scale.to(device))
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
-            # Sent from the device of the mesh: shards may be in host memory, which the group may
-            # not serve.
+            # ``found_inf`` is sent from the device of the mesh. Its own device may be the host, if
+            # shards are there, and the process group may have no backend for that.
             meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
             sent = found_inf.to(device_of(meshes[0]) if meshes else found_inf.device)
             agree_on_max(sent, self._process_group)

@@ -36,7 +36,7 @@ from meshard.weights import SummonedUnit
 def leave_meta(group: ParamGroup) -> list[ShardedParam]:
     """Reshard, and allocate the shards that are on the meta device; return which those are.
 
-    The shards may be written to in place after it. Parameters stay the same objects.
+    Afterwards the shards may be written to in place. Parameters stay the same objects.
     """
     group.reshard()
     group.finish_pending_step()
@@ -54,7 +54,7 @@ def leave_meta(group: ParamGroup) -> list[ShardedParam]:
         torch.utils.swap_tensors(old, param.sharded)
         vars(old).update(attributes)
         param.sharded = old
-    group.adopt_edits()  # moves them into one buffer
+    group.adopt_edits()  # moves the new shards into one buffer
     group.unit_params.check_materialised()
     return new
 
@@ -62,13 +62,14 @@ def leave_meta(group: ParamGroup) -> list[ShardedParam]:
 def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) -> nn.Parameter:
     """Return a plain parameter of the global shape, in the dtype of the shard.
 
-    **Collective:** the mesh of the parameter, unless it is new.
+    With ``is_new`` the shard has no values yet, and those that are returned are poison.
+    **Collective:** the mesh of the parameter, if it is not new.
     """
     sharded = param.sharded
     if is_new:
         value = poisoned(torch.empty(sharded.shape, dtype=sharded.dtype, device=device))
     else:
-        local = local_of(sharded).to(device)  # where the mesh communicates
+        local = local_of(sharded).to(device)  # that of the mesh; the shard may be in host memory
         value = place_like(sharded, local).full_tensor().detach().clone()
     return nn.Parameter(value, requires_grad=False)
 
@@ -161,18 +162,19 @@ class _Initialisation:
             self._call_init(fqn, module, self._init)
         elif (reset := _reset_of(module)) is not None:
             reset()
-        # Not units of several modules, which stay unsharded until all of these were visited.
+        # A unit of several modules stays unsharded until the end of the walk, when all of them have
+        # been visited.
         self._finish([unit for unit in summoned if len(unit.modules) == 1])
 
     def _summon_for(self, module: nn.Module) -> list[Unit]:
-        """Unshard what initialising ``module`` may write to."""
+        """Unshard the units that initialising ``module`` may write to. Return the new ones."""
         resets_all = self._init is None and _reset_of(module) is not None
         modules = module.modules() if resets_all else [module]
         units = dict.fromkeys(unit for inner in modules for unit in units_of(inner))
         return [unit for unit in units if self._summon(unit)]
 
     def _summon(self, unit: Unit) -> bool:
-        """Unshard a unit, unless it is unsharded already."""
+        """Unshard a unit, unless it is unsharded already or empty. Return whether it was done."""
         group = unit.group
         if unit in self._summoned or not sharded_params(group):
             return False
@@ -186,7 +188,7 @@ class _Initialisation:
         return True
 
     def _finish(self, units: list[Unit]) -> None:
-        """Check and write back what was initialised, and reshard."""
+        """Check what was initialised in ``units``, write it to their shards, and reshard them."""
         for unit in units:
             summoned = self._summoned[unit]
             values = summoned.edited_values()
@@ -264,7 +266,10 @@ def _check_owners(root: nn.Module) -> None:
 
 
 def _mesh_infos(groups: list[ParamGroup]) -> list[MeshInfo]:
-    """Return the data-parallel meshes, largest first, and one for each axis of other kinds."""
+    """Return the data-parallel meshes, largest first, then one for each axis of other meshes.
+
+    The other meshes are those over which users have placed DTensor parameters.
+    """
     meshes = {
         param.dtensor_placement.in_use.mesh: None
         for group in groups
@@ -281,7 +286,7 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
     """Make every rank draw the random numbers that the first rank of the meshes draws."""
     generators: list[Any] = [torch.random]
     if device.type != "cpu":
-        generators.append(torch.get_device_module(device))  # stands for that of the current device
+        generators.append(torch.get_device_module(device))  # for that of the current device
     own = [generator.get_rng_state() for generator in generators]
     first = [state.clone() for state in own]
     for generator, state in zip(generators, first, strict=True):
@@ -326,7 +331,7 @@ def take_values_of_first_rank(
 def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: str) -> None:
     """Overwrite ``local``, on any device, by that of the first rank of the mesh.
 
-    **Collective:** all ranks of the mesh; observers see ``label`` in the place of a unit.
+    **Collective:** all ranks of the mesh; ``CommLedger`` shows ``label`` as the unit.
     """
     device = device_of(mesh_info.mesh)
     for plain in plain_tensors_in(local):
@@ -339,9 +344,10 @@ def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: 
 
 
 def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, unit: str) -> None:
-    """Raise if the ranks are about to shard different parameters, or other values, as one unit.
+    """Raise a RuntimeError if ranks bring different parameters, or different values, to one unit.
 
-    **Collective:** all ranks of the mesh, with ``MESHARD_DEBUG=1``; two small all-gathers per axis.
+    Called under ``MESHARD_DEBUG=1`` only. **Collective:** all ranks of the mesh; two small
+    all-gathers per axis.
     """
     device = device_of(mesh_info.mesh)
     text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
@@ -384,7 +390,10 @@ def _gather_over_mesh(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 
 @torch.no_grad()
 def _checksum(param: torch.Tensor) -> int:
-    """Return 64 bits that depend on every bit of ``param`` and on its position."""
+    """Return 63 bits that depend on every bit of ``param`` and on its position.
+
+    The sign of float64 elements is lost.
+    """
     total = 0
     for plain in plain_tensors_in(plain_of(param).detach()):
         if plain.is_meta:
@@ -392,6 +401,6 @@ def _checksum(param: torch.Tensor) -> int:
         bits = plain.contiguous().view(-1).view(INT_OF_SIZE[plain.itemsize])
         for number, chunk in enumerate(bits.split(_CHUNK)):
             weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
-            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd: every bit counts
+            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd, so that bits are not shifted out
             total += int(weights.mul_(chunk).sum())
     return total % 2**63

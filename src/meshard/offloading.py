@@ -1,4 +1,4 @@
-"""Moves of a whole model to host memory and back, for phases that need the device."""
+"""Moves of a whole model to host memory and back, to lend the device to something else."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def offload(module: nn.Module, optimizer: Optimizer | None = None) -> Offloaded:
 
     Parameters, gradients and state tensors stay the same objects, so an optimizer that holds them
     goes on as before. The device's memory is free when this returns. Nothing is communicated.
-    Buffers, ``ignored_params``, their state and units with a ``CPUOffloadPolicy`` stay where they
-    are; a forward raises. Of ``optimizer`` the state for the parameters of ``module`` is moved.
+    Of ``optimizer`` the state for the parameters of ``module`` is moved. Buffers,
+    ``ignored_params``, their state and units with a ``CPUOffloadPolicy`` stay where they are. Until
+    ``onload``, a forward raises an error.
 
     Returns:
         A context manager that calls ``onload`` at its end. Without it, call ``onload`` yourself.
@@ -112,7 +113,7 @@ _moved: weakref.WeakKeyDictionary[Optimizer, dict[int, torch.Tensor]] = weakref.
 def _move_state(
     optimizer: Optimizer, unit: Unit, location: MemoryLocation | None
 ) -> list[torch.Tensor]:
-    """Start moving the optimizer state of a unit's parameters; return the tensors it was in.
+    """Start copying the optimizer state of a unit's parameters; return the memory it was in.
 
     ``location`` None: back to the device.
     """
@@ -126,12 +127,14 @@ def _move_state(
             local, was_moved = plain_of(tensor), id(tensor) in moved
             if location is not None:
                 if was_moved or local.device != device:
-                    continue  # its place is the host, as for AdamW's step count
+                    continue  # moved before, or kept on the host anyway, as AdamW's step count is
                 moved[id(tensor)] = tensor
             elif was_moved:
                 del moved[id(tensor)]
             elif not isinstance(tensor, DTensor) or local.device == device:
-                continue  # of what offload() has not moved, only loaded DTensors are on the host
+                # offload() did not move this tensor, so it stays. Only a DTensor on the host must
+                # go to the device: it was loaded into the optimizer after offload().
+                continue
             new = (location or MemoryLocation(device)).empty_like(local)
             new.copy_(local.detach(), non_blocking=True)
             sources.append(local.data)

@@ -61,7 +61,8 @@ _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication st
 def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
     """Cut a list of parameters into buckets of one dtype each: lists of positions.
 
-    A bucket has at most ``cap`` bytes, unless one parameter alone has more, and the first is small.
+    A bucket has at most ``cap`` bytes, and the first one at most ``_FIRST_CAP``. A parameter that
+    has more is a bucket of its own.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -106,7 +107,7 @@ class Buckets:
         sends_buffers: bool,  # whether forwards overwrite buffers by those of one rank
     ) -> None:
         self.buffers_from = 0  # the rank in the mesh whose buffers are sent
-        self.is_looped = False  # whether uneven_batches calls ``prepare``, instead of forwards
+        self.is_looped = False  # if True, uneven_batches calls ``prepare``, and forwards do not
         self.replaced = ReplacedCount()
         self._comm_hook: CommHook | None = None  # runs instead of all-reduces
         self._params = params
@@ -118,13 +119,14 @@ class Buckets:
         self._are_views = are_views
         self._sends_buffers = sends_buffers
         count = max(1, len(partition([param.sharded for param in reversed(params)], cap)))
-        # Outermost first, each inside the one before.
+        # The outermost unit first, each of the others inside the one before.
         self.units = [Unit([module], UnitSettings(), policy) for _ in range(count)]
         nest(self.units)
         for number, unit in enumerate(reversed(self.units)):
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
         self._fill(list(reversed(range(len(params)))))
-        # The order of the first backward, by which the buckets are rebuilt once.
+        # The recorders write the order of arrival in the first backward to ``_arrivals``. The
+        # buckets are rebuilt once in that order, and are final then.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders = [
@@ -136,7 +138,7 @@ class Buckets:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
-        """Return buckets for the copies of the units. They are not rebuilt."""
+        """Return buckets for the copied units. Those buckets are never rebuilt."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
         copied.replaced, copied.is_looped, copied.buffers_from = ReplacedCount(), False, 0
@@ -189,20 +191,21 @@ class Buckets:
 
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """Prepare a forward with a graph. A pre-hook that runs before those of the units."""
+        """Call ``prepare`` if the forward records a graph. Runs before the units' own hooks."""
         # Not in a recomputation, whose backward has begun with the present buckets.
         is_in_backward = self.units[0].lifecycle.phase is Phase.BACKWARD
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
 
     def prepare(self, module: nn.Module) -> None:
-        """Rebuild the buckets if it is time, and send buffers.
+        """Rebuild the buckets if the first backward has been recorded, and send buffers.
 
         **Collective:** all ranks of the mesh.
         """
         # has_reduced is the same on all ranks, even if some have raised an error.
         is_late = not self._is_final and self.units[0].gradients.has_reduced
-        # Hooks may keep state per bucket from their third window on, as in DDP.
+        # As in DDP, communication hooks may keep state per bucket from their third window on, so
+        # the buckets must not change any more.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
             without_modes(self._rebuild)
@@ -281,7 +284,8 @@ class ReplicateModule(GradientSetters):
         ``hook(state, bucket)`` runs once per window on every bucket, and returns a future of the
         mean over ranks. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so hooks of
         ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged; ``buffer()`` is ``[n]`` in
-        the reduce dtype, the sum of the window on this rank. A copy by ``copy.deepcopy`` has none.
+        the reduce dtype, the sum of the window on this rank. A ``copy.deepcopy`` of the module has
+        no hook.
 
         **Collective:** hooks run in the same order on all ranks.
         **Stream:** that of all-reduces, which waits for the future; on CPU tensors the host does.
@@ -344,7 +348,7 @@ def replicate(
 
     **Collective:** every rank of the mesh, in the same order; also the first forward after a
     backward, and with ``broadcast_buffers`` every forward that records a graph.
-    **Lifetime:** a reference to a ``.grad`` is overwritten by the next step; ``clone()`` it.
+    **Lifetime:** a ``.grad`` that you keep is overwritten in the next step; ``clone()`` it.
 
     Args:
         module: The outermost module that is called. Units of ``fully_shard`` inside stay sharded.
@@ -355,7 +359,7 @@ def replicate(
             forward and its backward use a copy of the parameters in that dtype.
         ignored_params: Parameters to leave as they are, gradients too.
         broadcast_buffers: Overwrite buffers in place by those of the first rank before every
-            forward that records a graph. A forward that computes with them needs its backward
+            forward that records a graph. So if a forward computes with a buffer, run its backward
             before the next forward.
         init_sync: Overwrite parameters and buffers by those of the first rank now. Without it all
             ranks must hold the same values.
@@ -413,7 +417,7 @@ def replicate(
     unit = buckets.units[0]
     adopt_module(module, unit, ReplicateModule, "Replicated")
     module.__dict__["_meshard_buckets"] = buckets
-    for each in reversed(with_siblings(unit)):  # registered last, the outermost is entered first
+    for each in reversed(with_siblings(unit)):  # the one registered last, the outermost, runs first
         register_hooks(each)
     adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)

@@ -1,9 +1,10 @@
 """Unsharded weights between steps, to read and to edit.
 
-The modules of a summoned unit hold plain parameters, in memory of their own and in the dtype of the
-shards. The dtype in which the unit computes may be narrower, and would round edits. The modules run
-like ordinary ones: their hooks neither gather, reshard nor cast. Gradients of the unsharded
-parameters are reduced together with those of ordinary forwards.
+A unit is *summoned* while its modules hold the parameters of ``unsharded_params``. These are plain,
+in memory of their own, and in the dtype of the shards, because the dtype in which the unit computes
+may be narrower and would round edits. The modules run like ordinary ones: their hooks neither
+gather, reshard nor cast. Gradients of the unsharded parameters are reduced together with those of
+ordinary forwards.
 """
 
 from __future__ import annotations
@@ -53,16 +54,17 @@ def unsharded_params(
     Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
     parallelism): edit them in place, or assign others of the same shape. Gradients of what is
     computed from them reach the shards. An exception inside leaves the shards of all ranks as they
-    were, and so does a ``KeyboardInterrupt``, unless it comes while edits are written back: then
-    some ranks may have them, and others not.
+    were, and so does a ``KeyboardInterrupt``. But if it comes while edits are written back, some
+    ranks may have the edits, and others not.
 
     **Collective:** every rank of the mesh, entry and exit.
 
     Args:
         module: A module with units in it.
-        recurse: Also the units inside ``module``, which must be one itself otherwise.
+        recurse: Unshard the units inside ``module`` too. If False, ``module`` must be a unit.
         rank0_only: Unshard on the first rank of the mesh only, whose edits are sent to all.
-        writeback: Write edits back. Every rank writes its own part, so all must make the same.
+        writeback: Write edits back. Every rank writes its own part, so all ranks must make the same
+            edits.
         offload_to_cpu: Hold the unsharded parameters in host memory.
 
     Raises:
@@ -138,7 +140,7 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
 def _has_any_failed(summoned: list[SummonedUnit], *, here: bool, waits: bool = True) -> bool:
     """Return whether any rank raised: edits are written back on all ranks, or on none.
 
-    Without ``waits``, this rank tells the others that it raised, and does not learn of them.
+    Without ``waits``, this rank sends the others that it raised, and does not wait for theirs.
     """
     groups = {group: None for each in summoned for group in each.group.spec.mesh_info.groups}
     if not groups:
@@ -159,7 +161,7 @@ class SummonedUnit:
         self._options = options
         self.group = unit.group
         self.group.summon(options)
-        # Modules may be pickled from now on, as plain ones: without these hooks.
+        # Summoned modules can be pickled like plain ones, so these hooks must not be on them.
         self._had_hooks = remove_outside_hooks(unit)
         self._version = self.group.version
         self._is_unsharded = bool(unsharded)
@@ -175,7 +177,7 @@ class SummonedUnit:
     def edited_values(self) -> list[torch.Tensor]:
         """Return what the modules hold now, to be written back; empty if they hold shards.
 
-        For a DTensor of tensor parallelism that is this rank's local tensor.
+        A DTensor of tensor parallelism is returned as this rank's local tensor.
         """
         if self.group.version != self._version:
             raise RuntimeError(
@@ -209,7 +211,7 @@ class SummonedUnit:
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
         for param in self.params:
-            # The requires_grad flag of the sharded parameter is what counts, so it is set here.
+            # Take over requires_grad from the unsharded parameter, where the user may have set it.
             flags = {value.requires_grad for value in param.installed() if value is not None}
             if self._is_unsharded and not self._options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
@@ -234,7 +236,7 @@ class SummonedUnit:
 def _gather(group: ParamGroup, options: SummonOptions) -> list[nn.Parameter]:
     """Return the unsharded parameters; an empty list on ranks that keep the shards.
 
-    **Collective:** the shard group; with ``rank0_only`` only the one of the first replica.
+    **Collective:** the shard group; with ``rank0_only`` only that of the first replica.
     """
     storage, mesh_info = _storage_of(group), group.spec.mesh_info
     group.reshard()
@@ -305,7 +307,7 @@ def _storage_of(group: ParamGroup) -> FlatShard:
 def _pairs(
     storage: FlatShard, rows: torch.Tensor, unsharded: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Iterate over views of ``rows [shard_count, n]`` and of the same unsharded elements."""
+    """Iterate over pairs of views of equal elements, in ``rows [shard_count, n]`` and unsharded."""
     layout = storage.layout
     for segment, part in zip(layout.segments, layout.split(rows), strict=True):
         for param_range in segment.ranges:
@@ -324,7 +326,7 @@ def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> N
     unsharded.grad = None
     if unit is None or gradient is None:
         return
-    unit.lifecycle.gradient_from_outside(unit)  # first: it may clean up after an interrupted step
+    unit.lifecycle.gradient_from_outside(unit)  # before .grad is set: cleaning up would drop it
     unsharded_param = unit.group.params[index].unsharded
     moved = gradient.to(unsharded_param.device, unsharded_param.dtype)
     unsharded_param.grad = moved if unsharded_param.grad is None else unsharded_param.grad + moved
