@@ -31,7 +31,7 @@ class TorchPatch(contextlib.ExitStack):
 
 
 def patch_torch() -> TorchPatch:
-    """Make ``torch.distributed.fsdp.fully_shard``, and the names around it, those of meshard.
+    """Replace ``torch.distributed.fsdp.fully_shard`` and related names of torch by meshard's.
 
     For trainers that import torch's functions themselves, also from the private modules in which
     torch defines them. Call it before they do: a name that was imported already stays what it was.

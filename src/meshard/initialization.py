@@ -167,14 +167,17 @@ class _Initialisation:
         self._finish([unit for unit in summoned if len(unit.modules) == 1])
 
     def _summon_for(self, module: nn.Module) -> list[Unit]:
-        """Unshard the units that initialising ``module`` may write to. Return the new ones."""
+        """Unshard the units that initialising ``module`` may write to.
+
+        Return those that were not unsharded before.
+        """
         resets_all = self._init is None and _reset_of(module) is not None
         modules = module.modules() if resets_all else [module]
         units = dict.fromkeys(unit for inner in modules for unit in units_of(inner))
         return [unit for unit in units if self._summon(unit)]
 
     def _summon(self, unit: Unit) -> bool:
-        """Unshard a unit, unless it is unsharded already or empty. Return whether it was done."""
+        """Unshard a unit. Return False if it is unsharded already, or has no shards."""
         group = unit.group
         if unit in self._summoned or not sharded_params(group):
             return False
@@ -286,7 +289,7 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
     """Make every rank draw the random numbers that the first rank of the meshes draws."""
     generators: list[Any] = [torch.random]
     if device.type != "cpu":
-        generators.append(torch.get_device_module(device))  # for that of the current device
+        generators.append(torch.get_device_module(device))  # uses that of the current device
     own = [generator.get_rng_state() for generator in generators]
     first = [state.clone() for state in own]
     for generator, state in zip(generators, first, strict=True):

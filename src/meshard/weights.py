@@ -140,7 +140,7 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
 def _has_any_failed(summoned: list[SummonedUnit], *, here: bool, waits: bool = True) -> bool:
     """Return whether any rank raised: edits are written back on all ranks, or on none.
 
-    Without ``waits``, this rank sends the others that it raised, and does not wait for theirs.
+    Without ``waits``, this rank tells the others that it raised, and does not wait for an answer.
     """
     groups = {group: None for each in summoned for group in each.group.spec.mesh_info.groups}
     if not groups:

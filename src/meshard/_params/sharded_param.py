@@ -2,8 +2,8 @@
 
 Tensors outlive their role: an optimizer that was built before ``fully_shard`` holds parameters that
 no module has any more, and would train nothing. So each tensor has a tag with its role. The hooks
-of optimizers check the tags. ``fully_shard`` checks them too: an earlier call may have sharded one
-of two tied parameters, and then the tag of the other says that it has been replaced.
+of optimizers check the tags. ``fully_shard`` checks them too: if two modules share a parameter, an
+earlier call may have replaced it in one of them, and the other still holds the original tensor.
 """
 
 from __future__ import annotations

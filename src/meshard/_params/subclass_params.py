@@ -278,7 +278,7 @@ class Form(NamedTuple):
 def agree_on_forms(
     own: Sequence[Form], group: dist.ProcessGroup, *, device: torch.device, label: str
 ) -> list[Form]:
-    """Return the forms in ``own``, each with the number of rows of the rank that has most.
+    """Return the forms in ``own``, each with the largest number of rows that any rank has.
 
     **Collective:** all ranks of ``group``; two small all-gathers, which block. All ranks raise a
     RuntimeError if their forms differ in more than the number of rows.

@@ -61,7 +61,7 @@ class UnitParams(abc.ABC):
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
     is_one_dtype: bool  # whether compute_dtypes are all the same
-    host_copies: HostCopies | None = None  # None unless shards live in host memory
+    host_copies: HostCopies | None = None  # None if shards live on the device
     is_partly_meta: bool = False  # some shards have memory, others are on the meta device
     is_offloaded: bool = False  # meshard.offload has moved the shards away
     has_custom_gather: bool = False  # some shards have fsdp_pre_all_gather

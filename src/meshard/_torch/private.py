@@ -338,8 +338,8 @@ base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
     """Return a context in which writing to ``tensors`` does not count as a change of them.
 
-    Otherwise autograd would take filling an unsharded parameter again for an in-place change of a
-    tensor that it has saved.
+    Without it, autograd would take the filling of an unsharded parameter for an in-place change of
+    a tensor that it has saved.
     """
     return torch.autograd.grad_mode._unsafe_preserve_version_counter(tensors)
 

@@ -13,9 +13,8 @@ import torch
 
 _PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
-_HELPERS = (
-    contextlib.__file__,
-)  # frames between a context manager of ours and the ``with`` of the user
+# Files of frames between a context manager of ours and the ``with`` of the user.
+_HELPERS = (contextlib.__file__,)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:

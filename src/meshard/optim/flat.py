@@ -139,7 +139,7 @@ class FlatStepper:
             (self._step_loose if self._loose else self._step)(inner)
         finally:
             for flat_slice in self.slices:
-                flat_slice.flat.grad = None  # as long as it lives, zero_grad frees no memory
+                flat_slice.flat.grad = None  # a reference, with which zero_grad would free nothing
         for param in self._loose:
             if param in inner.state:
                 self._state[param] = inner.state[param]
@@ -253,9 +253,9 @@ class FlatStepper:
                 "module.parameters()."
             )
         step: Any = type(inner).step
-        # The step without torch's wrappers. The one around the step of every optimizer calls hooks,
-        # which the step of the optimizer that users hold does already. Those of torch's pointwise
-        # optimizers have a second one, for differentiable steps.
+        # The step without torch's wrappers. Every optimizer's step has one that calls hooks, and
+        # the step of the optimizer that users hold has called them already. The steps of torch's
+        # pointwise optimizers have a second one, for differentiable steps.
         bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
         self._step: Callable[[Optimizer], object] = bare
         return inner

@@ -51,7 +51,7 @@ class FlatSlice:
         self._owned = [position for position, member in enumerate(members) if member.numel]
         offsets = [members[position].offset for position in self._owned] or [0]
         self._start = offsets[0]
-        # Of these members, in bytes from the first of them.
+        # The offset of each of these members from the first of them, in bytes.
         self._distances = [(offset - offsets[0]) * segment.itemsize for offset in offsets]
         numel = offsets[-1] - offsets[0] + members[self._owned[-1]].numel if self._owned else 0
         self.flat = nn.Parameter(segment.narrow(0, self._start, numel), requires_grad=False)
@@ -141,8 +141,8 @@ class FlatSlice:
         ):
             return None
         # The addresses fit. The tensors are views of one tensor if one storage covers all of them.
-        # The storage of an exposed state has only that one view (``with_own_storage``). Therefore
-        # the tensor that was exposed is looked up, whose storage covers all.
+        # An exposed state has a storage that ends with it (``with_own_storage``). So the tensor
+        # that it is a part of is looked up in ``exposed``.
         whole = exposed.get((start, numel), first)
         storage = whole.untyped_storage()
         begin = start - storage.data_ptr()
