@@ -393,15 +393,13 @@ def _gather_over_mesh(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 
 @torch.no_grad()
 def _checksum(param: torch.Tensor) -> int:
-    """Return 63 bits that depend on every bit of ``param`` and on its position.
-
-    The sign of float64 elements is lost.
-    """
+    """Return 63 bits that depend on every bit of ``param`` and on its position."""
     total = 0
     for plain in plain_tensors_in(plain_of(param).detach()):
         if plain.is_meta:
             continue
-        bits = plain.contiguous().view(-1).view(INT_OF_SIZE[plain.itemsize])
+        # At most 32 bits at once: the highest of 64, the sign, would be lost in the sum.
+        bits = plain.contiguous().view(-1).view(INT_OF_SIZE[min(plain.itemsize, 4)])
         for number, chunk in enumerate(bits.split(_CHUNK)):
             weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
             weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd, so that bits are not shifted out

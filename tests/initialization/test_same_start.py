@@ -13,6 +13,7 @@ import meshard
 from meshard import CommLedger, fully_shard, fully_shard_units
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_ranks
 
 
 class Normed(MlpStack):
@@ -163,6 +164,17 @@ def test_different_values_are_refused_and_named(
         assert f"first {first!r}, where rank(s) {num_ranks - 1} differ from rank 0." in message
         assert "fully_shard_units(..., sync_init=True)" in message
         assert not is_sharded
+
+
+@on_ranks(2)
+def test_signs_of_float64_are_compared_too(monkeypatch):
+    monkeypatch.setenv("MESHARD_DEBUG", "1")
+    layer = seeded(nn.Linear(4, 4, dtype=torch.float64))
+    if dist.get_rank():
+        with torch.no_grad():
+            layer.weight.neg_()
+    with pytest.raises(RuntimeError, match="of its 2 parameters 1 differ, first 'weight'"):
+        fully_shard(layer)
 
 
 def one_rank_differs_where_shards_are_the_first_axis():

@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshard._torch.dtensor import gradient_dtype, place_like, plain_of
 from meshard._torch.private import skip_dynamo
 
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of pending gradients
@@ -135,29 +136,15 @@ class _Witness:
         return not is_same or _versions(self._grad) != self._versions
 
 
-def _local(tensor: Any) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
 def _versions(tensor: Any) -> tuple[int, int]:
-    return tensor._version, _local(tensor)._version  # operations on a DTensor raise the first
+    return tensor._version, plain_of(tensor)._version  # operations on a DTensor raise the first
 
 
 def _local_numel(tensor: torch.Tensor) -> int:
-    return _local(tensor).numel()
+    return plain_of(tensor).numel()
 
 
 def _zero_grad_of(param: torch.Tensor) -> torch.Tensor:
-    local = _local(param)
-    dtype = getattr(param, "grad_dtype", None) or param.dtype
-    zeros = torch.zeros(local.shape, dtype=dtype, device=local.device)
-    if not isinstance(param, DTensor):
-        return zeros
-    return DTensor.from_local(
-        zeros,
-        param.device_mesh,
-        param.placements,
-        run_check=False,
-        shape=param.shape,
-        stride=param.stride(),
-    )
+    local = plain_of(param)
+    zeros = torch.zeros(local.shape, dtype=gradient_dtype(param), device=local.device)
+    return place_like(param, zeros) if isinstance(param, DTensor) else zeros
