@@ -362,8 +362,8 @@ class Lifecycle:
             # A warning too, because distributed autograd drops the text of the error.
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
-        # This mark records a failure, if the method is interrupted before the callbacks below are in
-        # place. It is cleared at the end.
+        # This mark records a failure if the method is interrupted before the callbacks below are
+        # in place. It is cleared at the end.
         self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
@@ -686,7 +686,7 @@ class Lifecycle:
                 subscriber(unit)
 
     def finish_backward(self, run: BackwardRun | None = None) -> None:
-        """End the backward that runs; or ``run``, which stands for one that autograd did not run."""
+        """End the backward that runs; or ``run``, a backward that autograd did not run."""
         run = run or self.backward
         assert run is not None
         units = self.units()
