@@ -394,7 +394,7 @@ class _UnevenLoop:
             self._exchange(_Report.FAILED)
 
     def join(self, module: nn.Module) -> bool:
-        """Run a backward that uses no parameter, and issues the collectives of the other ranks.
+        """Run a backward that uses no parameter, but issues the collectives of the other ranks.
 
         If the others reduce nothing but accumulate gradients, this rank accumulates a zero.
         Returns whether the other ranks are still in the loop.

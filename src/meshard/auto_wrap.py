@@ -1,8 +1,9 @@
 """Sharding of a whole model by one call: ``fully_shard_units``.
 
 A parameter goes to the innermost of the units that are on every path from the root to the
-parameter. If it is used once, that is the unit around it. If it is tied, or in a shared module,
-that is the innermost unit around all of its uses, which is unsharded while any of them runs.
+parameter. For a parameter that is used once, this is the unit around it. For one that is tied, or
+in a shared module, it is the innermost unit around all of its uses, so the parameter is unsharded
+while any of them runs.
 
 A module may be registered several times, so the model is a graph, and the number of its paths may
 be exponential. Paths are never listed. Questions about them are answered by passes over the modules

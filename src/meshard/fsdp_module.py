@@ -183,12 +183,12 @@ class GradientSetters(_AnyModule):
         """Choose whether ``finalize_backward`` ends windows, or the last backward. Root only.
 
         While enabled, every backward reduces as one that is not the last, whatever
-        ``set_is_last_backward`` says. Units that did not run in it keep their pending gradients
+        ``set_is_last_backward`` says. Units that have not run keep their pending gradients
         until ``finalize_backward``.
 
         Raises:
             RuntimeError: This is not the root; a backward is under way or not finalized yet; or a
-                loop over ``uneven_batches`` is under way, which does not work with it.
+                loop over ``uneven_batches`` is under way, which does not work in this mode.
         """
         check_bool("enabled", enabled)
         _lifecycle_of_root(self, "set_manual_backward_finalization").set_manual(enabled)

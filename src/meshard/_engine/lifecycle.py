@@ -113,8 +113,8 @@ def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
     try:
         lifecycle.record_failure()
     except BaseException as error:
-        # Python swallows exceptions of weakref callbacks, such as this function. ``Failure.clear``
-        # raises this one again.
+        # This function is a weakref callback, and Python swallows what such a callback raises.
+        # ``Failure.clear`` raises this error again.
         lifecycle.failure.interrupt = error
 
 
@@ -459,7 +459,7 @@ class Lifecycle:
                 unit.step.awaits_gradients |= unit.group.num_trainable > 0
 
     def _end_pass(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
-        """End the units of a pass that have not ended, in the order that all ranks have.
+        """End the units of a pass that have not ended, in the same order on all ranks.
 
         Other ranks may have reduced them earlier, when their last gradient came.
         """
@@ -519,7 +519,7 @@ class Lifecycle:
         forward_pass: ForwardPass,
         is_over: Callable[[ForwardCall], bool],
     ) -> None:
-        """End those units of a pass whose backward is over: ``is_over`` gets their first call."""
+        """End those units of a pass for whose first call ``is_over`` returns True."""
         for number in forward_pass.pop_over(is_over):
             other = self._units[number]()
             if other is not None:
@@ -576,8 +576,9 @@ class Lifecycle:
 
     def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
         # A reentrant checkpoint runs a graph task of its own inside this backward. A gradient from
-        # there may be a part only: the parameter may also be used outside of the checkpoint, or in
-        # another one. So after a nested graph task, units are reduced when their backward is over.
+        # there may be one of several parts, if the parameter is also used outside of the checkpoint
+        # or in another one. So after a nested graph task, units are not reduced at their last
+        # gradient, but when their backward is over.
         if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             self._post_backward(unit)
 
@@ -892,7 +893,7 @@ class Lifecycle:
             raise
 
     def record_failure(self) -> None:
-        """Record that a backward raised. Must not communicate: on other ranks it may not raise."""
+        """Record that a backward raised, without communication: other ranks may not have failed."""
         # First, so that the next step calls abort() even if this method is interrupted.
         self.failure.marks.append("raised")
         self.failure.backward_call = None

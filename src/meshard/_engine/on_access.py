@@ -54,7 +54,7 @@ class _NoticedReads(dict[str, Any]):
 
 @skip_dynamo
 def _read(unit: Unit) -> None:
-    """Gather ``unit``, if a unit is running whose end can reshard it."""
+    """Gather ``unit`` if another unit is running. ``unit`` is resharded when that one ends."""
     lifecycle = unit.lifecycle
     if lifecycle.phase is Phase.BACKWARD:
         # Activation checkpointing recomputes the forward that reads. The lifecycle reshards the

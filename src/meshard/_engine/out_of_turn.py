@@ -52,7 +52,7 @@ class Prefetcher:
     ) -> None:
         """Unshard a unit that is about to compute, and start gathering ``up_next``.
 
-        ``in_forward``: gather the shards, with edits of them, and never a post-forward shard.
+        ``in_forward``: gather the shards, edits included, and never post-forward shards.
         ``keep_shard``: keep a post-forward shard, if the unit has a group for it.
         """
         is_cold = unit.group.state is ParamState.SHARDED

@@ -52,7 +52,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def may_collect(value: Any) -> bool:
-    """Whether ``value`` may hold a container in which a forward can leave tensors, as a list."""
+    """Whether ``value`` may hold a container in which a forward can leave tensors (a list)."""
     if isinstance(value, _SIMPLE):
         return False
     return any(map(may_collect, value)) if type(value) is tuple else True
@@ -113,7 +113,7 @@ def _map_fields(
     """Map the containers that pytree takes for leaves: dataclasses, and some subclasses."""
     if id(value) in around or isinstance(value, (type, nn.Module)):
         return value
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # as rnn.PackedSequence
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # such as rnn.PackedSequence
         old = value._asdict()
     elif isinstance(value, dict):
         old = value
@@ -130,7 +130,7 @@ def _map_fields(
     if isinstance(value, tuple):
         # mypy does not narrow a tuple by hasattr.
         return value._replace(**changes)  # type: ignore[attr-defined]
-    # dataclasses.replace would call __init__, which may compute something, or lack fields.
+    # dataclasses.replace would call __init__, which may compute something, or not take all fields.
     changed = copy.copy(value)
     for name, new in changes.items():
         if isinstance(changed, dict):

@@ -1,4 +1,4 @@
-"""The parameters of a unit, gathered and resharded together; and the unit that a tensor is of."""
+"""The parameters of a unit, gathered and resharded together; and the group of a given tensor."""
 
 from __future__ import annotations
 
@@ -302,13 +302,13 @@ class ParamGroup:
 
     def record_step(self) -> None:
         log_event("step", self.unit_params.label)
-        self.install_sharded()  # what a forward has left installed is stale now
+        self.install_sharded()  # a copy that a forward has left installed is stale now
         self.num_steps += 1
         self.was_resharded_between = False
         self.gradients.end_window()
 
     def clear_pending(self, ids: set[int]) -> None:
-        if self.pending_step is None:  # otherwise that step has taken the gradients
+        if self.pending_step is None:  # otherwise the pending step has taken the gradients
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             self.gradients.clear(frozenset(cleared))
 
@@ -319,8 +319,8 @@ class ParamGroup:
     ) -> None:
         """Start gathering, unless that has begun or is done.
 
-        ``only_for_backward``: do not look for edits of the shards. The next forward will gather
-        again.
+        ``only_for_backward``: do not look for edits of the shards, as the next forward will gather
+        the unit again.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
         """
         if self._gather is not None:
@@ -482,8 +482,7 @@ class ParamGroup:
         """End the user's ``unshard()``, if there is one.
 
         With ``refuse``, raise if a parameter was cast, moved or given other data, which would be
-        lost. With ``voids_graphs``, a later backward that would read the
-        freed parameters raises.
+        lost. With ``voids_graphs``, a later backward that would read the freed parameters raises.
         """
         if self.manual_unshard is None:
             return
