@@ -26,9 +26,9 @@ _END: Any = object()  # marks the end of an iterator, whose length need not be k
 
 @contextlib.contextmanager
 def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
-    """Reduce gradients as far as ``mode`` inside, for all units in ``module``.
+    """Inside the context, reduce gradients of all units in ``module`` as far as ``mode`` says.
 
-    On exit each unit has the mode that it had before.
+    On exit each unit gets back the mode that it had before.
 
     Raises:
         TypeError: ``mode`` is not a ``GradientSync``.
@@ -57,7 +57,7 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
 def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate unsharded gradients without any collective: ``gradient_sync`` with NONE.
 
-    Takes memory for all gradients on each rank; ``GradientSync.REDUCE_SCATTER`` takes a shard.
+    Each rank needs memory for all gradients; under ``GradientSync.REDUCE_SCATTER``, a shard.
     """
     return gradient_sync(module, GradientSync.NONE)
 
@@ -119,8 +119,9 @@ class PendingGradients(dict[str, DTensor | None]):
     """Gradients that are accumulated but not in ``.grad``, by parameter name.
 
     The value of a parameter is its partial sum, a DTensor ``(Partial("avg"), Shard(dim))`` that is
-    reduced over the shard group; None if its gradients have not been reduced at all. The mapping is
-    false if nothing is pending, on all ranks alike, also if it is empty on this one.
+    reduced over the shard group; None if its gradients have not been reduced at all. ``bool()`` of
+    the mapping says whether gradients are pending. It is the same on all ranks, even on one where
+    the mapping is empty.
     """
 
     def __init__(self, partials: dict[str, DTensor | None], *, is_open: bool) -> None:
@@ -206,11 +207,12 @@ def uneven_batches(
     ``no_sync`` none does; ranks with a batch must enter it in the same iterations, and the ranks
     without one follow them.
 
-    **Collective:** every rank of the mesh, twice in each iteration: one number per rank as it
-    begins, and one when gradients are reduced, or else at its end. Collectives of yours come after
-    that. With ``broadcast_buffers``, buffers are sent once per iteration, from the first rank that
-    had a batch in the one before. If ranks with a batch leave the loop before they reduce, it ends
-    on ranks without one, and raises on others. All wait for one that leaves it later, alone.
+    **Collective:** every rank of the mesh, twice in each iteration. Each rank sends a number when
+    the iteration begins, and one when gradients are reduced, or else when the iteration ends.
+    Collectives of your own come after the second. With ``broadcast_buffers``, buffers are sent once
+    per iteration, from the first rank that had a batch in the iteration before. If a rank leaves
+    the loop (``break``) before it reduces, the loop ends on ranks without a batch, and raises on
+    others. If one rank alone leaves the loop after it has reduced, all others wait for it.
 
     Args:
         module: The module that ``replicate`` was applied to.
@@ -220,7 +222,8 @@ def uneven_batches(
 
     Raises:
         RuntimeError: On all ranks. A batch was skipped, two backwards of an iteration reduced, or
-            not all ranks with a batch did; or ``throw_on_early_termination``.
+            only some ranks with a batch reduced; or with ``throw_on_early_termination``, one rank
+            has no batch left.
         ValueError: ``module`` is not replicated, or some of it is sharded.
 
     >>> import torch, meshard
@@ -357,7 +360,7 @@ class _UnevenLoop:
         return ranks
 
     def _exchange_mode(self, report: _Report) -> GradientSync | None:
-        """Return how far ranks with a batch reduce in this iteration; None: they left the loop.
+        """Return how far ranks with a batch reduce in this iteration; None: one has left the loop.
 
         **Collective:** all ranks.
         """
@@ -387,13 +390,13 @@ class _UnevenLoop:
             self._reduces_in = self.lifecycle.backward_number
             self._exchange_mode(_Report.REDUCES)
         elif self._reduces_in != self.lifecycle.backward_number:
-            # The other ranks are in begin() of the next iteration, and wait for this report.
+            # The other ranks are in begin() of the next iteration, and wait for a report.
             self._exchange(_Report.FAILED)
 
     def join(self, module: nn.Module) -> bool:
-        """Run a backward that uses no parameter, and issues the collectives of the other ranks.
+        """Run a backward that uses no parameter, but issues the collectives of the other ranks.
 
-        If the others reduce nothing, a gradient of zero is accumulated here, as theirs are there.
+        If the others reduce nothing but accumulate gradients, this rank accumulates a zero.
         Returns whether the other ranks are still in the loop.
         """
         mode = self._exchange_mode(_Report.JOINS)

@@ -104,17 +104,18 @@ def fully_shard(
     Args:
         module: The module, or a list of modules that become one unit.
         mesh: 1D shards (FSDP); 2D ``(replicate, shard)`` replicates over the first axis (HSDP).
-            None: 1D over the default group, which is initialised from torchrun's environment, or
-            as a group of one rank, if there is none.
+            None: 1D over the default group. If there is none, it is initialised from torchrun's
+            environment, or else as a group of one rank.
         reshard_after_forward: True reshards after forward, False keeps parameters unsharded for
-            backward, an int reshards over so many neighbouring ranks. None: not for the root.
+            backward, an int reshards over so many neighbouring ranks. None: True, but False for
+            the root.
         shard_placement_fn: Called with each parameter; returns ``Shard(dim)``, None for dim 0,
             ``Replicate()`` to all-reduce its gradient, or a ``ShardPlacementResult`` with a mesh.
         mp_policy: dtypes for compute, communication and accumulation.
         offload_policy: Where shards live. None: on the device of the mesh, as in torch.
         ignored_params: Parameters to leave as they are, gradients too.
         dp_mesh_dims: Names of the data-parallel axes of ``mesh``, if it has others. Parameters are
-            ordinary tensors, or DTensors on it that are replicated along those axes.
+            ordinary tensors, or DTensors on ``mesh`` that are replicated along the named axes.
         unshard_on_access: Unshard the unit when the forward of a unit around it reads one of its
             parameters, as ``nn.MultiheadAttention`` reads ``out_proj.weight``.
 
@@ -323,7 +324,7 @@ def _host_location(
 
 
 def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
-    """Move each buffer that is on the CPU. A buffer that modules share stays one tensor."""
+    """Move buffers from the CPU to ``device``. A buffer that modules share stays one tensor."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:
         for name, buffer in module._buffers.items():
@@ -336,9 +337,9 @@ def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 # --- the default mesh ----------------------------------------------------------------------
 
 _EXIT_SECONDS = 0.05  # see _destroy_group
-# By default group. Successive ones have the same name, by which a mesh looks up its group, so each
-# needs a mesh of its own. Both references are weak, because a mesh keeps its group alive, with its
-# threads and sockets.
+# By default group: its default mesh. A mesh looks up its group by name, and default groups made one
+# after the other have the same name, so each needs a mesh of its own. Both references are weak,
+# because a mesh keeps its group alive, with its threads and sockets.
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
 _default_meshes = weakref.WeakKeyDictionary()
 
@@ -381,7 +382,6 @@ def _init_default_group(device_type: str) -> None:
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     if dist.is_initialized() and ours is dist.group.WORLD:
         dist.destroy_process_group()
-    # A thread of gloo takes the GIL to free what it has sent. If the interpreter is ending, it
-    # refuses the GIL to other threads, and the process aborts. So this thread sleeps, and lets gloo
-    # finish.
+    # A thread of gloo takes the GIL to free what it has sent. An interpreter that is ending refuses
+    # the GIL to other threads, and the process aborts. So this thread sleeps until gloo is done.
     time.sleep(_EXIT_SECONDS)

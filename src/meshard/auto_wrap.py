@@ -1,8 +1,9 @@
 """Sharding of a whole model by one call: ``fully_shard_units``.
 
 A parameter goes to the innermost of the units that are on every path from the root to the
-parameter. If it is used once, that is the unit around it. If it is tied, or in a shared module,
-that is the innermost unit around all of its uses, which is unsharded while any of them runs.
+parameter. For a parameter that is used once, this is the unit around it. For one that is tied, or
+in a shared module, it is the innermost unit around all of its uses, so the parameter is unsharded
+while any of them runs.
 
 A module may be registered several times, so the model is a graph, and the number of its paths may
 be exponential. Paths are never listed. Questions about them are answered by passes over the modules
@@ -54,12 +55,14 @@ def fully_shard_units(
         model: The root.
         mesh: As for ``fully_shard``.
         units: A module class or a tuple of them; a predicate ``(fqn, module) -> bool``; or
-            ``"auto"``: the outermost children of a ``ModuleList`` or ``Sequential`` that have a
-            sibling of their own class, those of a ``ModuleDict`` of one class only, and the
-            only child of a ``ModuleList``. If there are none: one unit, and a warning.
-        min_params: Fewest elements of a unit. What is smaller becomes part of the unit around it;
-            if that is the root, neighbours that suffice for a unit become one.
-        sync_init: Overwrite parameters and buffers by those of the first rank of the mesh first.
+            ``"auto"`` for repeated blocks: children of a ``ModuleList`` or ``Sequential`` that have
+            a sibling of their own class, children of a ``ModuleDict`` if several are all of one
+            class, and the only child of a ``ModuleList``. Of nested blocks the outermost count.
+            If there are no blocks: one unit, and a warning.
+        min_params: The fewest elements that a unit may have. A smaller one becomes part of the unit
+            around it. If that is the root, small neighbours are first joined into one unit, where
+            they have enough elements together.
+        sync_init: First overwrite parameters and buffers with those of the first rank of the mesh.
             Without it every rank must hold the same values.
         overrides: Called as ``(fqn, module)`` for every unit, the root (``""``) included; returns
             arguments of ``fully_shard`` that differ for this unit (None: the default), or None.
@@ -135,14 +138,14 @@ def _unit_names(model: nn.Module) -> list[str]:
 def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]) -> None:
     mesh_info = resolve_mesh_info(arguments["mesh"], arguments.get("dp_mesh_dims"))
     for each in plan(found, mesh_info, arguments.get("shard_placement_fn")):
-        # Over the mesh of these parameters: experts on another mesh differ between its ranks.
+        # Over the mesh of these parameters only: other ranks may hold other experts.
         named = [(own.fqn, own.param) for own in each.found]
         take_values_of_first_rank(named, each.mesh_info)
 
 
 # --- the model as a graph --------------------------------------------------------------------
 
-Holders = dict[nn.Module, list[nn.Module]]  # the modules that hold each one; holders come first
+Holders = dict[nn.Module, list[nn.Module]]  # module -> its holders; these come first
 Planned = dict[nn.Module, list[Collected]]  # the parameters of each unit, with all their uses
 Calls = dict[nn.Module, dict[str, Any]]  # the arguments of ``fully_shard`` for each unit
 
@@ -254,7 +257,8 @@ def _free_parameters(
             if param is not None and param not in ignored and (module, name) not in owned:
                 new = Collected(joined(fqn, name), param, [])
                 found.setdefault(param, new).owners.append((module, name))
-    # Not those inside a unit only: an earlier fully_shard has ignored them, and so does this one.
+    # Parameters whose owners are all in existing units are left out. No unit has them, because an
+    # earlier fully_shard was told to ignore them.
     free = _outside(TorchFSDPModule, holders)
     return [each for each in found.values() if any(owner in free for owner, _ in each.owners)]
 
@@ -262,9 +266,9 @@ def _free_parameters(
 def _distribute(
     params: list[Collected], planned: Planned, holders: Holders, min_params: int
 ) -> set[nn.Module]:
-    """Give every parameter to a planned unit, and remove those that are too small.
+    """Give every parameter to a planned unit, and remove units that are too small.
 
-    Returns the units around which there is the root only, also small ones: see ``_join_small``.
+    Returns the units directly inside the root. Small ones among them stay for ``_join_small``.
     """
     around: dict[nn.Module, list[nn.Module]] = {}  # what is on all paths from the root to a module
     has_one_path: dict[nn.Module, bool] = {}
@@ -299,7 +303,7 @@ def _numel(found: list[Collected]) -> int:
 def _join_small(
     neighbours: list[nn.Module], planned: Planned, calls: Calls, min_params: int
 ) -> list[list[nn.Module]]:
-    """Join neighbouring units that are too small; those that stay too small go to the root.
+    """Join neighbouring units that are too small; what is too small even so goes to the root.
 
     Returns the modules of each unit, inner units first. Modules of one unit have the same
     arguments.
@@ -363,7 +367,7 @@ def _arguments(
 
 
 def _warn_about_narrow(planned: Planned) -> None:
-    """Warn if an optimizer would step in less than float32."""
+    """Warn of parameters that an optimizer would step in a dtype narrower than float32."""
     trained = [each for each in itertools.chain(*planned.values()) if each.param.requires_grad]
     narrow = [each for each in trained if is_too_narrow_to_step(each.param.dtype)]
     if narrow:

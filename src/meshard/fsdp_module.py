@@ -106,7 +106,7 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any]:
-    """Return a method that runs in the unit of those instances that have registered it."""
+    """Return a method that unshards the unit of its instance, if that has registered ``name``."""
     original = inspect.getattr_static(sharded_class, name, None)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -183,11 +183,12 @@ class GradientSetters(_AnyModule):
         """Choose whether ``finalize_backward`` ends windows, or the last backward. Root only.
 
         While enabled, every backward reduces as one that is not the last, whatever
-        ``set_is_last_backward`` says, and leaves units that have not run to ``finalize_backward``.
+        ``set_is_last_backward`` says. Units that have not run keep their pending gradients
+        until ``finalize_backward``.
 
         Raises:
             RuntimeError: This is not the root; a backward is under way or not finalized yet; or a
-                loop over ``uneven_batches`` is under way, which does not work with it.
+                loop over ``uneven_batches`` is under way, which does not work in this mode.
         """
         check_bool("enabled", enabled)
         _lifecycle_of_root(self, "set_manual_backward_finalization").set_manual(enabled)
@@ -195,10 +196,10 @@ class GradientSetters(_AnyModule):
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
         """Reduce what is pending, and end the window. Root only.
 
-        For ``set_manual_backward_finalization(True)``. What units hold whose ``GradientSync`` is
-        now FULL is reduced into ``.grad``, and ``overlap_optimizer`` steps. Units under NONE and
-        REDUCE_SCATTER stay as their backwards have left them. Units are resharded, unless
-        ``set_reshard_after_backward(False)``. Before the first backward this does nothing.
+        Needs ``set_manual_backward_finalization(True)``. In units whose ``GradientSync`` is FULL
+        now, pending gradients are reduced into ``.grad``, and ``overlap_optimizer`` steps. Units
+        under NONE and REDUCE_SCATTER stay as their backwards have left them. Units are resharded,
+        unless ``set_reshard_after_backward(False)``. Before the first backward this does nothing.
 
         **Collective:** every rank of the meshes, and so is ``wait`` of the handle.
 
@@ -232,8 +233,9 @@ class GradientSetters(_AnyModule):
     ) -> None:
         """Divide gradients by ``factor`` in all, instead of by the number of ranks of their mesh.
 
-        A positive number, or a callable or 0-d tensor that gives one and is read once per backward:
-        the same on every rank, and for all microbatches of a window. None: the number of ranks.
+        ``factor`` is a positive number, or a callable or 0-d tensor that gives one and is read once
+        per backward. It must be the same on every rank, and for all microbatches of a window. None:
+        the number of ranks.
 
         Raises:
             ValueError: ``factor`` is not positive and finite.
@@ -258,7 +260,7 @@ class GradientSetters(_AnyModule):
     def set_reduce_scatter_unused_params(
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
-        """Set the gradient of parameters that no rank used to zero instead of None."""
+        """Choose the gradient of parameters that no rank used: zero if True, None if False."""
         check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         _write(self, recurse, zero_unused=reduce_scatter_unused_params)
 
@@ -275,10 +277,10 @@ class GradientSetters(_AnyModule):
     ) -> None:
         """Call ``hook(shard)`` on what is about to be added to ``.grad``, to change it in place.
 
-        ``hook`` gets the flat shard ``[shard_numel]`` of a unit, once per reduction that ends in
-        ``.grad`` (the last of a window), after that over replicas. It runs on ``stream`` (None: the
-        current one), which the current stream waits for. A second call replaces the hook, None
-        removes it; ``meshard.register_reduce_hook`` chains several.
+        ``hook`` gets the flat shard ``[shard_numel]`` of the gradients of a unit, after they are
+        reduced over replicas: once per reduction that ends in ``.grad`` (the last of a window). It
+        runs on ``stream`` (None: the current one), and the current stream waits for it. A second
+        call replaces the hook, None removes it; ``meshard.register_reduce_hook`` chains several.
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"hook must be callable or None, got {hook!r}.")
@@ -410,7 +412,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
             group.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
-        """Choose whether backward gathers this unit. False: its backward reads no parameters."""
+        """Choose whether backward gathers this unit; False if its backward reads no parameters."""
         check_bool("unshard_in_backward", unshard_in_backward)
         _write(self, recurse, unshard_in_backward=unshard_in_backward)
 
@@ -444,7 +446,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Bound how many units may have unsharded gradients in flight at once.
 
-        The unit that is being filled counts: with 1, it waits until the one before it is reduced.
+        The unit whose reduction begins counts: with 1, it waits until the one before is reduced.
         The default is 3, of which CPU ranks use 2 unless they reduce over replicas as well.
         """
         check_int("max_input_buffers", max_input_buffers)
@@ -455,8 +457,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_custom_all_gather(self, comm: AllGather | None, *, recurse: bool = True) -> None:
         """Gather this unit with ``comm`` instead of the backend's all-gather.
 
-        ``comm`` is a ``meshard.policies.AllGather``; one for FSDP2 fits. Groups of one rank do not
-        use it. None undoes an earlier call.
+        ``comm`` is a ``meshard.policies.AllGather``; one written for FSDP2 fits. Groups of one rank
+        do not use it. None undoes an earlier call.
         """
         _replace_comm(self, recurse, all_gather=comm)
 
@@ -465,8 +467,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Reduce the gradients of this unit with ``comm`` instead of the backend's reduce-scatter.
 
-        ``comm`` is a ``meshard.policies.ReduceScatter``; one for FSDP2 fits. Its operation is
-        always SUM. None undoes an earlier call.
+        ``comm`` is a ``meshard.policies.ReduceScatter``; one written for FSDP2 fits. Its operation
+        is always SUM. None undoes an earlier call.
         """
         _replace_comm(self, recurse, reduce_scatter=comm)
 
@@ -511,7 +513,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         _lifecycle(self).comm.gather_after(event)
 
     def _get_fsdp_state(self) -> Any:
-        """Return the state that torch's pipelines call, and whose policy trainers read."""
+        """Return the ``StageState``, which torch's pipeline schedules call and trainers read."""
         return state_of(self)
 
     # --- moves, casts and copies ---------------------------------------------------------------
@@ -530,7 +532,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         @functools.wraps(fn)  # units inside recognise to_empty() by the name of its function
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
-            # Contiguous: a part of a flat buffer can have no memory format like channels_last.
+            # Contiguous, because a part of a flat buffer cannot be in channels_last, for example.
             return applied.contiguous() if isinstance(applied, DTensor) else applied
 
         shards = [param.sharded for group in groups for param in group.params]
@@ -549,7 +551,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
 
 def refuse_new_methods(ours: type, torchs: type) -> None:
-    """Make public methods that a newer torch has added raise, instead of failing inside torch."""
+    """Make each public method that a newer torch has added raise a NotImplementedError."""
     for name, method in inspect.getmembers(torchs, inspect.isfunction):
         if not name.startswith("_") and getattr(ours, name) is method:
             setattr(ours, name, _not_built(name, method))
@@ -599,7 +601,7 @@ class GradientReductionHandle:
         """Finish the reductions; a second call does nothing. **Collective:** every rank.
 
         Raises:
-            RuntimeError: ``reset_iter_state`` was called, or a step failed, which has dropped them.
+            RuntimeError: ``reset_iter_state`` was called or a step failed; the gradients are lost.
         """
         lifecycle = self._lifecycle()
         if lifecycle is not None and self._started is not None:
@@ -631,7 +633,7 @@ def _use_comm(unit: Unit, settings: CommSettings) -> None:
 
 
 def _can_allocate(unit: Unit) -> bool:
-    """Whether the backend has memory for the collectives of a unit, if it has shards."""
+    """Whether the backend can allocate memory for the collectives of a unit with shards."""
     spec = unit.group.spec if unit.params else None
     if spec is None or spec.mesh_info.shard_axis is None:
         return False
@@ -641,8 +643,8 @@ def _can_allocate(unit: Unit) -> bool:
 class StageState(UnitHook):
     """The answers to what ``torch.distributed.pipelining`` asks of a stage, under torch's names.
 
-    Its schedules turn reductions off, and after the last backward they go through the states of
-    all units of the stage and reduce their parameter groups. This one stands for all of them.
+    torch's schedules turn reductions off. After the last backward they go through the states of all
+    units of the stage, and reduce the parameter group of each. Here one state stands for all units.
     Trainers read ``_mp_policy``, the dtypes of the unit.
     """
 
@@ -658,13 +660,13 @@ class StageState(UnitHook):
 
     @property
     def all_states(self) -> list[StageState]:
-        """A list of this state, which stands for those of all units."""
+        """A list of this state only, which stands for all units."""
         return [self]
 
     _fsdp_param_groups = all_states  # since torch 2.13
 
     def post_backward(self) -> None:
-        """Reduce all gradients of the stage, as far as its setters say; once."""
+        """Reduce all gradients of the stage, as far as the ``GradientSync`` of its units says."""
         unit = self._unit()
         if unit is not None:
             unit.lifecycle.finish_split_backward()

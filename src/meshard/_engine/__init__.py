@@ -1,1 +1,1 @@
-"""What happens when, in a training step."""
+"""Units of modules, and what happens to them at each moment of a training step."""

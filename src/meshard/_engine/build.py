@@ -95,14 +95,15 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 
 def _prefix(position: int, modules: list[nn.Module]) -> str:
-    """Return the prefix of names in ``modules[position]``, which has its position if needed."""
+    """Return the prefix of names in ``modules[position]``: its position, if there are several."""
     return str(position) if len(modules) > 1 else ""
 
 
 def _spoken(fqn: str, modules: list[nn.Module]) -> str:
-    """Return the name ``fqn`` for an error: with the class of the module instead of its position.
+    """Return the name ``fqn`` for an error, with the class of the module in front.
 
-    In a unit of several modules ``fqn`` begins with the position of the module in the list.
+    In a unit of several modules, ``fqn`` begins with the position of the module in the list. The
+    class takes its place.
     """
     position, _, name = fqn.partition(".") if len(modules) > 1 else ("0", "", fqn)
     return joined(own_class(modules[int(position)]).__name__, name)
@@ -132,7 +133,7 @@ _hoisted: dict[nn.Parameter, nn.Module] = {}
 
 @contextlib.contextmanager
 def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
-    """Reserve each tied parameter for the unit of ``hoisted[param]``."""
+    """Reserve each parameter in ``hoisted`` for the unit of the module ``hoisted[param]``."""
     _hoisted.update(hoisted)
     try:
         yield
@@ -162,7 +163,7 @@ class UnitPlan:
     """What one unit will hold. One collective gathers all of it."""
 
     mesh_info: MeshInfo
-    is_subclass: bool  # whether its parameters, all of them, have fsdp_pre_all_gather
+    is_subclass: bool  # whether all its parameters have fsdp_pre_all_gather, or none
     found: list[Collected]  # in the order of the module; may be empty
     params: list[ShardedParam]  # one for each of ``found``, which it will replace
 
@@ -173,9 +174,10 @@ def plan(
     placement_fn: PlacementFn | None,
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> list[UnitPlan]:
-    """Return one plan per mesh and kind of gather. The plan for ``mesh_info`` comes first.
+    """Return one plan per mesh and kind of gather.
 
-    A plan without parameters is returned only if ``found`` is empty.
+    The plan for ``mesh_info`` comes first, unless all parameters are in other plans. If ``found``
+    is empty, it is the only one.
     """
     planner = _Planner(mesh_info, placement_fn, policy)
     for each in found:
@@ -268,7 +270,7 @@ class _Planner:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
         if chosen is None or isinstance(chosen, (Shard, Replicate)):
             return self._default, chosen
-        # FSDP2 has a private class for this, with an attribute mesh_info.
+        # FSDP2 has a private class for a placement on a mesh, with an attribute mesh_info.
         is_ours = isinstance(chosen, ShardPlacementResult)
         mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
         if not isinstance(mesh, DeviceMesh):
@@ -369,7 +371,7 @@ def give_params(unit: Unit, unit_params: UnitParams, policy: MixedPrecisionPolic
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Copy this rank's rows by the few operations that torch's fully_shard asks of subclasses."""
+    """Copy this rank's rows, only by operations that torch's fully_shard asks of a subclass too."""
     chunks = local.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
     own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
@@ -386,7 +388,7 @@ def commit(
 ) -> None:
     """Put ``units`` on ``modules``, around the units that are inside already.
 
-    There is one unit for each plan; see ``adopt_module`` for the rest.
+    ``plans`` has one plan for each unit. ``base`` and ``prefix`` are for ``adopt_module``.
     """
     for sibling in units[1:]:
         sibling.mesh_name = _name_of_sibling(sibling)
@@ -400,7 +402,7 @@ def commit(
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
-    for each in reversed(units):  # registered last, hooks of the outermost unit run first
+    for each in reversed(units):  # the outermost unit last, so that its pre-forward hook is first
         register_hooks(each)
         register_load_hooks(each)
     if unit.settings.unshard_on_access:
@@ -409,7 +411,7 @@ def commit(
 
 
 def _name_of_sibling(unit: Unit) -> str:
-    """Return a suffix of the label: the mesh of a unit, and whether its gather is custom."""
+    """Return a suffix of the label: the mesh of a unit, and whether it has tensor subclasses."""
     mesh_info = unit.group.spec.mesh_info
     names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
     if names is None:
@@ -441,9 +443,10 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
 
 
 def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return a ``forward`` for the class made of ``original``, by which users may call it directly.
+    """Return a ``forward`` for the class made of ``original``: users may call it directly.
 
-    Inside ``module(...)`` it only calls that of ``original``. None: that has no ``forward``.
+    Called directly, it unshards the unit. Inside ``module(...)`` it only calls the ``forward`` of
+    ``original``. Returns None if ``original`` has no ``forward``.
     """
     plain = original.forward
     if plain is nn.Module.forward or not inspect.isfunction(plain):
@@ -456,9 +459,9 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
 
-    # Dynamo limits recompilations per code object, and remembers sizes that change by its file,
-    # line and name. Each class gets a code object with a name of its own. Otherwise constant sizes
-    # that differ between two classes would become symbolic.
+    # Dynamo limits recompilations per code object, and remembers changing sizes by the file, line
+    # and name of a code object. With one code object for all classes, a size that is constant in
+    # each class but differs between two would become symbolic. So each class gets one of its own.
     name = f"forward of {original.__module__}.{original.__qualname__}"
     forward.__code__ = forward.__code__.replace(co_name=name)
     return functools.wraps(plain)(forward)
@@ -478,7 +481,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for inner, fqn in inside.items():
         inner.fqn = fqn
         if inner.parent is None:
-            if inner.children:  # it was a root around them
+            if inner.children:  # ``inner`` was a root around these children
                 remove_outside_hooks(inner)
             inner.parent = weakref.ref(own[-1])
             own[-1].children.append(weakref.ref(inner))
@@ -495,7 +498,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
         unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
         unit.lifecycle.retained.take_over(lifecycle.retained)
     for inner in inside if used else ():
-        inner.step.reset()  # drops what is left of forwards that it ran as its own root
+        inner.step.reset()  # drops what is left of forwards of its former root
 
 
 def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:

@@ -37,8 +37,11 @@ from meshard._engine.unit import (
 )
 from meshard._torch.private import composable_keys
 
-FORWARD_METHODS = "_meshard_forward_methods"  # on a module: name -> its own method, or None
-_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]  # dicts by the id of a hook
+# Attribute of a module: by name of a registered forward method, the method that was set on the
+# module itself; None if its class has the method.
+FORWARD_METHODS = "_meshard_forward_methods"
+# The attributes of a module that are dicts of hooks, by the id of a hook.
+_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -156,7 +159,7 @@ def reduce_as_plain(module: nn.Module) -> Any:
     # An instance of the user's class, which may define ``__reduce_ex__`` itself.
     plain: nn.Module = object.__new__(own_class(module))
     plain.__dict__.update(_plain_state(module))
-    # Protocol 1, because later ones refuse to pickle an object of another class than ``module``.
+    # Protocol 1: with later ones, pickle raises if the class is not that of the pickled ``module``.
     return plain.__reduce_ex__(1)
 
 

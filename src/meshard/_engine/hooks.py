@@ -67,7 +67,7 @@ from meshard._torch.user_line import warn_user
 
 
 def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
-    """Return a function that makes the gradient hook of the parameter ``index`` of a unit."""
+    """Return a function that makes the gradient hook of the parameter with a given index."""
     unit_ref = weakref.ref(unit)
     return lambda index: partial(_gradient_hook, unit_ref, index)
 
@@ -85,7 +85,7 @@ def register_hooks(unit: Unit) -> None:
     hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        # It is also called after an exception in forward, to reshard the unit.
+        # With always_call, torch also calls it after an exception in forward, to reshard the unit.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
@@ -99,7 +99,7 @@ def register_hooks(unit: Unit) -> None:
 def _cast_buffers(module: nn.Module, _: Any = None) -> None:
     """Cast the buffers of a unit in place, also those that ``load_state_dict`` has assigned.
 
-    Because it is in place, a buffer that several units share stays one tensor.
+    As it is cast in place, a buffer that several units share stays one tensor.
     """
     unit = unit_of(module)
     if unit is None or unit.buffer_dtype is None:
@@ -127,10 +127,10 @@ def _before_registration(module: nn.Module, name: str, param: nn.Parameter | Non
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Refuse pending gradients, which a checkpoint would not contain; finish pending steps.
+    """Raise while gradients are pending, which a checkpoint would lose; finish pending steps.
 
-    Gradients that are left of a backward that failed are dropped instead: they have not changed the
-    parameters.
+    Gradients that a failed backward has left do not make it raise. They are dropped: they have not
+    changed the parameters.
     """
     for unit in units_of(module):
         _abort_if_interrupted(unit.lifecycle)
@@ -216,7 +216,7 @@ class UnitHook:
         self._unit = weakref.ref(unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHook:
-        """Return a hook of the copied unit, if the unit is being copied: see ``deepcopy``."""
+        """Return a hook of the copy of its unit if that is being copied, else of the same unit."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         unit = self._unit()
@@ -231,7 +231,7 @@ class UnitHook:
 
 
 class ModuleHooks(UnitHook):
-    """The two hooks of the modules of a unit."""
+    """The forward pre-hook and the forward hook of the modules of a unit."""
 
     @skip_dynamo
     def pre_forward(
@@ -330,7 +330,7 @@ def run_in_unit(
 
 
 class _OutsideHook(UnitHook):
-    """The hook of a module of the root that is no unit. Users may call it by itself."""
+    """The hook of a module of the root that is no unit, and that users may call by itself."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:  # torch.compile traces this line only, as ``_explain`` is skipped
@@ -349,8 +349,8 @@ class _OutsideHook(UnitHook):
 def register_outside_hooks(unit: Unit) -> None:
     """Register hooks that explain errors of the modules in ``unit`` and in no unit inside it.
 
-    A hook costs each call of its module a microsecond or two. So only roots around other units have
-    such hooks, because few modules are in no unit inside.
+    A hook costs each call of its module a microsecond or two. So only a root around other units has
+    such hooks: most of its modules are in a unit inside, and get none.
     """
     if unit.params and not unit.gradients.is_replicated:
         for module in _modules_inside(unit):
@@ -440,7 +440,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             # in the graph, so it gets a hook too.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            # A base from before this forward gets none, because its node belongs to other code.
+            # A base from before this forward gets no hook: its node belongs to other code.
             if base is not None and node is not None and number_of(base) >= watched.call.began_at:
                 node.register_prehook(partial(_base_hook, watched, base.output_nr))
 
@@ -465,8 +465,8 @@ def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
 def has_raised(module: nn.Module) -> bool:
     """Whether a hook of ``module`` is called because the forward of ``module`` raised.
 
-    An exception may also be that of an ``except`` block in which the user calls the module. Then
-    its traceback does not begin in a call of ``module``.
+    The user may also have called the module inside an ``except`` block. The traceback of the
+    exception that is handled there does not begin in a call of ``module``.
     """
     trace = sys.exc_info()[2]
     return trace is not None and _is_call_of(module, trace.tb_frame)
@@ -496,7 +496,7 @@ def _runs_elsewhere(module: nn.Module) -> bool:
 
 
 def _was_refused(unit: Unit) -> bool:
-    """Whether the exception that is being handled has refused this forward."""
+    """Whether the exception that is handled here says that this root refused to run forward."""
     error = sys.exc_info()[1]
     return isinstance(error, RefusedError) and error.lifecycle is unit.lifecycle
 
@@ -514,7 +514,11 @@ def register_load_hooks(unit: Unit) -> None:
 
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
-    """Adopt assigned parameters at once, so that ties hold when the user lists parameters."""
+    """Adopt parameters that ``load_state_dict(assign=True)`` has assigned.
+
+    This does not wait for the next use: right after the load the user may list parameters, and tied
+    ones must be one tensor again.
+    """
     for unit in units_of(module):
         if unit.group.holds_shards:
             unit.group.adopt_edits()
@@ -531,12 +535,12 @@ class _LoadHook(UnitHook):
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
-        """Replace unsharded tensors in ``state_dict``, which is torch's copy of the user's."""
+        """Replace unsharded tensors in ``state_dict``, torch's own copy of what the user passed."""
         unit = self._unit()
         if unit is None:
             return
         if unit.lifecycle.phase is Phase.IDLE:
-            unit.group.install_sharded()  # what a forward left unsharded will be stale
+            unit.group.install_sharded()  # a copy that a forward has left will be stale
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)
@@ -551,7 +555,7 @@ class _LoadHook(UnitHook):
                 state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
             elif held is param.unsharded:
                 state_dict[prefix + name] = _to_plain(param, given)
-                # torch writes to the unsharded copy only, which will be freed.
+                # torch writes to the unsharded copy only, which will be freed: write to the shard.
                 with torch.no_grad():
                     shard = _fitting(param, given, is_assigned=False)
                     local_of(param.sharded).copy_(local_of(shard))

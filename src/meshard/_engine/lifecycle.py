@@ -1,15 +1,17 @@
-"""What happens at each moment of a step, as hooks call it.
+"""What happens at each moment of a step. Hooks on modules and on autograd call these methods.
 
-Every rank must issue the same collectives in the same order, also when ranks use different
-parameters of a unit. Gathers follow the order of the modules. A unit is reduced once its gradients
-are complete, and at the latest when an earlier unit begins its backward; a unit that contains
-others is reduced after them, even if its own gradients were complete before. So the order depends
-on which units ran, never on which of their parameters got a gradient.
+Every rank must issue the same collectives in the same order, even if ranks use different parameters
+of a unit. Units are gathered in the order in which their modules run. A unit is reduced when its
+last gradient arrives. If this rank does not use one of the parameters, its gradient never arrives,
+and the unit is reduced when the next unit begins its backward. A unit around others is reduced
+after them, even if its own gradients were complete before. So the order depends on which units ran,
+never on which of their parameters got a gradient.
 
-The host waits for copies between its memory and the device at the end of a backward, unless more
-backwards of the same window follow; at the end of an evaluation; when reductions are finished by
-hand; and when an interrupted step is cleaned up. In between, shards and gradients in host memory
-belong to the device.
+Shards in host memory are copied to the device, and their gradients back. The lifecycle waits for
+these copies at the end of the last backward of a window, at the end of an evaluation, when a call
+of the user finishes reductions (``finalize_gradients``), and when it cleans up an interrupted step.
+At other times copies may be running, so nothing else on the host may touch shards or gradients
+without waiting (``ParamGroup.settle``, ``ParamGroup.finish_copies``).
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class RefusedError(RuntimeError):
 
 
 class OtherThreadError(RefusedError):
-    """A second thread has used the model during a step of the first, which goes on."""
+    """A second thread used the model during a step of a first thread, whose step goes on."""
 
     def __init__(self, lifecycle: Lifecycle, what: str) -> None:
         super().__init__(
@@ -111,15 +113,16 @@ def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
     try:
         lifecycle.record_failure()
     except BaseException as error:
-        # Python swallows what a weakref callback raises; ``Failure.clear`` raises it again.
+        # This function is a weakref callback, and Python swallows what such a callback raises.
+        # ``Failure.clear`` raises this error again.
         lifecycle.failure.interrupt = error
 
 
 class Lifecycle:
     """The steps of one root and all units inside it.
 
-    It is made at the first use of one of them, so that ``fully_shard`` of layer after layer makes
-    none.
+    It is made when one of these units is first used. While the user applies ``fully_shard`` to one
+    layer after the other, each layer is a root of its own for a while, and needs no lifecycle.
     """
 
     def __init__(self, root: Root) -> None:
@@ -127,23 +130,27 @@ class Lifecycle:
         self.backward: BackwardRun | None = None  # while one runs, perhaps inside a forward
         self.failure = root.failure  # shared with the parameter groups
         self.is_last_backward = True
-        # Not None: ``finalize_backward`` ends windows, and the last backward does not.
+        # Not None after set_manual_backward_finalization(True): ``finalize_backward`` ends windows,
+        # and the last backward does not.
         self.finalization: ManualFinalization | None = None
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
-        # The divide factor of units for which the user has chosen none. None: the number of ranks.
+        # The divide factor of units without a set_gradient_divide_factor of their own. None: the
+        # number of ranks.
         self.usual_divide_factor: float | None = None
-        # Called before each reduction over replicas: see ``meshard.uneven_batches``.
+        # Set by ``meshard.uneven_batches``: called before each reduction over replicas.
         self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
-        # The forwards whose graph exists on this rank. Ranks may differ in which do.
+        # The passes whose autograd graph is alive on this rank, as hooks in the graph refer to
+        # them. On another rank the graphs of other passes may be alive.
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names
-        # Whether ranks have compared their initial weights. Under MESHARD_DEBUG=1 fully_shard has.
+        # Whether ranks have compared their initial weights. Under MESHARD_DEBUG=1 ``fully_shard``
+        # has compared them.
         self._has_compared = comm.is_checked
         self._queue = ReduceQueue(comm)
         self.use(comm)
@@ -181,7 +188,10 @@ class Lifecycle:
     # --- forward ----------------------------------------------------------------------
 
     def pre_forward(self, unit: Unit) -> ForwardCall | None:
-        """Unshard ``unit``, one of whose modules is about to run. None: it is a recomputation."""
+        """Unshard ``unit``, one of whose modules is about to run.
+
+        Returns the call; None if a backward runs, and recomputes the forward (checkpointing).
+        """
         self.abort_if_failed()
         if self.forward is None and self.backward is None:
             self._refuse_unless_waited("a forward")
@@ -189,7 +199,8 @@ class Lifecycle:
                 unit.root.has_new_buffers = False
                 without_modes(warn_about_unwritten, alive(self.units()[0].modules))
             self._refuse_other_reductions()
-            # Set first, so that it is seen by a second thread or after an interrupt.
+            # Set first: from here on, a second thread and the clean-up after an interrupt see that
+            # a forward runs.
             self.forward = ForwardRun()
             self.retained.begin_forward()
             # Frees memory that only a backward needs.
@@ -202,7 +213,7 @@ class Lifecycle:
         in_forward, with_graph = self.backward is None, torch.is_grad_enabled()
         if in_forward:
             if len(unit.step.modules_run) == len(unit.modules):
-                unit.step.modules_run.clear()  # the modules of the unit run once more
+                unit.step.modules_run.clear()  # all have run: the unit runs a second time
             call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
             self.running.append((unit, call))
         group = unit.group
@@ -212,7 +223,7 @@ class Lifecycle:
             self._end_units_after(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
-        # The first module of a unit to run in a pass unshards the unit for its other modules.
+        # If a unit has several modules, the first one to run unshards the unit for the others.
         is_installed = group.state is ParamState.INSTALLED
         unshards = call is not None and (call.is_first or is_manual or not is_installed)
         if unshards:
@@ -223,7 +234,7 @@ class Lifecycle:
         keeps_shard = with_graph and unit.reshards_after_forward
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=unshards)
-        if is_manual and not unit.reshards_after_forward:  # unshard() goes on after the forward
+        if is_manual and not unit.reshards_after_forward:  # unshard() outlasts the forward
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
             unit.step.last_pass = self.schedule.current
@@ -233,7 +244,7 @@ class Lifecycle:
         return call
 
     def _refuse_other_reductions(self) -> None:
-        """Raise if a feature of torch would take the gradients of this forward instead."""
+        """Raise if a feature of torch would take the gradients before meshard reduces them."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
             raise RefusedError(self, _NOT_DISTRIBUTED)
         if not has_backward_optimizers():
@@ -245,7 +256,10 @@ class Lifecycle:
                 refuse_backward_optimizer(name, param.sharded, refused)
 
     def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
-        """Reshard ``unit`` if its policy says so: one of its modules has run, or raised."""
+        """Record that ``module`` of ``unit`` has run, or raised; reshard the unit if that is due.
+
+        Returns the call of the unit to which this run of ``module`` belongs.
+        """
         group = unit.group
         if self.backward is not None:
             # A recomputation. Checkpointing may end it early, by an exception.
@@ -256,7 +270,9 @@ class Lifecycle:
         call = None
         if self._runs(unit):
             while self.running[-1][0] is not unit:
-                # Its hook was not called: it raised no Exception, and somebody has caught it.
+                # The hook after this inner forward was not called: the forward was ended by a
+                # BaseException that is no Exception, such as KeyboardInterrupt, which a forward
+                # around it has caught.
                 inner, call = self.running.pop()
                 self.schedule.exit(call)
                 inner.group.reshard(keep_post_forward=True)
@@ -275,7 +291,7 @@ class Lifecycle:
         return call
 
     def check_recomputes(self, unit: Unit) -> None:
-        """Raise unless this forward is a recomputation: a backward of this thread runs it again."""
+        """Raise unless a backward of this thread recomputes this forward (checkpointing)."""
         if graph_task_id() < 0:
             raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
 
@@ -301,7 +317,8 @@ class Lifecycle:
             if unit.step.modules_run:
                 has_graph = torch.is_grad_enabled() and not unit.gradients.is_replicated
                 if unit.reshards_after_forward:
-                    # Only some modules of the unit have run, or unshard() was called after it.
+                    # The unit is still unsharded if only some of its modules have run, or if the
+                    # user called unshard() after they ran.
                     unit.group.reshard(keep_post_forward=True)
                 elif has_graph:
                     unit.group.keep_installed()
@@ -324,8 +341,8 @@ class Lifecycle:
     def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
         """Begin a backward, unless it has begun. Returns the one that runs.
 
-        ``first`` is the unit that the backward has reached. If it was noticed by a gradient,
-        ``early`` is the index of the parameter that has got it.
+        ``first`` is the unit that the backward has reached. If it was reached by the gradient of a
+        parameter, ``early`` is the index of that parameter.
         """
         if self.abort_if_failed() and early is not None:
             raise RefusedError(
@@ -345,7 +362,8 @@ class Lifecycle:
             # A warning too, because distributed autograd drops the text of the error.
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
-        # If this is interrupted before the callbacks below are in place, the mark stays: a failure.
+        # This mark records a failure if the method is interrupted before the callbacks below are
+        # in place. It is cleared at the end.
         self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
@@ -360,7 +378,7 @@ class Lifecycle:
         self._queue.begin_backward()
         patch_new_optimizers()
         # When a backward raises, autograd drops ``end`` without calling it. The weak references in
-        # ``run.ends`` then call their callbacks, the newest reference first. That is
+        # ``run.ends`` then call their callbacks, the newest reference first: its callback is
         # ``marks.append``, a C method, which no interrupt can cut off. So the failure is recorded
         # before ``_backward_raised`` gives modules their shards again.
         end, me = functools.partial(_end_of_graph_task, weakref.ref(self)), weakref.ref(self)
@@ -373,7 +391,8 @@ class Lifecycle:
             weakref.ref(end, functools.partial(_backward_raised, me)),
             weakref.ref(end, self.failure.marks.append),
         ]
-        # Last: if this frame raised before, the traceback would hold ``end`` and keep it alive.
+        # Last: if a line above raises, the traceback keeps ``end`` alive, so neither callback runs.
+        # Only the mark "begun" then records the failure.
         self.failure.marks.clear()
         return run
 
@@ -383,7 +402,7 @@ class Lifecycle:
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def _check_nested(self, run: BackwardRun) -> None:
-        """Record if another graph task runs inside the backward, as of a reentrant checkpoint."""
+        """Record if a graph task runs inside the backward: a reentrant checkpoint starts one."""
         if graph_task_id() == run.graph_task:
             return
         # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
@@ -394,7 +413,7 @@ class Lifecycle:
     def pre_backward(
         self, unit: Unit, forward_pass: ForwardPass, call: ForwardCall, gradient: torch.Tensor
     ) -> torch.Tensor | None:
-        """Unshard ``unit``: ``gradient``, the first of one of its outputs, is there.
+        """Unshard ``unit``, whose backward begins: one of its outputs has got its ``gradient``.
 
         Returns what autograd uses instead of ``gradient``; None: ``gradient`` itself.
         """
@@ -414,39 +433,41 @@ class Lifecycle:
             return None
         replacement = None
         if unit.settings.unshard_in_backward:
-            group.install_unsharded(read_flags=False)  # a checkpoint may run the forward again
+            # A checkpoint inside the unit may run a part of the forward again, which reads them.
+            group.install_unsharded(read_flags=False)
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
-            # The unit ran several times, and a later call brought all gradients. This first call,
-            # for which ``has_all`` has waited, brings none.
+            # The unit was called several times, and all its gradients came in the backward of a
+            # later call: on this rank the first call used no parameter. The reduction has waited
+            # for the backward of the first call (see ``has_all``), which begins now.
             self._on_last_gradient(run, unit)
         return replacement
 
     def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
-        """Begin the backward of a pass, which ends those of the passes that were reached before."""
+        """Begin the backward of a pass, unless it has begun. Passes reached before it are over."""
         if forward_pass in run.reached:
             return
         for later in self._ended_passes(run):
             self._end_pass(run, later)
         forward_pass.open(self._num_backwards)
         run.reached.append(forward_pass)
-        # If the graph was retained, an earlier backward has recorded these units as done. This one
-        # brings gradients for them once more.
+        # With retain_graph=True, an earlier backward may have gone through this graph and reduced
+        # these units. This one brings gradients for them once more.
         for call in forward_pass.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph:
                 unit.step.awaits_gradients |= unit.group.num_trainable > 0
 
     def _end_pass(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
-        """Complete the units of a pass that this rank has not completed, in the common order.
+        """End the units of a pass that have not ended, in the same order on all ranks.
 
-        Other ranks may have completed them earlier, at their last gradient.
+        Other ranks may have reduced them earlier, when their last gradient came.
         """
         self._begin_skipped(run, forward_pass, lambda _: True)
         self._end_units_over(run, forward_pass, lambda _: True)
 
     def _ended_passes(self, run: BackwardRun) -> list[ForwardPass]:
-        """Return the reached passes, without one whose forward runs around this backward."""
+        """Return the reached passes, except one whose forward still runs around this backward."""
         return [
             forward_pass
             for forward_pass in run.reached
@@ -456,8 +477,8 @@ class Lifecycle:
     def _begin_unit(
         self, run: BackwardRun, unit: Unit, forward_pass: ForwardPass, call: ForwardCall
     ) -> None:
-        """Complete the units whose backward is over, and unshard ``unit`` and what comes next."""
-        # The gradient of another output of this call may have begun its backward.
+        """Begin the backward of ``call``: end units that are over, unshard ``unit``, prefetch."""
+        # If the call has several outputs, another one may have got its gradient before.
         has_begun = call.begun_in == self._num_backwards
         call.begun_in = self._num_backwards
         self._end_units_over(run, forward_pass, lambda first: first.entered > call.exited)
@@ -478,11 +499,12 @@ class Lifecycle:
     def _begin_skipped(
         self, run: BackwardRun, forward_pass: ForwardPass, is_next: Callable[[ForwardCall], bool]
     ) -> None:
-        """Begin the backward of calls that this rank leaves out: other ranks gather for them.
+        """Begin the backward of calls that autograd leaves out on this rank.
 
-        So a unit that the loss of one rank does not use (an auxiliary head, a dropped layer) issues
-        the same collectives on all ranks. A run that accumulates nothing (``torch.autograd.grad``)
-        leaves out the same calls on all ranks, so nothing is done for it.
+        Example: the loss of this rank does not use an auxiliary head, or drops a layer. Other ranks
+        gather and reduce for these calls, so this rank must do so too. ``torch.autograd.grad``,
+        which accumulates nothing, leaves out the same calls on all ranks. So nothing is done for
+        it.
         """
         for call in forward_pass.pop_skipped(is_next) if run.accumulates else ():
             unit = self._units[call.unit]()
@@ -497,17 +519,18 @@ class Lifecycle:
         forward_pass: ForwardPass,
         is_over: Callable[[ForwardCall], bool],
     ) -> None:
-        """Complete the units of a pass whose backward is over."""
+        """End those units of a pass for whose first call ``is_over`` returns True."""
         for number in forward_pass.pop_over(is_over):
             other = self._units[number]()
             if other is not None:
                 self._end_unit(run, other, forward_pass)
 
     def _end_units_after(self, run: BackwardRun, node: int) -> None:
-        """Complete what is over when ``node`` runs, before a recomputation in it gathers.
+        """End the units that are over when autograd node ``node`` runs, which recomputes a forward.
 
-        A rank that used all parameters of a unit has reduced it at its last gradient, which came
-        before this gather. A rank that left a parameter out must reduce before it gathers too.
+        The recomputation is about to gather. A rank that used all parameters of a unit that is over
+        has reduced it before this gather, at its last gradient. A rank that left out a parameter
+        must also reduce the unit before it gathers.
         """
         forward_pass = run.current_pass
         if forward_pass is None:
@@ -518,8 +541,9 @@ class Lifecycle:
                 return False
             if first.has_graph:
                 return True
-            # The call ran without grad, as in a reentrant checkpoint, so its node number tells
-            # nothing. Its backward is over once the unit is in the backward of this very call.
+            # The call ran without grad, in a reentrant checkpoint, so its node number tells
+            # nothing. If the backward of this very call has begun, the checkpoint ran it as a graph
+            # task of its own, which has ended by now.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
@@ -545,22 +569,23 @@ class Lifecycle:
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record that a gradient of ``unit`` has come from outside of its forward.
 
-        It is reduced at the end of the backward.
+        The unit is reduced at the end of the backward.
         """
         self._ensure_backward(unit).accumulates = True
         unit.step.awaits_gradients = True
 
     def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
-        # A reentrant checkpoint runs a backward of its own inside this one. A gradient that it
-        # brings may be one part of several: others may come from outside of it, or from another
-        # checkpoint.
+        # A reentrant checkpoint runs a graph task of its own inside this backward. A gradient from
+        # there may be one of several parts, if the parameter is also used outside of the checkpoint
+        # or in another one. So after a nested graph task, units are not reduced at their last
+        # gradient, but when their backward is over.
         if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             self._post_backward(unit)
 
     def _end_unit(
         self, run: BackwardRun, unit: Unit, forward_pass: ForwardPass | None = None
     ) -> None:
-        """Reshard and reduce a unit whose backward is over, in ``forward_pass`` (None: in all)."""
+        """Reshard and reduce a unit whose backward is over in ``forward_pass`` (None: in all)."""
         if self._runs(unit):
             return  # this backward runs inside the forward of this unit
         unit.step.end_backward()
@@ -573,24 +598,26 @@ class Lifecycle:
             return
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
-        is_split = run.keeps_graph and not unit.settings.sync.reduces  # by a pipeline schedule
+        # Whether a pipeline schedule computes only gradients of inputs now, and others later.
+        is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
             self._post_backward(unit, is_at_end=forward_pass is None)
         elif not run.keeps_graph:
             unit.step.record_taken()
 
     def _post_backward(self, unit: Unit, *, is_at_end: bool = False) -> None:
-        """Reduce or accumulate the gradients of a unit, which are complete.
+        """Reduce or accumulate the gradients of ``unit``, which are complete.
 
-        While a unit inside is not complete, the unit waits: the last one inside then goes on to it,
-        by the loop. With ``is_at_end``, the backward ends, and nothing more comes from inside.
+        A unit waits until all units inside it are complete. When the last of these calls this
+        method, the loop goes on to the unit that has waited. ``is_at_end``: the backward ends, so
+        nothing more comes from inside ``unit``.
         """
         unit.step.are_complete = True
         around: Unit | None = unit
         while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
             if not is_at_end and (around.has_open_children or self._may_begin_inside(around)):
                 return
-            if around.step.are_complete:  # otherwise it has nothing to train
+            if around.step.are_complete:  # otherwise it gets no gradient: it may be frozen
                 around.step.record_taken()
                 sync = around.settings.sync
                 if sync.reduces:
@@ -604,9 +631,10 @@ class Lifecycle:
             around, is_at_end = around.parent() if around.parent is not None else None, False
 
     def _may_begin_inside(self, unit: Unit) -> bool:
-        """Whether the backward of a call inside ``unit`` is to come, also that of a frozen unit.
+        """Whether the backward of a call inside ``unit`` may be still to come.
 
-        This rank alone may leave it out. Other ranks gather for it before they reduce ``unit``.
+        Calls of frozen units count too, and calls whose backward this rank leaves out: other ranks
+        gather for them before they reduce ``unit``.
         """
         forward_pass, call = unit.step.in_pass, unit.step.in_call
         if not unit.children or forward_pass is None or call is None:
@@ -641,7 +669,7 @@ class Lifecycle:
             unit.gradients.end_window()
 
     def _compare_first_values(self) -> None:
-        """Warn if the ranks brought different values. Called before a collective of all ranks.
+        """Warn if ranks have different initial weights. Called before a collective of all ranks.
 
         **Collective:** the meshes of all sharded units. ``CommLedger`` does not list it.
         """
@@ -652,14 +680,14 @@ class Lifecycle:
         without_modes(warn_if_different, brought)
 
     def notify_reduced(self, unit: Unit) -> None:
-        """Call the subscribers of a unit, whose gradient is published; once per backward."""
+        """Call the subscribers of a unit whose gradients are published, once per backward."""
         if unit.on_reduced and unit.reduced_in != self._num_backwards:
             unit.reduced_in = self._num_backwards
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
     def finish_backward(self, run: BackwardRun | None = None) -> None:
-        """End the backward that runs, or ``run``, of which autograd knows nothing."""
+        """End the backward that runs; or ``run``, a backward that autograd did not run."""
         run = run or self.backward
         assert run is not None
         units = self.units()
@@ -682,8 +710,8 @@ class Lifecycle:
             and not (unit.number in to_come and unit.step.awaits_gradients)
         ]
         for unit in full if self.finalization is None else ():
-            # The unit may hold gradients of earlier microbatches, though this backward brought
-            # none.
+            # This backward may have brought no gradients of the unit, which may still hold some of
+            # earlier microbatches.
             self._flush(unit, ends_window=self._ends_window)
         if self._ends_window and run.accumulates:
             self._queue.finish_all()
@@ -695,16 +723,19 @@ class Lifecycle:
             grads.show()
         self.failure.backward_call = None
         self.backward = None
-        # Last: if anything above raises, autograd drops the callback, which must record a failure.
+        # Last: if a line above raises, autograd drops its callback, and the weak references in
+        # ``ends`` must be there to record the failure.
         run.ends.clear()
 
     def _units_to_come(
         self, run: BackwardRun, units: Sequence[Unit], ended: Sequence[ForwardPass]
     ) -> set[int]:
-        """Return the units whose backward comes later: this one has reached other passes only.
+        """Return the numbers of the units whose backward comes later.
 
-        With it, a loss may run a part of the model again, chunk by chunk, and call backward for
-        each chunk. The answer does not depend on which graphs a rank keeps alive, so ranks agree.
+        They ran in other passes than those that this backward has reached. Example: for each chunk
+        of the hidden states, a loss runs the output layer and calls backward; the backward of the
+        other layers comes last. It does not matter here which graphs are alive on this rank, so all
+        ranks return the same.
         """
         if not run.reached:
             return set()
@@ -737,10 +768,10 @@ class Lifecycle:
     # --- outside of a backward --------------------------------------------------------
 
     def finish_split_backward(self) -> None:
-        """Take the gradients that a pipeline schedule wrote outside of any backward, and finish.
+        """Accumulate the gradients that a pipeline schedule wrote outside of backwards, and reduce.
 
-        They are taken in units that have accumulated others, which are the same on all ranks. The
-        gradients that a schedule writes may differ between ranks.
+        This is done in the units that hold unreduced gradients. They are the same on all ranks; the
+        units in which the schedule wrote gradients may differ between ranks.
         """
         self.abort_if_failed()
         with self._recorded_failure():
@@ -772,7 +803,7 @@ class Lifecycle:
             unit.gradients.end_window()
 
     def set_manual(self, enabled: bool) -> None:
-        """Choose whether ``finalize_backward`` ends windows, or the last backward."""
+        """Choose what ends windows: ``finalize_backward`` if ``enabled``, or the last backward."""
         self.abort_if_failed()
         if enabled is (self.finalization is not None):
             return
@@ -786,9 +817,9 @@ class Lifecycle:
         self.finalization = ManualFinalization() if enabled else None
 
     def start_finalization(self) -> _Finalizing | None:
-        """Reshard, and start reducing what is pending, as far as the settings say.
+        """Reshard the units, and start reducing what is pending where ``sync`` is FULL.
 
-        None: no backward has run yet.
+        Returns None if no backward has run yet.
         """
         units = self.units()
         self.check_between_steps(units[0], "finalize_backward")
@@ -845,7 +876,7 @@ class Lifecycle:
             self._settle_host()
 
     def _settle_host(self) -> None:
-        """Wait for copies to and from host memory, and publish their gradients."""
+        """Wait for copies to and from host memory, and put what was copied there into ``.grad``."""
         for group in self.groups():
             if group.unit_params.host_copies is not None:
                 group.settle()
@@ -854,7 +885,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _recorded_failure(self) -> Iterator[None]:
-        """Record if reductions outside of a backward were cut off: some gradients are lost."""
+        """Record a failure if the body raises: it reduces, and some gradients are then lost."""
         try:
             yield
         except BaseException:
@@ -862,7 +893,7 @@ class Lifecycle:
             raise
 
     def record_failure(self) -> None:
-        """Record that a backward raised. This must not communicate: other ranks may go on."""
+        """Record that a backward raised, without communication: other ranks may not have failed."""
         # First, so that the next step calls abort() even if this method is interrupted.
         self.failure.marks.append("raised")
         self.failure.backward_call = None
@@ -885,7 +916,7 @@ class Lifecycle:
         run = self.backward
         is_elsewhere = run is not None and graph_task_id() != run.graph_task
         if is_elsewhere and self.failure.has_backward_returned():
-            self.record_failure()  # the backward has raised, and no callback has recorded it
+            self.record_failure()  # the backward has raised, and no callback has recorded it yet
         has_failed = bool(self.failure.marks)
         if has_failed:
             self.abort()
@@ -894,9 +925,9 @@ class Lifecycle:
     def abort(self, *, keeps_window: bool = False) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
 
-        Gradients of an interrupted window are dropped, because its microbatches are not all there,
-        unless ``keeps_window``. Gradients of a window that had ended stay. If a backward has
-        failed, all are dropped.
+        If a backward has failed, or a window is open, the gradients of all units are dropped,
+        because those of some microbatches are missing. With ``keeps_window``, an open window stays
+        open and keeps its gradients, unless a backward has failed.
         """
         pending = (group.gradients for group in self.groups())
         is_void = bool(self.failure.marks)
@@ -905,7 +936,8 @@ class Lifecycle:
         else:
             is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
         if is_void:
-            self.failure.marks.append("aborted")  # until the end, in case this is interrupted
+            # Cleared at the end. If this method is interrupted, the next use aborts again.
+            self.failure.marks.append("aborted")
         if self.backward is not None:
             self.backward.ends.clear()
         self._passes = []
@@ -931,9 +963,9 @@ class Lifecycle:
 def _check_finds_parameters(unit: Unit) -> None:
     """Raise if a pipeline schedule splits this backward, and would miss gradients of ``unit``.
 
-    The schedule looks for the parameters of the graph on the modules. If a forward has ended the
-    ``unshard()`` of the schedule, modules hold shards instead, and the schedule writes no gradients
-    for parameters that it does not find.
+    The schedule unshards the unit by ``unshard()``, and looks on its modules for the parameters
+    that the graph has used. If the forward has resharded the unit, the modules hold shards, and the
+    schedule writes no gradients for parameters that it does not find.
     """
     is_split = not unit.settings.sync.reduces and keeps_graph()
     if is_split and not unit.group.is_manually_unsharded:

@@ -2,9 +2,10 @@
 
 Modules hold them from ``unshard()`` to ``reshard()`` or to the next forward, and after a forward
 that does not reshard. These parameters are a copy. ``requires_grad`` flags that the user sets on
-them are carried over to the sharded parameters. Edits of values are lost with the copy, which a
-warning says. So are casts and other data, which would leave the module with a tensor that no gather
-fills: an error after ``unshard()``, and a warning after a forward.
+them are carried over to the sharded parameters. Edits of their values are lost with the copy, and a
+warning says so. If the user casts them or gives them other data (``weight.data = ...``), the module
+holds memory that no gather fills. That is undone, with an error after ``unshard()``, and a warning
+after a forward.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ class InstalledParams:
     def end(self, shard_version: int) -> list[str]:
         """Carry flags over to the sharded parameters, and warn of edits that are lost.
 
-        If the version of the shards has grown, the shards have got the edits too. Returns the names
-        of parameters that were cast, moved or given other data, which is undone.
+        There is no warning if the shards were edited too, as by ``load_state_dict``: their version
+        has grown. Returns the names of parameters that were cast, moved or given other data; that
+        is undone.
         """
         edited, replaced = [], []
         for param, before in zip(self._params, self._before, strict=True):
@@ -102,7 +104,7 @@ class ManualUnshard:
 
 
 def listed(names: list[str]) -> str:
-    """Return the first three names, for an error."""
+    """Return the first three names and how many more there are, for an error."""
     shown = ", ".join(repr(name) for name in names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 

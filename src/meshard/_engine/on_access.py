@@ -20,14 +20,13 @@ from meshard._torch.private import skip_dynamo, without_modes
 
 # Units that were gathered because a parameter was read; the forward that read it still runs.
 _read_units: weakref.WeakSet[Unit] = weakref.WeakSet()
-_readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # these modules have our hook
+_readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with the hook ``_end_reads``
 
 
 def gather_on_access(unit: Unit) -> None:
     """Gather ``unit`` and its siblings when a unit around it reads one of their parameters."""
     params = [param for each in with_siblings(unit) for param in each.params]
     for module in dict.fromkeys(owner for param in params for owner, _ in param.owners):
-        # Module.__setattr__ refuses anything but a parameter under the name of one.
         module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
     for param in params:
         param.find_owner_dicts()
@@ -55,10 +54,11 @@ class _NoticedReads(dict[str, Any]):
 
 @skip_dynamo
 def _read(unit: Unit) -> None:
-    """Gather ``unit``, if a unit is running whose end can reshard it."""
+    """Gather ``unit`` if another unit is running. ``unit`` is resharded when that one ends."""
     lifecycle = unit.lifecycle
     if lifecycle.phase is Phase.BACKWARD:
-        # Activation checkpointing recomputes. The lifecycle reshards the unit after its backward.
+        # Activation checkpointing recomputes the forward that reads. The lifecycle reshards the
+        # unit when its backward is over.
         without_modes(lifecycle.pre_forward, unit)
         return
     running = (one for one, _ in reversed(lifecycle.running))
@@ -67,9 +67,9 @@ def _read(unit: Unit) -> None:
         return
     for module in alive(reader.modules):
         if module not in _readers:
-            # The first forward hook, so that the module still counts as running when it is called,
-            # also if the forward raises. It is never removed, because torch iterates over the hooks
-            # when it could be.
+            # The first of the forward hooks, so that ``reader`` still counts as running when it is
+            # called, also after an exception. It is never removed: the time for that is its own
+            # call, while torch iterates over the hooks.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
             _readers.add(module)
     _read_units.add(unit)

@@ -5,9 +5,9 @@ Gathers are started ahead of use in the order that the schedule predicts.
 Two kinds of units stay unsharded beyond their forward or backward, because no hook could gather
 them in time. First, a backward with ``create_graph=True`` makes a graph whose nodes have saved
 unsharded parameters. The backward through that graph runs these nodes before it calls any hook of a
-unit. Second, if ``forward`` of a unit returns no tensor (it returned None), there is nothing to put
-a hook on. Such units are resharded when a backward that frees the graph has ended, when the graph
-was dropped, or when the shards have changed.
+unit. Second, if ``forward`` of a unit returns no tensor (but an object of the user's own class,
+say), there is nothing to put a hook on. Such units are resharded when a backward that frees the
+graph has ended, when the graph was dropped, or when the shards have changed.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ class Prefetcher:
     ) -> None:
         """Unshard a unit that is about to compute, and start gathering ``up_next``.
 
-        In forward, edits may have made unsharded copies stale. ``keep_shard``: keep a post-forward
-        shard, if the unit has a group for it.
+        ``in_forward``: gather the shards, edits included, and never post-forward shards.
+        ``keep_shard``: keep a post-forward shard, if the unit has a group for it.
         """
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
             _start_unshard(unit, in_forward=in_forward)
-            # No compute hides this gather, so the next one is started at once and waits beside it.
+            # Nothing is computed during this gather, so the next ones start at once, beside it.
             self._start(up_next, in_forward=in_forward)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
         if not is_cold:
@@ -91,7 +91,7 @@ def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
 
 
 class _SecondOrder:
-    """The graph that one backward has made. It lives as long as the hooks of that graph do."""
+    """Stands for the graph that one backward has made. Only hooks in it keep this object alive."""
 
     was_used = False  # whether the backward that runs goes through this graph
 
@@ -118,7 +118,7 @@ class RetainedUnits:
         self._num_hidden += other._num_hidden
 
     def begin_backward(self) -> None:
-        """Record whether the backward that begins makes a graph, and whether it frees its own."""
+        """Record whether the backward makes a graph, and whether it frees the one that it uses."""
         self._is_in_backward = True
         self._making = _SecondOrder() if torch.is_grad_enabled() else None
         self._frees = bool(self._units) and not keeps_graph()
@@ -126,7 +126,8 @@ class RetainedUnits:
     def on_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
         """Retain a unit whose backward begins, if this backward makes a graph.
 
-        Returns what to use in place of ``gradient``, of its output; None: ``gradient`` itself.
+        ``gradient`` is that of one of its outputs. Returns what autograd uses instead; None:
+        ``gradient`` itself.
         """
         if self._making is None:
             return None
@@ -145,7 +146,7 @@ class RetainedUnits:
     def retain(self, unit: Unit) -> None:
         if not unit.step.is_retained:
             unit.step.is_retained = True
-            unit.group.record_version()  # to notice later that it is stale
+            unit.group.record_version()  # to notice when the unsharded copy is stale
             self._units.append(weakref.ref(unit))
 
     def retain_hidden(self, unit: Unit, output: object, forward_pass: ForwardPass) -> None:

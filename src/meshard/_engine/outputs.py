@@ -52,7 +52,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def may_collect(value: Any) -> bool:
-    """Whether ``value`` may hold a container in which a forward can leave tensors, as a list."""
+    """Whether ``value`` may hold a container in which a forward can leave tensors (a list)."""
     if isinstance(value, _SIMPLE):
         return False
     return any(map(may_collect, value)) if type(value) is tuple else True
@@ -86,7 +86,7 @@ def map_tensors(
     """Return ``value`` with ``function`` applied to every tensor in it.
 
     A container in which nothing changes is returned itself; others are copied. ``around`` has the
-    ids of the objects that contain ``value``: it may refer back to them.
+    ids of the objects that contain ``value``, in case ``value`` refers back to one of them.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -113,7 +113,7 @@ def _map_fields(
     """Map the containers that pytree takes for leaves: dataclasses, and some subclasses."""
     if id(value) in around or isinstance(value, (type, nn.Module)):
         return value
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # as rnn.PackedSequence
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):  # such as rnn.PackedSequence
         old = value._asdict()
     elif isinstance(value, dict):
         old = value
@@ -130,7 +130,7 @@ def _map_fields(
     if isinstance(value, tuple):
         # mypy does not narrow a tuple by hasattr.
         return value._replace(**changes)  # type: ignore[attr-defined]
-    # dataclasses.replace would call __init__, which may compute something, or lack fields.
+    # dataclasses.replace would call __init__, which may compute something, or not take all fields.
     changed = copy.copy(value)
     for name, new in changes.items():
         if isinstance(changed, dict):
@@ -167,13 +167,13 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool)
     """Return ``output`` with an alias in place of each tensor that this forward did not compute.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
-    it. Two units would then have hooks on the same tensor, and the order of their backwards would
-    be lost; it would differ between ranks if only some skip a layer. A module may also return a
-    leaf, such as its own parameter. A hook would stay on that for all later backwards.
+    it. Two units would then have hooks on the same tensor, so the order of their backwards could
+    not be told, and would differ between ranks of which only some skip a layer. A module may also
+    return a leaf, such as its own parameter. A hook would stay on the leaf for all later backwards.
 
-    The alias is a view if ``as_view``, which costs least. Pipeline schedules that split a backward
-    detach the outputs of their stages in place, which torch refuses for views. They call
-    ``unshard()``, so units that were unsharded by it get an alias that is no view.
+    With ``as_view`` the alias is a view, which costs least. Pipeline schedules that split backwards
+    detach the outputs of their stages in place, which torch refuses for views. They also call
+    ``unshard()``. So a unit on which ``unshard()`` was called returns aliases that are no views.
     """
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ _REMEDIES_OUTSIDE = (
 
 
 def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: Any) -> None:
-    """Add to torch's message what the cause may be, and what helps, if it is one of these errors.
+    """If ``error`` is of one of the three kinds, add the probable cause and remedy to its message.
 
     ``error`` has left the forward of ``module`` of ``unit``, which was called with ``inputs``.
     """
@@ -248,7 +248,7 @@ def _add_to_message(error: BaseException, text: str) -> None:
 
 def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
     outermost = _outermost(module, unit)
-    # Without units whose forward the error has left: they were unsharded where it was raised.
+    # Units whose forward the error has left are no suspects: they were unsharded at that time.
     passed = getattr(error, _PASSED, ())
     units = [each for each in units_in(outermost) if id(each) not in passed]
     sharded, frames = _sharded_of(units), _frames_of(error)
@@ -327,9 +327,9 @@ def _meta_tensors(outermost: nn.Module) -> list[str]:
 
 
 def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
-    """Add to torch's message which parameter of ``units`` was read, where none of them is running.
+    """Add to torch's message which parameter of ``units`` was read, while none of them ran.
 
-    ``error`` has left a module inside one of them that was called by itself.
+    ``error`` has left a module that is inside one of these units, and that was called by itself.
     """
     if _TEXT_OF_TORCH not in str(error) or error is None or hasattr(error, _EXPLAINED):
         return
@@ -343,7 +343,7 @@ def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
 def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -> str:
     """Return the text about a module of ordinary parameters that got a DTensor; empty if none did.
 
-    Modules under tensor parallelism may return DTensors, if their user chose so.
+    The DTensor may be the output of a module under tensor parallelism (use_local_output=False).
     """
     unsharded = {id(param.unsharded) for param in unit.params}
     for values in frames:

@@ -1,4 +1,4 @@
-"""The parameters of a unit, gathered and resharded together; and the look-up by tensor."""
+"""The parameters of a unit, gathered and resharded together; and the group of a given tensor."""
 
 from __future__ import annotations
 
@@ -75,9 +75,9 @@ class _Gather:
 
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
-    # Whether a post-forward shard may be kept. False after unshard(), because ranks may wait for
-    # its handle at different points of a step. Only some would keep a shard, and the next gather
-    # would be over different groups.
+    # Whether a post-forward shard may be kept. False for a gather that the user's unshard() has
+    # used: ranks may wait for its handle at different points of a step, so only some would keep a
+    # shard. These ranks would gather over other groups than the rest.
     may_keep_shard: bool
 
 
@@ -123,7 +123,7 @@ def refuse_transforms(label: str, error: RuntimeError) -> None:
 class ParamGroup:
     """The parameters of one unit, with their gradients.
 
-    The lifecycle decides when; here is only how.
+    The lifecycle decides when they are gathered, resharded and reduced; this class does it.
     """
 
     def __init__(self, unit_params: UnitParams, gradients: GradientAccumulator) -> None:
@@ -139,19 +139,19 @@ class ParamGroup:
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
         self.failure: Failure  # shared by all units of a root; ``Root`` sets it
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
-        # Set while modules keep what a forward has installed.
+        # Set while modules keep the unsharded parameters of a forward that has ended.
         self._kept: InstalledParams | None = None
         self.pending_step: AwaitedStep | None = None  # a step that the next gather waits for
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # A sample of the initial weights, and a checksum of this rank's shards of them. Ranks
-        # compare the sample once.
+        # A sample of the initial weights, and a checksum of this rank's shards of them. None after
+        # ranks have compared the sample.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
-        # The overlapped optimizers that step its parameters, and those that did until detach().
+        # The overlapped optimizers that step these parameters, or did so until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # By id of a sharded parameter, its index. Parameters that were replaced since stay in it.
+        # By id of a sharded parameter: its index. Ids of parameters that were replaced stay in.
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN
         register_owner(self)
@@ -225,7 +225,7 @@ class ParamGroup:
         self._unsharded_version = _UNKNOWN
 
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
-        """Record a sample of what the shards were cut from, as far as that had values."""
+        """Record a sample of the tensors from which the shards were cut, meta tensors aside."""
         which = tuple(index for index, each in enumerate(unsharded) if not each.is_meta)
         total = sum_of_samples([unsharded[index] for index in which])
         sharded = sum_of_samples(self._shards(which))
@@ -233,7 +233,7 @@ class ParamGroup:
             self._first = FirstValues(which, total), sharded
 
     def take_first_values(self) -> FirstValues | None:
-        """Return what was recorded, once; None if these shards were written to since."""
+        """Return the recorded sample, at the first call; None if shards were written to since."""
         if self._first is None:
             return None
         (values, sharded), self._first = self._first, None
@@ -302,13 +302,13 @@ class ParamGroup:
 
     def record_step(self) -> None:
         log_event("step", self.unit_params.label)
-        self.install_sharded()  # what a forward has left installed is stale now
+        self.install_sharded()  # a copy that a forward has left installed is stale now
         self.num_steps += 1
         self.was_resharded_between = False
         self.gradients.end_window()
 
     def clear_pending(self, ids: set[int]) -> None:
-        if self.pending_step is None:  # otherwise that step has taken the gradients
+        if self.pending_step is None:  # otherwise the pending step has taken the gradients
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             self.gradients.clear(frozenset(cleared))
 
@@ -317,10 +317,10 @@ class ParamGroup:
     def start_unshard(
         self, *, only_for_backward: bool = False, may_keep_shard: bool = True
     ) -> None:
-        """Start gathering, unless the group is gathered.
+        """Start gathering, unless that has begun or is done.
 
-        ``only_for_backward``: do not look for edits of the shards. The next forward will gather
-        again.
+        ``only_for_backward``: do not look for edits of the shards, as the next forward will gather
+        the unit again.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
         """
         if self._gather is not None:
@@ -421,7 +421,7 @@ class ParamGroup:
         elif self.state is ParamState.INSTALLED:
             return  # another module of the unit has installed them
         if self.state is not ParamState.INSTALLED:
-            # The state changes first, so that an interrupt after it is cleaned up.
+            # The state changes first: if the rest is interrupted, the clean-up then undoes it.
             self._move(ParamState.INSTALLED)
         install_unsharded(self.params)
 
@@ -482,7 +482,7 @@ class ParamGroup:
         """End the user's ``unshard()``, if there is one.
 
         With ``refuse``, raise if a parameter was cast, moved or given other data, which would be
-        lost. With ``voids_graphs``, make later backwards raise that would read freed parameters.
+        lost. With ``voids_graphs``, a later backward that would read the freed parameters raises.
         """
         if self.manual_unshard is None:
             return
@@ -503,8 +503,9 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
-# Keyed by id, because tensors compare by value, and because Module.to cannot swap a tensor that has
-# weak references. An id may belong to another tensor later, so callers check what they find.
+# Keyed by the id of a tensor. Tensors as keys would compare by value, and weak references to them
+# would keep Module.to from swapping them. An id may belong to another tensor later, so callers
+# check what they find.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _latest = object()  # a token for caches, replaced by ``register_owner``
@@ -550,8 +551,8 @@ def register_manually_unsharded(owner: ParamGroup) -> None:
     """Record that modules hold unsharded parameters of ``owner`` outside of a forward."""
     for param in owner.params:
         _manually_unsharded[id(param.unsharded)] = owner
-    # zero_grad() sees the unsharded parameters. The patched one then clears .grad of the shards
-    # too.
+    # zero_grad() then finds unsharded parameters on the modules. meshard's patch of it clears .grad
+    # of their shards too.
     hold_pending(owner)
 
 

@@ -1,9 +1,9 @@
 """Recorded and predicted order of units, which are given by their numbers.
 
-There are two orders. The unit that was entered after another in one forward is predicted to follow
-it in the next forward. The order in which forwards of units ended, reversed, is that of the
-backward. They are kept apart: with one list, the last prefetch of a backward would gather a unit
-for the next forward before the optimizer has stepped it.
+There are two orders. In forward, the unit that was entered after another one in the last forward is
+expected to follow it again. In backward, units come in the reverse of the order in which their
+forwards ended. The two orders are kept apart: with one list, the last prefetch of a backward would
+gather a unit for the next forward before the optimizer has stepped it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class _Entry(NamedTuple):
-    """An entry of a unit, as it comes again in a later pass."""
+    """One entry of a unit. It is equal to the same entry of another pass."""
 
     began_with: int  # the first unit of the pass
     unit: int
@@ -44,16 +44,16 @@ class ForwardPass:
 
     exits: list[ForwardCall] = field(default_factory=list)
     first_entries: list[ForwardCall] = field(default_factory=list)
-    units: dict[int, int] = field(default_factory=dict)  # how often each has been entered
+    units: dict[int, int] = field(default_factory=dict)  # unit -> how often it was entered
     entries: list[_Entry] = field(default_factory=list)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
-    # The units of earlier passes whose backward may still come, if ``window`` is still the present
-    # one of the schedule.
+    # The units of earlier passes whose backward may still come. Valid while ``window`` is equal to
+    # ``StepSchedule._window``.
     earlier: frozenset[int] = frozenset()
     window: int = -1
     ticks: int = 0  # logical time: entries and exits so far
-    # Valid in backward number ``open_in``: how many of ``first_entries`` have a backward that is
-    # not over, and how many of ``exits`` one that has not begun.
+    # Valid in backward number ``open_in``. The backward is not over for the first ``num_open`` of
+    # ``first_entries``, and has not begun for the first ``num_to_begin`` of ``exits``.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1
@@ -81,7 +81,8 @@ class ForwardPass:
         Autograd runs nodes in the reverse order of their creation. So when the backward of a call
         begins, the backward of every unit that was first entered after the end of that call is
         over, whether or not its outputs were used. Likewise when a node runs, for units that were
-        first entered after that node was made. ``is_over`` tells whether this holds for an entry.
+        first entered after that node was made. ``is_over`` tells whether this holds, for the
+        first call of a unit.
         """
         while self.num_open and is_over(self.first_entries[self.num_open - 1]):
             self.num_open -= 1
@@ -110,8 +111,8 @@ class StepSchedule:
         self.current = ForwardPass()
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        # Only passes that have ended are learned from: ranks may differ in one that was
-        # interrupted.
+        # The order is learned from the last pass, which has ended: an interrupted pass is
+        # forgotten, because ranks may differ in how far they came.
         entries = self.current.entries
         following = [*(each.unit for each in entries[1:]), None]
         self._successors.update(zip(entries, following, strict=False))
@@ -125,7 +126,7 @@ class StepSchedule:
             self._last = self.current
 
     def end_passes(self) -> None:
-        """Forget the passes whose backward might have come: it has, or will not come."""
+        """Forget all passes: their backward has come, or will not come any more."""
         self._last = None
         self._window += 1
 
@@ -163,10 +164,11 @@ class StepSchedule:
         return self._successors.get(entries[-1]) if entries else None
 
     def runs_before(self, forward_pass: ForwardPass | None, unit: int) -> bool:
-        """Return whether ``unit`` also ran in a pass before ``of`` whose backward may come.
+        """Return whether ``unit`` ran before ``forward_pass``, in a pass whose backward may come.
 
-        If so, the unit is reduced in the backward of that earlier pass. A rank that used the unit
-        only in the later pass has all gradients before that, but all ranks must reduce together.
+        ``forward_pass`` None: the last pass. If so, the unit is reduced in the backward of the
+        earlier pass. A rank that used the unit only in the later pass has all gradients before
+        that, but all ranks must reduce together.
         """
         forward_pass = forward_pass or self._last
         return (

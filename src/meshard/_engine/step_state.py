@@ -1,6 +1,7 @@
 """The state of a step: what runs, what is to be finalized by hand, and what was cut off.
 
-A forward, a backward and a finalization are each a value that exists while they run.
+A ``ForwardRun`` exists while a forward runs, a ``BackwardRun`` while a backward runs, and a
+``ManualFinalization`` while the user has chosen that mode.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class BackwardRun:
     graph_task: int = -1  # autograd's id of the graph task (engine run) in which it began
     thread: int = 0
     keeps_graph: bool = False  # another backward may follow through its graph
-    accumulates: bool = True  # it adds to .grad, as torch.autograd.grad does not
+    accumulates: bool = True  # it adds to .grad; torch.autograd.grad does not
     has_nested: bool = False  # another graph task began inside it
     reached: list[ForwardPass] = field(default_factory=list)  # the passes whose backward has begun
-    current_pass: ForwardPass | None = None  # the last of them that reached a unit
-    # Weak references to the callback that autograd holds until the end; they tell if it is dropped.
+    current_pass: ForwardPass | None = None  # the pass of the last unit that began its backward
+    # Weak references to the callback that autograd calls at the end. They notice if autograd drops
+    # it instead, because the backward has raised.
     ends: list[weakref.ref[Any]] = field(default_factory=list)
 
 
@@ -58,10 +60,11 @@ class ManualFinalization:
     def settle(self) -> None:
         """Begin a step: nothing is to be finalized."""
         self.is_due = False  # a backward ran, and finalize_backward was not called yet
-        # Whether one of these backwards kept its graph. Then a pipeline schedule may write
-        # gradients outside of any backward.
+        # Whether a backward since the last finalize_backward kept its graph. Then a pipeline
+        # schedule may write gradients outside of any backward.
         self.is_split = False
-        # The units whose windows end with wait() of a handle. None: no handle waits for it.
+        # The units whose windows end when the user calls wait() of the handle. None: there is no
+        # handle whose wait() is still to come.
         self.started: list[weakref.ref[Unit]] | None = None
 
     @property
@@ -78,19 +81,20 @@ class Failure:
     """Whether a step of a root was cut off. If so, the next use of the root cleans up first.
 
     Where no exception handler is certain to run (in autograd, and while cleaning up), a mark is set
-    before an action and cleared after it.
+    before an action and cleared after it. A mark that is left says that the action was cut off.
     """
 
     def __init__(self) -> None:
         self.marks: list[object] = []  # not empty: clean up before the next use
-        self.backward_call: BackwardCall | None = None  # that of the backward that runs
+        self.backward_call: BackwardCall | None = None  # the user's call of the backward that runs
         # An interrupt in a weakref callback, where Python swallows it; ``clear`` raises it again.
         self.interrupt: BaseException | None = None
 
     def has_backward_returned(self) -> bool:
-        """Whether the backward has raised although autograd has not dropped its callback yet.
+        """Whether the user's call of backward is over, though no callback has recorded its end.
 
-        The thread of a device may drop it after the exception has reached the user.
+        Then it has raised. Autograd's thread for a device may drop the callback only after the
+        exception has reached the user.
         """
         return self.backward_call is not None and self.backward_call.has_returned()
 

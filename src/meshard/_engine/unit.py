@@ -39,8 +39,8 @@ class UnitSettings(ReduceSettings):
     """The settings of a unit, written by the setters of ``FSDPModule``."""
 
     reshard_after_forward: bool | int | None = None  # None means True, but False for the root
-    # If the line above is an int: the ranks that together keep the parameters between forward and
-    # backward, a part each.
+    # If reshard_after_forward is an int: the ranks that together keep the parameters between
+    # forward and backward, each a part.
     post_forward_group: dist.ProcessGroup | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
@@ -55,7 +55,7 @@ class UnitSettings(ReduceSettings):
 class UnitStep:
     """The progress of a unit in the present step."""
 
-    arrived: set[int] = field(default_factory=set)  # parameters whose gradient is complete
+    arrived: set[int] = field(default_factory=set)  # param indices whose gradient is complete
     awaits_gradients: bool = False  # a forward ran whose gradients were not reduced yet
     may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
     is_in_backward: bool = False  # its backward is under way
@@ -77,16 +77,16 @@ class UnitStep:
     def has_all(self, num_trainable: int) -> bool:
         """Whether all gradients are complete, and the backward of every call of the unit has begun.
 
-        On a rank that used no parameter in an earlier call of the unit, all gradients may be there
-        before the backward of that call. Other ranks reduce after it, so this rank waits for it
-        too.
+        If this rank used no parameter in the first call of the unit, all its gradients are there
+        before the backward of that call. Other ranks reduce after that backward begins, so this
+        rank waits for it too.
         """
         if len(self.arrived) < num_trainable:
             return False
         return self.in_call is None or self.in_call.is_first
 
     def reset(self) -> None:
-        """Reset to the state between two steps. Retention is not affected."""
+        """Reset to the state between two steps. A retained unit stays retained."""
         self.record_taken()
         self.end_backward()
         self.modules_run.clear()
@@ -117,10 +117,10 @@ class Unit:
         self._open_at = 0  # the position of the child that ``has_open_children`` found last
         self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
-        self.mesh_name = ""  # suffix of the label: the mesh of a sibling, or the bucket
+        self.mesh_name = ""  # suffix of the label: mesh of a sibling, or bucket of replicate
         # Functions that are called once per window, after its last reduction, in the same order on
-        # all ranks. The gradient is in .grad by then; in host memory and under replicate, a call of
-        # ``GradientAccumulator.settle`` puts it there.
+        # all ranks. By then the gradients are in .grad, except those in host memory and under
+        # replicate, which ``GradientAccumulator.settle`` puts there.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called those functions
         self.group: ParamGroup  # communicates nothing if it has no parameters
@@ -167,8 +167,8 @@ class Unit:
     @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
-        # Called whenever a unit inside is reduced. So the search begins with the child that was
-        # open the last time, which often still is.
+        # This is called whenever a unit inside is reduced, so it must be fast. The search begins
+        # with the child that was open the last time, which is often still open.
         last = self.children[self._open_at : self._open_at + 1]
         for position, ref in chain(enumerate(last, self._open_at), enumerate(self.children)):
             child = ref()
@@ -180,15 +180,15 @@ class Unit:
     @property
     def is_open(self) -> bool:
         """Whether gradients of this unit, or of one inside, are or may be still to come."""
-        step = self.step  # units inside count too: a frozen unit may be around one that trains
+        step = self.step  # units inside count too: a frozen unit may be around a trained one
         return step.awaits_gradients or step.may_run_again or self.has_open_children
 
     def forget_unchosen_copy(self) -> None:
         """Make the next forward gather again, unless the user chose to keep the unit unsharded.
 
-        Edits by ``.data`` or by torch's foreach kernels raise no version, so a copy that may be
-        stale cannot be told from one that is not. Copies that were left for a backward are not
-        reused.
+        Edits by ``.data`` or by torch's foreach kernels raise no version, so nothing tells a stale
+        copy from a fresh one. A copy that was kept for a backward by default, as that of the root,
+        is therefore not reused in the next forward.
         """
         for each in with_siblings(self):
             is_chosen = each.settings.reshard_after_forward is not None
@@ -203,7 +203,7 @@ class Root:
     An outer ``fully_shard`` puts them under a new root.
     """
 
-    _first_use = threading.RLock()  # reentrant, as a signal handler may come here meanwhile
+    _first_use = threading.RLock()  # reentrant: a signal handler may come here while it is held
 
     def __init__(
         self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
@@ -211,7 +211,7 @@ class Root:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         self.names = names  # see ``name_root``
         self.failure = Failure()
-        self.has_new_buffers = False  # some have new memory, perhaps without values: see unwritten
+        self.has_new_buffers = False  # whether ``unwritten`` has marked buffers
         self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
         self._make = make
         for number, unit in enumerate(units):
@@ -293,15 +293,15 @@ def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
 
 
 def joined(prefix: str, name: str) -> str:
-    """Return the name of ``name`` in the module ``prefix``, which is empty for the root."""
+    """Return the dotted name of ``name`` in the module named ``prefix`` (the root's name is "")."""
     return f"{prefix}.{name}" if prefix else name
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # If it has a unit, the first class is what adopt_module made of ``base`` and the original one.
-    # ``base`` is no subclass of nn.Module.
+    # If ``module`` has a unit, adopt_module made its class of two: ``base``, which is no subclass
+    # of nn.Module, and the original class.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 

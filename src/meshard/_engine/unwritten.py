@@ -66,7 +66,7 @@ def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None
         # Tensors that are not ordinary, such as fake ones, have no values to look at.
         if type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_inference():
             continue
-        if not hasattr(buffer, _MARK):  # if it has, a unit inside has marked it
+        if not hasattr(buffer, _MARK):  # if it has the mark, it is from a unit inside
             with torch.no_grad():
                 if empties or before.is_meta:
                     poisoned(buffer)
