@@ -16,6 +16,7 @@ pytestmark = [pytest.mark.full, pytest.mark.extras, pytest.mark.timeout(600)]
 # What each loop has found, taken where its block ends.
 TAKEN = {
     "## Weight": "losses = [evaluate_now()]",
+    "## Ranks": "losses.append(evaluate_now())",
     "## Log": "losses.append(evaluate_now())",
     "## Evaluate": "losses += [*logged, evaluate_now()]",
     "## Keep": "losses.append(found)",
@@ -85,6 +86,9 @@ def _one_process():
     for part in parts:
         errors = (model(data[part]) - data[part].flip(1)).square() * masks[part]
         step(errors.sum() / masks[part].sum())
+    found.append(now(model, data[:20]))
+
+    step(loss_of(model, data[:17]))
     found.append(now(model, data[:20]))
 
     losses = []
