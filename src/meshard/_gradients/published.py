@@ -235,7 +235,7 @@ class ShardedGrads(PublishedGrads):
                 hook(sharded)
 
     def _sum_with_foreign(self, new: FlatGradients) -> FlatGradients:
-        """Return ``new`` plus ``.grad`` where the user has replaced one, or where layouts differ."""
+        """Return ``new`` plus ``.grad``: the user has replaced a ``.grad``, or layouts differ."""
         for index, local in self._locals(new):
             old = self._grad(index)
             if old is not None and not self._is_ours(index):
