@@ -332,7 +332,7 @@ def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
 
 
 def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Return ``numbers`` on ``device``. The host does not wait: with experts each step does this."""
+    """Return ``numbers`` on ``device``. The host does not wait: with experts each step calls it."""
     is_pinned = device.type not in ("cpu", "meta")
     host = torch.tensor(numbers, dtype=torch.long, device="cpu", pin_memory=is_pinned)
     return host.to(device, non_blocking=True)
