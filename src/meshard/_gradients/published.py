@@ -145,7 +145,7 @@ class PublishedGrads:
         """Whether what is in ``.grad`` of the unsharded parameters has arrived in a backward.
 
         Under ``replicate`` sharded and unsharded parameters are the same, so outside of a backward
-        this ``.grad`` is a published one.
+        this ``.grad`` was published, or set by the user.
         """
         return True
 
