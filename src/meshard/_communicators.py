@@ -13,7 +13,8 @@ from meshard._shared_memory.communicator import SharedMemoryCommunicator
 def make_communicator(device: torch.device, *, share_memory: bool = True) -> Communicator:
     """Return a communicator for tensors on ``device``.
 
-    Without ``share_memory``, process groups do not find out whether their ranks share a host.
+    Without ``share_memory`` CPU tensors are sent through sockets, and groups are spared the two
+    all-gathers by which ranks find out whether they share a host.
     """
     if device.type != "cpu":
         return StreamCommunicator(torch.get_device_module(device))

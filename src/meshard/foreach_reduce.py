@@ -2,15 +2,14 @@
 
 With ``S`` ranks in the shard group, ``R`` replicas and divide factor ``c`` (default ``S * R``),
 what goes through the reduce-scatter is divided by ``c / R``, and what goes through the all-reduce
-by ``R``, whatever the sizes of the groups:
+by ``R``. This also holds if a group has one rank:
 
     partial = partial + sum over the shard group of gradients / (c / R)
     result  = sum over the replicas of partial / R
 
 So a partial always means the same (by default the mean over the shard group), and the result is the
 sum over all microbatches and ranks, divided by ``c``. The partial is added after the reduce-scatter
-and before the all-reduce. If it were added later, replicas would differ. The divisors are computed
-when a reduction starts, from the groups that are passed in.
+and before the all-reduce. If it were added later, replicas would differ.
 
 ``foreach_reduce`` is the whole reduction as one blocking call. The engine runs the same stages one
 by one: see ``Reduction``.
@@ -173,7 +172,7 @@ def _laid_out(
                 f"{tuple(target.shape)}."
             )
         flat.narrow(0, param_range.offset, param_range.numel).zero_()
-        target.copy_(shard).add_(0.0)  # turns -0.0, the mark of unused ones, into 0.0
+        target.copy_(shard).add_(0.0)  # a -0.0 would mark the parameter as unused
     return flat
 
 
@@ -186,7 +185,7 @@ class Divisors(NamedTuple):
     after_all_reduce: Fraction
 
     def after(self, divided_by: int, shard_count: int) -> Divisors:
-        """Return what is left to divide by, after a division by ``early_divisor``."""
+        """Return what is left to divide by if packing has divided by ``divided_by``."""
         if shard_count > 1:
             return self._replace(after_scatter=self.after_scatter / divided_by)
         return self._replace(after_all_reduce=self.after_all_reduce / divided_by)
@@ -201,7 +200,7 @@ def resolve_divisors(
     Their product is ``c``, exactly: ``c / R`` around the reduce-scatter and ``R`` around the
     all-reduce. float16 overflows at 65504, so there the share of each group is split around its
     collective: a power of two near its square root before, the rest after. Other dtypes divide
-    once, after the sum, and so round once; see ``early_divisor`` for where that is not needed.
+    once, after the sum, and so round once. ``early_divisor`` is the exception.
 
     >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
     [1.0, 8.0, 1.0, 4.0]
@@ -219,9 +218,9 @@ def resolve_divisors(
 def early_divisor(divisors: Divisors, shard_count: int) -> int:
     """Return the number by which gradients may be divided while they are packed; 1 if none.
 
-    That saves a pass over them. It is the divisor of the reduce-scatter, or, where the shard group
-    has one rank, of the all-reduce; but only if that is a power of two. Such a division rounds no
-    number above 1e-37 (in float32), so it may come before the sum as well as after it.
+    This saves a pass over the gradients. The number is the divisor of the reduce-scatter, or that
+    of the all-reduce if the shard group has one rank; but it must be a power of two. A division by
+    a power of two rounds no number above 1e-37 (in float32), so it may come before the sum.
     """
     share = divisors.after_scatter if shard_count > 1 else divisors.after_all_reduce
     is_power = share.denominator == 1 and share.numerator & (share.numerator - 1) == 0
@@ -230,7 +229,8 @@ def early_divisor(divisors: Divisors, shard_count: int) -> int:
 
 
 def _near_root(divisor: Fraction) -> Fraction:
-    # Halves are rounded up: overflow spoils a step, while underflow loses small values only.
+    # Halves of the exponent are rounded up, which divides more before the sum: an overflow spoils a
+    # step, while underflow loses small values only.
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
@@ -248,9 +248,9 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         # The reciprocal is exact: the divisor is a power of two, or a fraction such as 1 / 7.
         tensor.mul_(as_operand(denominator / numerator, tensor))
     else:
-        # Multiplying by the reciprocal would round twice, which devices do for a Python number. So
-        # the divisor is a tensor there. It has one dim, because a 0-d tensor would be cast to the
-        # dtype of ``tensor`` first, perhaps bfloat16.
+        # Multiplying by the reciprocal would round twice. Devices do so if the divisor is a Python
+        # number, so there it is a tensor. That has one dim, because a 0-d tensor would be rounded
+        # to the dtype of ``tensor`` first, which may be bfloat16.
         quotient = numerator / denominator
         if tensor.is_cpu:
             tensor.div_(as_operand(quotient, tensor))
@@ -275,14 +275,14 @@ class ReducePlan(NamedTuple):
 
     @property
     def divisors(self) -> Divisors:
-        """What gradients are divided by, the part of ``divided_by`` included."""
+        """What gradients are divided by in all, including ``divided_by`` of packing."""
         return resolve_divisors(
             self.shard_group.size(), self.replicate_count, self.divide_factor, self.wire_dtype
         )
 
 
 def is_narrowed_late(gradients: Sequence[torch.Tensor | None], wire_dtype: torch.dtype) -> bool:
-    """Whether to divide gradients before they are cast to float16, whose sums would overflow."""
+    """Whether gradients are divided before they are cast to float16, in which they may overflow."""
     return wire_dtype == torch.float16 and any(
         gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
     )
@@ -325,10 +325,10 @@ class Reduction:
             self._divisors = self._divisors.after(plan.divided_by, plan.shard_group.size())
         if plan.average is not None:
             self._divisors = self._divisors._replace(before_all_reduce=_ONE, after_all_reduce=_ONE)
-        # The wider dtype, because marks are read from sums: a small negative sum may become -0.0 in
-        # a narrower one.
+        # The wider dtype, because marks are read from these sums: in the narrower one, a small
+        # negative sum might be rounded to -0.0, which is the mark.
         self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
-        self._ends: list[InFlight] = []  # of each stream: when its last work is done
+        self._ends: list[InFlight] = []  # the last work on each stream
         self._unused: torch.Tensor | None = None
         self._scattered = self._start_scatter(rows)
         self._result = self._scattered.sum
@@ -387,7 +387,8 @@ class Reduction:
             if self._partial is not None:
                 if self._unused is not None:
                     self._unused = self._unused & marks.is_marked(self._partial)
-                # With one rank in the shard group, packing has divided for the all-reduce already.
+                # With one rank in the shard group, packing has already divided the new gradients by
+                # a divisor of the all-reduce. The partial has yet to be divided by it.
                 divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
                 self._result.add_(self._partial, alpha=1 / divided_by)
             if self._sum_dtype != plan.accumulate_dtype:
@@ -417,8 +418,8 @@ class Reduction:
     def _after_all_reduce(self) -> None:
         with self._comm.on_stream(CommStream.ALL_REDUCE):
             self._pending.wait()
-            # A second attribute keeps the first alive, which the scatter stream allocated and this
-            # stream reads.
+            # Not self._unused: that one must live until finish(), because the scatter stream
+            # allocated it and this stream reads it (rule 4 of _comm/streams.py).
             self._unused_anywhere = self._marks.read(self._marked)
             self._reduced = self._wire.to(self._plan.accumulate_dtype)
             divide_(self._reduced, self._divisors.after_all_reduce)

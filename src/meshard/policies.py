@@ -75,8 +75,8 @@ class GradientSync(enum.Enum):
     REDUCE_SCATTER = "reduce_scatter"
     """Reduce inside the shard group only.
 
-    On a 1D mesh of shards that is all, and ``.grad`` is set; only ``FULL`` ends the window, after
-    which ``overlap_optimizer`` steps.
+    On a 1D mesh of shards there are no replicas, so this sets ``.grad``. But only ``FULL`` ends the
+    window, and so lets ``overlap_optimizer`` step.
     """
 
     FULL = "full"
@@ -89,12 +89,12 @@ class GradientSync(enum.Enum):
 
     @property
     def over_replicas(self) -> bool:
-        """Whether they are reduced across the replicas too, after the shard group."""
+        """Whether gradients are reduced across the replicas too, after the shard group."""
         return self is GradientSync.FULL
 
     @property
     def ends_window(self) -> bool:
-        """Whether the last backward of a window ends it: nothing is pending, optimizers step."""
+        """Whether the last backward ends the window: nothing is pending then, optimizers step."""
         return self is GradientSync.FULL
 
 
@@ -113,9 +113,10 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
             ranks where the backend allows it. None: the wider of float32 and the parameters' dtype.
         buffer_dtype: The dtype in which floating-point buffers are kept, updated and saved from now
             on. None: the dtype that they have. Integer and complex buffers are never cast.
-        param_dtype_override_fn: Called once with each parameter when its unit is made; it
-            returns the parameter's own dtype to leave it in that, or None or ``param_dtype``. It
-            must return the same on every rank. Inputs are cast to ``param_dtype`` all the same.
+        param_dtype_override_fn: Called once with each parameter when its unit is made. If it
+            returns the parameter's own dtype, modules compute with the parameter in that dtype; if
+            None or ``param_dtype``, the parameter is cast as usual. The function must return
+            the same on every rank. Inputs are cast to ``param_dtype`` in any case.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).param_dtype
     torch.bfloat16
@@ -123,7 +124,7 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
 
     accumulate_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
-    # As in torch 2.15.
+    # torch's own policy has this field since torch 2.15.
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
     )
@@ -239,7 +240,7 @@ class Comm(Protocol):
     """The allocator of the memory that a collective reads and writes."""
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialised tensor. **Stream:** the one that fills it."""
+        """Return an uninitialised tensor. **Stream:** called on the stream that fills it."""
 
 
 class AllGather(Comm, Protocol):

@@ -91,7 +91,7 @@ def register_reduce_hook(
 def on_stream(
     hook: Callable[[torch.Tensor], None], stream: torch.Stream
 ) -> Callable[[torch.Tensor], None]:
-    """Return ``hook`` run on ``stream``, which the current stream waits for."""
+    """Return a function that runs ``hook`` on ``stream``; the current stream waits for it."""
 
     def run(shard: torch.Tensor) -> None:
         device_module = torch.get_device_module(shard.device)

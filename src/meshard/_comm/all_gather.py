@@ -34,7 +34,7 @@ class _CastRange(NamedTuple):
 
     @property
     def end(self) -> tuple[int, int, int, int]:
-        """Where a range has to begin, in both shards, to be merged with this one."""
+        """Where the next range has to begin, in both shards, to be merged with this one."""
         end = self.from_offset + self.numel
         return self.from_segment, end, self.to_segment, self.to_offset + self.numel
 
@@ -64,8 +64,9 @@ class GatherPlan:
     ) -> None:
         """Prepare to fill unsharded parameters; those of one dtype share one storage.
 
-        ``allocate`` allocates their memory. If it is given and the unit has a single parameter,
-        cut evenly, gathers are received in the memory of that parameter and nothing is copied out.
+        ``allocate`` allocates their memory. If it is given, and the unit has a single parameter,
+        which is cut evenly, then gathers are received in the memory of that parameter and nothing
+        is copied out.
         """
         self._unsharded = list(unsharded)
         self._regular = [
@@ -132,7 +133,7 @@ class GatherPlan:
         num_bytes, resize = storage.nbytes(), storage.resize_
         if num_bytes <= _TINY:
             return ReceiveMemory(flat, rows)
-        # For the second gather and later ones: new_empty has allocated for the first.
+        # Called from the second gather on: new_empty has allocated the memory for the first.
         self._allocate_kept = partial(resize, num_bytes)
         return ReceiveMemory(flat, rows, free=partial(resize, 0))
 
@@ -172,7 +173,7 @@ class GatherPlan:
             self._fill_irregular(each, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _copy_kept_out(self) -> None:
-        if self._copies is None:  # not made before: the storage of the parameters had size 0
+        if self._copies is None:  # not made in bind(), where the parameters' storage has size 0
             self._copies = self._make_copies(self._kept_segments)
         targets, sources = self._copies
         if len(targets) == 1:  # half the time of the foreach operator
@@ -208,7 +209,10 @@ class GatherPlan:
 
 
 def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
-    """Return by how many elements views of one storage are apart; None: uneven, or one view."""
+    """Return how many elements lie between the starts of views of one storage.
+
+    None if there is one view, or if the views do not lie at equal distances.
+    """
     offsets = [int(view.storage_offset()) for view in views]
     gaps = {after - before for before, after in itertools.pairwise(offsets)}
     return gaps.pop() if len(gaps) == 1 else None

@@ -1,7 +1,8 @@
 """Blocking collectives, for set-up and for use between steps.
 
 All are called on all ranks of ``group``, with tensors of one shape and dtype. They block until the
-data is there, on the current stream. The first rank of a group is the root.
+data is there, on the current stream. By default the first rank of a group sends to the others, or
+receives from them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from meshard._torch.private import all_gather_single
 def broadcast(
     buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str, source: int = 0
 ) -> None:
-    """Overwrite ``buffer``, which is contiguous, by that of rank ``source`` of ``group``."""
+    """Overwrite the contiguous ``buffer`` by that of rank ``source`` of ``group``."""
     if group.size() > 1 and buffer.numel():
         announce("broadcast", buffer, group, label)
         # As bytes: gloo supports neither int16 nor float8.
@@ -41,8 +42,8 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Return the ``numbers`` of every rank.
 
-    It is not announced, because it prepares a group or a root before the first collective. A
-    ``MESHARD_STALL_SECONDS`` that is no number is refused here, before anything waits.
+    The exchange is not announced, because it prepares a group or a root before the first collective
+    of a step. A ``MESHARD_STALL_SECONDS`` that is no number is refused here.
     """
     stall_seconds()
     own = torch.tensor(numbers, device=device)
@@ -65,7 +66,7 @@ def agree_on_max(
 
 
 def send_max(value: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
-    """Take part in ``agree_on_max`` of the other ranks without waiting for them.
+    """Take part in ``agree_on_max`` of the other ranks, without waiting for the result.
 
     Only the check of ``MESHARD_DEBUG=1`` waits.
     """

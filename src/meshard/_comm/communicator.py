@@ -24,9 +24,9 @@ from meshard._comm.stalls import Collective
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
 
-# A matrix with one row per rank, in rank order, as a list of blocks [k, n] of k rows each. Usually
-# one block holds all rows. With shared memory each row may be a block of its own, because the rows
-# lie in the memory of different ranks.
+# A matrix with one row per rank, in rank order, as a list of blocks. A block [k, n] has k rows.
+# Usually one block has all rows. With shared memory each row may be a block of its own, because the
+# rows lie in the memory of different ranks.
 Rows = list[torch.Tensor]
 
 
@@ -55,7 +55,7 @@ class Pending(Protocol):
     """Something that has been started."""
 
     def wait(self) -> None:
-        """Make what the caller does next come after it. May be called repeatedly."""
+        """Make what the caller does next come after what was started. May be called repeatedly."""
 
     def poll(self) -> bool:
         """Return whether it is done, without blocking. If it is, also do what ``wait`` does."""
@@ -65,9 +65,9 @@ class InFlight(Pending, Protocol):
     """A collective that has been started."""
 
     def abandon(self) -> None:
-        """Give up the result after an error, so that the memory of both buffers can be freed.
+        """Give up the result after an error, so that input and output can be freed.
 
-        Raises nothing. Waits only if the backend may still use that memory.
+        Raises nothing. Waits only if the backend may still use their memory.
         """
 
 
@@ -75,10 +75,10 @@ class GatherInFlight(Protocol):
     """An all-gather that has been started. It holds what the collective reads and writes."""
 
     def rows(self) -> Rows:
-        """Wait, and return what the ranks sent. It must not be written to."""
+        """Wait, and return what the ranks sent. The caller must not write to it."""
 
     def release(self) -> None:
-        """Release the rows. They must not be read afterwards. Other ranks may wait for this."""
+        """Release the rows, which must not be read afterwards. Other ranks may wait for this."""
 
     def abandon(self) -> None:
         """Give up the gather after an error, as ``InFlight.abandon`` does."""
@@ -88,7 +88,7 @@ class ReceiveMemory(NamedTuple):
     """Memory that receives every gather of a unit, faster than a new tensor in each step."""
 
     flat: torch.Tensor
-    rows: torch.Tensor  # the same, [ranks, n]
+    rows: torch.Tensor  # the same memory as [ranks, n]
     free: Callable[[], None] | None = None
 
 
@@ -213,7 +213,7 @@ _NOTHING = contextlib.nullcontext()
 
 def profiled(what: str, label: str) -> contextlib.AbstractContextManager[Any]:
     """Return a ``meshard::what unit`` range while a profiler is active, else a no-op."""
-    # The public record_function takes microseconds even without a profiler; this flag does not.
+    # Without a profiler, record_function would still take microseconds. Asking first does not.
     if is_profiling():
         return torch.profiler.record_function(f"meshard::{what} {label}")
     return _NOTHING
@@ -223,7 +223,7 @@ _logger = logging.getLogger("meshard")
 
 
 def log_event(event: str, label: str) -> None:
-    """Log that ``event`` happens to a unit now. If debug logging is off, that costs one ``if``."""
+    """Log that ``event`` happens to a unit now. If debug logging is off, this costs one ``if``."""
     if _logger.isEnabledFor(logging.DEBUG):
         rank = dist.get_rank() if dist.is_initialized() else -1  # -1: the group was destroyed
         _logger.debug("rank %d: %s %s", rank, event, label)
@@ -245,7 +245,7 @@ class CommSettings:
 
 def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the backend of ``group`` can allocate memory on ``device``."""
-    # torch has no public function that allocates memory for zero-copy transfers of NCCL.
+    # A private method: torch has no public one for memory that NCCL sends without a copy.
     return bool(backend_of(group, device).supports_tensor_alloc(device))
 
 
@@ -255,7 +255,7 @@ def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
 class Communicator:
     """Collectives on the tensors of one device, for one root.
 
-    Groups of one rank issue nothing; the data is copied. ``label`` is the name of the unit, for
+    In a group of one rank no collective is issued. ``label`` is the name of the unit, for
     observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is made.
     """
 
@@ -281,7 +281,10 @@ class Communicator:
         return variant
 
     def shared_with(self, own: Communicator) -> Communicator:
-        """Return a variant for the root of ``own``, whose identity and names it keeps."""
+        """Return a variant with these streams and memory for another root, which has used ``own``.
+
+        The variant has the identity and the root names of ``own``.
+        """
         variant = copy.copy(self)
         variant.identity, variant.root_names = own.identity, own.root_names
         return variant
@@ -297,14 +300,14 @@ class Communicator:
         raise NotImplementedError
 
     def gather_after(self, event: Any) -> None:
-        """Order the next use of the gather stream after ``event`` instead of after the caller."""
+        """Let the next use of the gather stream wait for ``event`` only, and not for the caller."""
 
     def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
-        """Order the next use of ``comm_stream`` after ``pending`` too."""
+        """Let the next use of ``comm_stream`` also wait for ``pending``."""
         pending.wait()
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep tensors that other streams allocated until the work queued on this one is done."""
+        """Keep tensors of other streams alive until the work on the current stream is done."""
 
     # --- memory ----------------------------------------------------------------------------
 
@@ -332,17 +335,17 @@ class Communicator:
         return [self._allocate(count * numel, dtype, device, group, custom).view(count, -1)]
 
     def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
-        """Free memory that was kept for later collectives and that ``phase`` has no use for.
+        """Free memory that was kept for later collectives, if ``phase`` has no use for it.
 
-        With ``is_tight``, free all that no collective in flight uses.
+        With ``is_tight``, free all memory that no collective in flight uses.
         """
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
         return ""
 
-    # --- collectives: on all ranks of ``group``, on the stream of the caller. What they return must
-    # live until it was waited for. ---------------------------------------------------------
+    # --- collectives: on all ranks of ``group``, on the stream of the caller. The caller must keep
+    # what they return until it has waited for it. ------------------------------------------
 
     def gather(
         self,
@@ -354,8 +357,8 @@ class Communicator:
     ) -> GatherInFlight:
         """Start gathering every rank's ``source [n]``.
 
-        ``receive`` returns memory for the result, which the caller keeps for later gathers. It is
-        called only where waits block the host; elsewhere a stream may still use that memory.
+        ``receive`` returns memory for the result, which the caller reuses in each gather. It is
+        called only if waits block the host: on a device, a stream may still read the last result.
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
         if group.size() == 1:
@@ -393,7 +396,7 @@ class Communicator:
         size, first = group.size(), rows[0]
         custom = None if self._custom is None else self._custom.reduce_scatter
         if len(rows) == size and first.dtype == sum_dtype:
-            # Every row is a block. This rank's own row is not sent, so its memory takes the sum.
+            # Every row is a block: this rank's own row is not sent, so its memory can take the sum.
             total = rows[group.rank()].view(-1)
         else:
             total = self._allocate(first.size(1), sum_dtype, first.device, group, custom)
@@ -429,7 +432,7 @@ class Communicator:
     def _start_gather(
         self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
     ) -> GatherInFlight | None:
-        """Start a gather into other memory than a new tensor; None: ``gather`` makes one."""
+        """Start a gather into memory that exists; return None if ``gather`` is to allocate some."""
         return None
 
     def _allocate(
@@ -440,7 +443,7 @@ class Communicator:
         group: dist.ProcessGroup,
         custom: Comm | None,
     ) -> torch.Tensor:
-        """Return an uninitialised ``[numel]``, which ``custom`` or the group may allocate."""
+        """Return an uninitialised ``[numel]``, allocated by ``custom``, the group or torch."""
         if self._custom is None or group.size() == 1:
             return torch.empty(numel, dtype=dtype, device=device)
         if custom is None and self._custom.from_group:
@@ -497,5 +500,8 @@ class Communicator:
         *keep: torch.Tensor,
         then: Callable[[], object] | None = None,
     ) -> InFlight:
-        """Return what waits for ``work``, if any, and then calls ``then``; it holds ``keep``."""
+        """Return a handle that waits for ``work``, if any, and then calls ``then``.
+
+        The handle keeps the tensors ``keep`` alive until the work is done.
+        """
         raise NotImplementedError

@@ -31,8 +31,8 @@ from typing import Any
 import torch.distributed as dist
 
 _DEFAULT_SECONDS = 60.0
-# How long a rank waits for the verdict of its exchange before it polls for errors of other groups
-# too. It polls because torch logs every wait on a store that times out.
+# A rank first waits this long for the verdict of its exchange. Then it polls, for the verdict and
+# for errors of other groups. It does not wait again, because torch logs each wait that times out.
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
@@ -62,12 +62,14 @@ RootNames = dict[dist.ProcessGroup, str]
 def name_root(groups: Iterable[dist.ProcessGroup]) -> RootNames:
     """Return the name of a new root in each of its groups.
 
-    It tells units of two models apart that have the same dotted name. Roots are numbered per group,
-    because ranks may have models that other ranks lack, such as stages of a pipeline. A root gets
-    its number when ``fully_shard`` or ``replicate`` is called, in the same order on all ranks of
-    the group, and not when it is first used: the order of use is what the check is about. A copy
-    gets no number, because one rank alone may make copies, as for a moving average. So two copies
-    of one root have the same name.
+    The name tells a unit of one model from a unit of another model with the same dotted name. Roots
+    are numbered per group, because a rank may have models that other ranks lack, such as a stage of
+    a pipeline. A root gets its number when ``fully_shard`` or ``replicate`` is called, which all
+    ranks of a group do in the same order. The number is not given at the first use, because whether
+    ranks use their models in the same order is what is checked.
+
+    A copy gets no number, because one rank alone may make copies, as for a moving average. So two
+    copies of one root have the same name.
     """
     names = {}
     for group in set(groups):
@@ -185,7 +187,7 @@ class _Exchange:
                 keys, position, last = self._world_store.get(key).decode().split("\n", 2)
                 if keys == self._keys:
                     said = last
-                elif not elsewhere:  # otherwise that rank may have begun a new round by now
+                elif not elsewhere:  # after an error elsewhere, that rank may be in a new round
                     said = f"{missing}; its last was {last}, {position}"
             lines.append(_line(rank, said))
         return "\n".join([*lines, REMEDY]) + elsewhere
@@ -193,8 +195,8 @@ class _Exchange:
     def start_new_round(self) -> None:
         _rounds[self._world] = _rounds.get(self._world, 0) + 1
         _numbers.clear()
-        # This process may host the store and is about to raise, which may end it. So it waits until
-        # the others have read the verdict.
+        # This process is about to raise an error, which may end it, and with it the store that it
+        # may host. So it waits until the others have read the verdict.
         with contextlib.suppress(RuntimeError):
             seen = self._store.add(f"{self._keys}/seen", 1)
             if seen >= self._store.add(f"{self._keys}/came", 0):
@@ -224,8 +226,8 @@ def _is_written_within(seconds: float, store: Any, key: str) -> bool:
     try:
         store.wait([key], datetime.timedelta(seconds=seconds))
     except RuntimeError as error:
-        # Each kind of store raises another class for a timeout, but all messages contain
-        # "timeout". A lost connection is a DistNetworkError.
+        # The class of a timeout depends on the kind of store, but its message always has the word
+        # "timeout". A DistNetworkError is a lost connection, whatever its message says.
         if isinstance(error, dist.DistNetworkError) or "timeout" not in str(error).lower():
             raise
         return False

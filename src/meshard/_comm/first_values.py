@@ -33,8 +33,8 @@ class FirstValues(NamedTuple):
 def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the sum, ``[]`` of int64, of the bits of some elements of each tensor.
 
-    The tensors are detached, so that autograd records nothing. None: the list is empty, or one of
-    the tensors has no values or is no ordinary tensor.
+    The caller passes detached tensors, so that autograd records nothing. None: the list is empty,
+    or one of the tensors is on the meta device or of a subclass.
     """
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -52,7 +52,8 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
 
     ``brought`` has the mesh and the sample of each unit. The sample is None if the unit was written
     to since ``fully_shard``.
-    **Collective:** all ranks of the meshes, with as many units; two numbers per process group.
+    **Collective:** all ranks of the meshes, with the same number of units; each rank sends two
+    numbers per process group.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[FirstValues | None]]] = {}
     for mesh_info, values in brought:
@@ -64,7 +65,7 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
         for group in mesh_info.groups:
             rows = _of_all_ranks(rows, group, device_of(mesh_info.mesh))
         if any(row[1] != which for row in rows):
-            continue  # ranks have samples of different parameters, which cannot be compared
+            continue  # samples of different parameters cannot be compared
         ranks = ranks_of(mesh_info)
         others = [str(r) for r, row in zip(ranks, rows, strict=False) if row != rows[0]]
         if others:

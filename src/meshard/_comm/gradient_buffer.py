@@ -9,7 +9,7 @@ parameter with ``-0.0``; a rank with one makes sure that the first element of th
 ``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. So the first element of
 the sum shows whether *any* rank had a gradient, exactly and without an extra byte. Dividing can
 underflow to ``-0.0``, so marks are read from raw sums and restored after each division. A rank that
-has all gradients reads no mark; a rank that lacks some waits for its device to read them.
+has all gradients reads no mark. A rank that lacks some has to wait for its device to read them.
 """
 
 from __future__ import annotations
@@ -29,10 +29,11 @@ from meshard._torch.private import chunk_cat
 _MAX_MARKS = 16
 _MAX_OPERANDS = 64  # a bound, because a divide factor may change with every batch
 # In these dtypes a 0-d tensor is as exact an operand as a Python number. In a narrower dtype it is
-# not: the tensor is rounded to that dtype, where kernels take a Python number as float32.
+# less exact: in bfloat16 a 0-d tensor is rounded to bfloat16, but a Python number only to float32.
 _EXACT = (torch.float32, torch.float64)
-# In a buffer of at most ``_SMALL`` elements, or at most ``_FEW`` per mark, adding to every element
-# is faster than indexing those with marks (4 against 120 us for six parameters on 4096 ranks).
+# If a buffer has at most ``_SMALL`` elements, or a row of it at most ``_FEW`` per mark, then adding
+# 0.0 to every element is faster than indexing those with marks (4 against 120 us for six parameters
+# on 4096 ranks).
 _SMALL, _FEW = 2**14, 8
 _LARGE = 2**18  # elements: from so many on, bytes matter more than the number of kernels
 
@@ -56,7 +57,7 @@ class GradientLayout:
     def __init__(
         self, params: Sequence[ParamLayout], indices: tuple[int, ...], device: torch.device
     ) -> None:
-        # One segment: all gradients of a unit are sent in one dtype, chosen per buffer.
+        # The same dtype for all, to get one segment. The dtype of a buffer is chosen in allocate().
         flat = FlatLayout.build(params, [torch.float32] * len(params), indices)
         self.params = params
         self.indices = indices
@@ -84,9 +85,9 @@ class GradientLayout:
     def packed_early(self) -> frozenset[int]:
         """The parameters whose gradients are packed as soon as they arrive, if there is a buffer.
 
-        The others are packed together at the end, which takes less time. They are the smallest
-        ones, and together take no more memory than the largest gradient. In a small buffer no
-        parameter is packed early.
+        The smallest gradients are not among them: they are packed together at the end, which takes
+        less time. While they wait, they take no more memory than the largest gradient. In a small
+        buffer no parameter is packed early.
         """
         if not self.is_large:
             return frozenset()
@@ -213,7 +214,7 @@ class GradientLayout:
             if gradient is not None:
                 part = buffer.narrow(1, each.offset, each.numel)
                 if not layout.is_regular:
-                    part.add_(0.0)  # if the range was unused, its padding is -0.0, and becomes 0.0
+                    part.add_(0.0)  # turns the padding into 0.0: in an unused range it was -0.0
                 for ours, theirs in matching_parts(part, gradient, layout):
                     ours.add_(theirs)
             if self.is_large:
@@ -245,7 +246,7 @@ class GradientLayout:
     def marks_for(self, used: frozenset[int]) -> UnusedParamMarks:
         """Return the marks of a rank that has gradients for ``used``; made once per set."""
         if used not in self._marks:
-            if len(self._marks) >= _MAX_MARKS:  # with experts, almost each step uses another set
+            if len(self._marks) >= _MAX_MARKS:  # with experts, almost every step uses a new set
                 self._marks.clear()
             # An empty range has no element for a mark. It counts as used on every rank.
             empty = self.ranges.keys() - {each.index for each in self._all_ranges}
@@ -255,7 +256,7 @@ class GradientLayout:
         return self._marks[used]
 
     def move(self, buffer: torch.Tensor, to: GradientLayout, used: frozenset[int]) -> torch.Tensor:
-        """Return the gradients ``used`` of ``buffer`` in the layout ``to``; others are ``-0.0``."""
+        """Return the gradients ``used`` of ``buffer`` in layout ``to``, with ``-0.0`` elsewhere."""
         shape = (*buffer.shape[:-1], to.shard_numel)
         moved = torch.full(shape, -0.0, dtype=buffer.dtype, device=buffer.device)
         for index in used:
@@ -301,7 +302,7 @@ class FlatGradients(NamedTuple):
         return self.layout.move(self.flat, layout, self.used)
 
     def without(self, erased: frozenset[int]) -> FlatGradients | None:
-        """Remove some gradients in place; return None if ``erased`` has all parameters."""
+        """Remove gradients in place; return None if ``erased`` has all parameters of the layout."""
         used = self.used - erased
         self.layout.mark_unused(self.flat, used)
         if erased.issuperset(self.layout.indices):
@@ -321,17 +322,17 @@ def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
     """Return what to pass to an operator with ``other`` instead of ``number``.
 
     At every call torch makes a float64 tensor of a Python number and casts it, which takes longer
-    than multiplying a thousand elements. It uses a 0-d CPU tensor as it is if that has the dtype of
-    the other operand, with the same result.
+    than multiplying a thousand elements. A 0-d CPU tensor in the dtype of ``other`` gives the same
+    result, and torch uses it as it is. Such tensors are cached here.
     """
-    # Not for a fake tensor: its mode would put a fake number into the cache.
+    # Not for a fake tensor: under its mode, a fake number would get into the cache.
     if type(other) is torch.Tensor and other.is_cpu and other.dtype in _EXACT:
         return _as_tensor(number, other.dtype)
     return number
 
 
 def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Return ``numbers`` on ``device``, without a wait: with experts this happens in each step."""
+    """Return ``numbers`` on ``device``. The host does not wait: with experts each step calls it."""
     is_pinned = device.type not in ("cpu", "meta")
     host = torch.tensor(numbers, dtype=torch.long, device="cpu", pin_memory=is_pinned)
     return host.to(device, non_blocking=True)

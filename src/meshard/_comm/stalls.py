@@ -1,8 +1,8 @@
-"""One line in the log for each wait that lasts: for what, since when, and who has not come.
+"""One warning for each wait that takes too long: for what, since when, and who has not come.
 
 A rank that runs one batch more than the others waits for them until its process group gives up,
-after half an hour by default. A thread of this process looks at its waits and at the events of its
-streams, without synchronising anything.
+after half an hour by default. In each process a thread looks at the waits of all threads, and at
+the events after collectives of the device, without synchronising anything.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def _parsed(text: str) -> float:
 class Waiting:
     """A context in which this thread waits for other ranks.
 
-    Every wait of a step enters one, so entering it does as little as possible. The thread that
-    looks for waits that last does the rest.
+    Every wait of a step enters such a context, so entering does as little as possible. The thread
+    that looks for long waits does the rest.
     """
 
     __slots__ = ("_began", "_group", "_is_reported", "_missing", "_thread", "_what")
@@ -67,7 +67,7 @@ class Waiting:
         group: dist.ProcessGroup | None = None,
         missing: Callable[[], list[int]] | None = None,
     ) -> None:
-        """``missing`` returns the ranks that have not come, if that can be known."""
+        """``missing`` returns the ranks that have not come; None if that cannot be known."""
         self._what, self._group, self._missing = what, group, missing
         self._is_reported = False
 
@@ -99,7 +99,7 @@ class Waiting:
 
 
 class WatchedStream:
-    """The collectives that were queued on a device, by the events after them."""
+    """The collectives that were queued on a device, each with the event that follows it."""
 
     def __init__(self, device_module: Any) -> None:
         self._events: deque[tuple[Any, float, Collective]] = deque(maxlen=_EVENTS)
@@ -127,8 +127,8 @@ class WatchedStream:
         """Report the first collective that is not over, if none has ended for ``seconds``."""
         events = self._events
         with self._on_device():
-            # Events younger than ``seconds`` are not queried, because a query would invalidate a
-            # graph capture that is under way.
+            # A query would invalidate a graph capture that is under way. So younger events are not
+            # queried, such as those of the warm-up right before a capture.
             while events and now - events[0][1] >= seconds and events[0][0].query():
                 events.popleft()
                 self._moved_at = now
@@ -144,14 +144,15 @@ class WatchedStream:
             )
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        # A new thread is on device 0, where a query would create a context.
+        # A new thread starts on device 0. There a query would create a CUDA context, which takes
+        # memory of a device that belongs to another rank.
         if self._device is None:
             return contextlib.nullcontext()
         guard: contextlib.AbstractContextManager[Any] = self._module.device(self._device)
         return guard
 
 
-_waits: dict[int, Waiting] = {}  # by id
+_waits: dict[int, Waiting] = {}  # under way, by id()
 _streams: list[weakref.ref[WatchedStream]] = []
 _thread: threading.Thread | None = None
 

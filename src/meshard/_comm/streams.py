@@ -9,7 +9,8 @@ Note: Stream rules.
        gradients). And it never allocates memory that compute still reads: a block that was freed
        before the entry was last used before the entry.
     2. *``wait`` makes compute wait for the comm stream* up to the collective or local work that is
-       waited for, and not for what was queued later. Comm streams wait for one another only so.
+       waited for, and not for what was queued later. One comm stream waits for another only if
+       ``wait`` is called while the first one is current.
     3. *Memory goes back to the stream that allocated it.* A tensor allocated on compute and used on
        a comm stream (the input of a reduce-scatter) is dropped only after compute has waited for
        that stream. A tensor allocated on a comm stream and used on compute (gathered shards,
@@ -53,7 +54,7 @@ class _EventInFlight:
     ) -> None:
         self._device_module = device_module
         self.event = event
-        self._keep = keep  # rule 3: the comm stream reads these until compute has waited for it
+        self._keep = keep  # rule 3: dropped only after compute has waited for the comm stream
         self._compute = compute  # the stream from which the comm stream was entered
 
     def wait(self) -> None:
@@ -74,8 +75,9 @@ class _EventInFlight:
 
     def __del__(self) -> None:
         if self._keep:
-            # Nobody has waited, as when the model is dropped, and rule 3 still holds. The current
-            # stream may be another one here, or one that is captured: a collector may call this.
+            # Nobody has waited, as when the model is dropped, but rule 3 still holds. It is not the
+            # current stream that waits here: the garbage collector may call this at any time, even
+            # while the current stream is captured.
             self._order(self._compute)
 
 
@@ -102,7 +104,7 @@ class StreamCommunicator(Communicator):
     def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
         stream = self._streams.get(comm_stream)
         if stream is None:
-            # High priority, because all ranks wait for a collective that compute delays on one.
+            # High priority: if compute delays a collective on one rank, all ranks wait for it.
             stream = self._streams[comm_stream] = self._device_module.Stream(priority=-1)
         compute = self._device_module.current_stream()
         if comm_stream is CommStream.GATHER and self._gather_after:
@@ -122,10 +124,10 @@ class StreamCommunicator(Communicator):
                 self._compute = before
 
     def gather_after(self, event: Any) -> None:
-        """Order the next gather after ``event``: the exception to rule 1.
+        """Let the next gather wait for ``event`` instead of compute, as an exception to rule 1.
 
         The event must come after the last backward. Compute reads what that backward gathered,
-        and the gather stream may get the same memory from the allocator.
+        and the allocator may give the same memory to the next gather.
         """
         self._gather_after[:] = [event]
 

@@ -2,19 +2,21 @@
 
 Each unit has three accumulators, all in the accumulate dtype: ``U`` holds unsharded gradients that
 are not reduced, ``Q`` gradients that are reduced over the shard group but not across the replicas,
-and ``A`` is the ``.grad`` of the sharded parameters. With ``g`` the gradients of one backward:
+and ``A`` is the ``.grad`` of the sharded parameters. ``g`` are the gradients of one backward,
+``mean_S`` is the mean over the shard group, and ``mean_R`` that over the replicas:
 
     NONE             U += g
     REDUCE_SCATTER   Q += mean_S(U + g);                   U = 0
     FULL             A += mean_R(Q + mean_S(U + g));       U = 0;  Q = 0
 
-A gradient may lack a sum over axes of another parallelism: that of a norm under sequence
-parallelism is partial over tensor parallelism. In a window of several microbatches ``U`` adds up
-what this rank has, and the sum over those axes is taken of ``U`` once, before it is reduced.
+A gradient may lack a sum over mesh axes of another parallelism. Under sequence parallelism, for
+example, each tensor-parallel rank has the gradient of a norm for its own part of the sequence. In a
+window of several microbatches each rank adds up its own parts in ``U``, and the sum over those axes
+is taken of ``U`` once, before ``U`` is reduced.
 
-Note: The placements of this rank's gradients decide whether that sum is taken. They agree on all
-    ranks that take part in it, because DTensor requires these ranks to run the same operations.
-    Ranks that may use other parameters lie along data-parallel axes, and take no part in it.
+Note: Each rank decides by the placements of its own gradients whether that sum is taken. The ranks
+    that take part in the sum decide alike, because DTensor requires them to run the same
+    operations. Ranks that use different parameters are data-parallel ones, which take no part.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class GradientRules:
     ) -> GradientLayout:
         """Return the layout of all parameters that may have a gradient on some rank.
 
-        ``used`` are those of this rank; ``accumulated``, those of earlier backwards of the window.
+        ``used`` are the parameters that got a gradient on this rank in this backward.
+        ``accumulated`` are the gradients of earlier backwards of the window.
         """
         indices = self._all
         if used is not self.everything:
@@ -77,12 +80,12 @@ class GradientRules:
                 index
                 for index, param in enumerate(self._unit_params.params)
                 if param.sharded.requires_grad
-                # It may have been frozen after a forward whose graph still brings its gradient.
+                # If a parameter was frozen after its forward, backward still computes its gradient.
                 or param.unsharded.requires_grad
                 or index in present
             )
         if indices not in self._layouts:
-            # A bound, because freezing parameters at random gives another set in each step.
+            # Bounded, because a user who freezes parameters at random gets a new set every step.
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             layouts = [param.layout for param in self._unit_params.params]
@@ -93,7 +96,7 @@ class GradientRules:
     def accumulate_dtype(self) -> torch.dtype:
         if self.chosen_dtype is not None:
             return self.chosen_dtype
-        # Read from the present parameters: Module.double may have cast them.
+        # Computed anew if the layout has changed: Module.double() may have cast the parameters.
         layout = self._unit_params.layout
         if layout is not self._widest_of:
             dtypes = [each.dtype for each in layout.segments if each.dtype.is_floating_point]
@@ -120,7 +123,7 @@ class Window:
     _factor: float | None = None
 
     def divide(self, factor: float | None, label: str) -> None:
-        """Record the divide factor, or raise a RuntimeError: the window was begun with another."""
+        """Record the divide factor; raise a RuntimeError if the window was begun with another."""
         if self._has_divided and factor != self._factor:
             raise RuntimeError(
                 f"unit {label!r} has divided part of this window by "
@@ -175,7 +178,7 @@ class GradientAccumulator:
         self.window = Window()
 
     def for_copy(self, unit_params: UnitParams) -> GradientAccumulator:
-        """Return the accumulator of a copy of the unit. Only ``.grad`` is copied with it."""
+        """Return an accumulator for a copy of the unit. Pending gradients are not copied."""
         rules = GradientRules(unit_params, self.rules.reduce_dtype, self.rules.chosen_dtype)
         copied = GradientAccumulator(unit_params, rules)
         copied.window = dataclasses.replace(self.window)
@@ -205,7 +208,7 @@ class GradientAccumulator:
         return ""
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
-        """Return the partial of each parameter that has one; None for unreduced gradients."""
+        """Return pending gradients by parameter index: the partial, or None if unreduced."""
         mesh_info, found = self.unit_params.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
@@ -216,8 +219,9 @@ class GradientAccumulator:
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
-        # Several optimizers may each clear some parameters. Pending gradients are gone once all
-        # parameters were cleared, and not once those were that this rank used: ranks must agree.
+        # Two optimizers may each clear half of the parameters. U and Q become None once all
+        # parameters of their layout were cleared. Clearing those that this rank used is not enough:
+        # other ranks may have used others, and all must agree on whether gradients are pending.
         self._cleared |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
@@ -241,12 +245,13 @@ class GradientAccumulator:
         self._release_if_settled()
 
     def _release_if_settled(self) -> None:
-        # In an open window zero_grad must be noticed, even if all gradients are in .grad.
+        # An open window is not released, even if all gradients are in .grad: zero_grad() must
+        # close it.
         if not self.is_pending and not self.num_in_flight and not self.window.is_open:
             release_pending(self)
 
     def settle(self) -> None:
-        """Put everything that was published into ``.grad``, after copies to the host are over."""
+        """Wait for copies to host memory, and put everything that was published into ``.grad``."""
         self.sharded.settle()
         self._release_if_settled()
 
@@ -256,7 +261,10 @@ class GradientAccumulator:
         hold_pending(self)
 
     def abandon(self, *, is_void: bool) -> None:
-        """Drop gradients that arrived or are in flight; if ``is_void``, drop all others too."""
+        """Drop gradients that arrived or are in flight.
+
+        If ``is_void``, as after a backward that raised, drop pending gradients and ``.grad`` too.
+        """
         if self.sharded.has_arrivals:
             for param in self.unit_params.params:
                 param.unsharded.grad = None
@@ -272,8 +280,8 @@ class GradientAccumulator:
     def begin_backward(self, settings: ReduceSettings) -> None:
         """Let ``receive`` put large gradients into the memory that is sent, if that is possible.
 
-        Otherwise all gradients would exist twice. It is not possible if gradients are sent in
-        another dtype than they are accumulated in.
+        This saves memory: a gradient that waits for the others exists twice, once by itself and
+        once in the bucket. It is possible only if gradients are sent in the accumulate dtype.
         """
         if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
             return
@@ -281,7 +289,7 @@ class GradientAccumulator:
         if not layout.packed_early:
             return
         plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
-        # The user's factor is read when a reduction starts, so it is not known here.
+        # A factor that the user has set is read later, when the reduction starts.
         divisor = plan.divided_by if settings.divide_factor is None else 1
         if plan.wire_dtype == plan.accumulate_dtype:
             self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
@@ -289,14 +297,15 @@ class GradientAccumulator:
     def receive(self, index: int, settings: ReduceSettings) -> None:
         """Move a large gradient that has just arrived to ``U``, or into the memory that is sent.
 
-        A further part of it may follow. If hooks are to see what has arrived, it is not added to
-        ``U`` before they have run.
+        It may be one part of a gradient: after a reentrant checkpoint, another part may follow. If
+        there are ``arrived`` hooks and a ``U``, the gradient stays where it is, because these hooks
+        must see it before it is added to ``U``.
         """
         if self._unreduced is None or not _on_arrived(settings):
             self._unreduced = self.sharded.receive(index, self._unreduced)
 
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
-        """Take the gradients that have arrived. With ``may_lack_sums``, DTensors may lack sums."""
+        """Take the gradients that have arrived. For ``may_lack_sums`` see ``_as_plain``."""
         params = self.unit_params.params
         if not self.sharded.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
@@ -322,8 +331,8 @@ class GradientAccumulator:
     def _as_plain(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
         """Return a gradient as the plain tensor to be reduced.
 
-        With ``may_lack_sum`` that is this rank's part of a sum that is taken later, provided that
-        all that ``U`` has of the parameter lacks the same sum.
+        With ``may_lack_sum`` this may be only this rank's part of a sum over other axes, which is
+        taken of ``U`` later. That requires that what ``U`` has of the parameter lacks the same sum.
         """
         param, unreduced = self.unit_params.params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
@@ -333,12 +342,12 @@ class GradientAccumulator:
             self._missing_sums[index] = missing
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
-            # This gradient lacks no sum, so what is in U must not lack it either.
+            # plain_gradient() completes the sum of this gradient, so complete that of U too.
             self._add_up(unreduced.layout, unreduced.flat, index)
         return param.plain_gradient(gradient)
 
     def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
-        """Take the sum that a parameter lacks in ``flat``, an accumulator."""
+        """Replace a parameter's range of ``flat`` by its sum over the axes that it lacks."""
         part = layout.range_of(flat, index)
         part.copy_(self._missing_sums.pop(index).add_up(part.contiguous()))
 
@@ -347,7 +356,7 @@ class GradientAccumulator:
     def accumulate(self, settings: ReduceSettings) -> None:
         """Add the arrived gradients to ``U``, once hooks have seen them."""
         hooks = _on_arrived(settings)
-        arrived = self._take(may_lack_sums=not hooks)  # hooks see gradients that lack no sums
+        arrived = self._take(may_lack_sums=not hooks)  # hooks must see complete sums
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return
@@ -395,7 +404,7 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        # Hooks see gradients that lack no sums over other axes.
+        # Hooks must see complete sums.
         may_lack_sums = self._unreduced is not None and not _on_arrived(settings)
         arrived = self._take(may_lack_sums=may_lack_sums)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
@@ -438,9 +447,9 @@ class GradientAccumulator:
             label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
-        # Gradients are divided while they are packed in a large unit only: a small one is packed by
-        # one kernel, which cannot divide. With hooks they are not, as hooks see undivided values.
-        # Settings and groups decide this, so all ranks agree.
+        # In a large unit gradients are divided while they are packed. A small unit is packed by one
+        # kernel, which cannot divide. Hooks must see undivided values, so with hooks the division
+        # comes later too. All ranks decide alike, because only settings and groups are read.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:
@@ -454,14 +463,14 @@ class GradientAccumulator:
     def _pack(
         self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings
     ) -> tuple[Rows, frozenset[int]]:
-        """Return the sum of ``U`` and the arrived gradients as rows to send, and what is in it."""
+        """Return ``U`` plus the arrived gradients as rows to send, and the parameters used."""
         on_arrived = _on_arrived(settings)
         before = [hook.before for hook in settings.reduce_hooks if hook.before]
         if self._unreduced is not None:
             _, flat, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
             for index in sorted(self._missing_sums):
                 self._add_up(layout, flat, index)
-            if plan.divided_by != 1:  # ranks without U divide while they pack
+            if plan.divided_by != 1:  # a rank without U divides while it packs, below
                 flat.mul_(1 / plan.divided_by)
             rows = [flat]
         else:
@@ -481,7 +490,7 @@ class GradientAccumulator:
         return rows, used
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
-        """Return uninitialised rows to send, ``as_one`` block if hooks are to see them."""
+        """Return uninitialised rows to send; with ``as_one`` in one block, as hooks need them."""
         comm, wire, group = self.unit_params.comm, plan.wire_dtype, plan.shard_group
         free = self.sharded.free_memory(layout, wire)
         if free is not None:
@@ -491,12 +500,12 @@ class GradientAccumulator:
         )
 
     def finish_reduce(self, in_flight: ReductionInFlight) -> InFlight | None:
-        """Publish a result in ``.grad``, once hooks have seen it; or add it to ``Q``.
+        """Publish the result in ``.grad``, once hooks have seen it; or keep it as ``Q``.
 
-        If gradients live in host memory, return the copy to it, which the caller waits for.
+        If gradients live in host memory, return the copy to the host. The caller waits for it.
         """
         self.num_in_flight -= 1
-        # With gradients in host memory, settle() releases.
+        # In host memory the values are there only after settle(), which then calls this.
         if in_flight.publishes and self.unit_params.host_copies is None:
             self._release_if_settled()
         result = self._result_of(in_flight)
@@ -510,12 +519,13 @@ class GradientAccumulator:
             # replica may have one, and all ranks must agree on whether there are partials.
             self._partial = result
             return None
-        # Hooks run even if no rank has a gradient, because they may communicate.
+        # Hooks run even if no rank of the mesh has a gradient: a hook may communicate with ranks
+        # outside of the mesh, which may have some.
         in_flight.layout.run_hooks(in_flight.after, result.flat, result.used)
         return self.sharded.publish(result) if result.used else None
 
     def _result_of(self, in_flight: ReductionInFlight) -> FlatGradients | None:
-        """Return a result without gradients that were cleared meanwhile; None if all were."""
+        """Return the result, less what was cleared while in flight; None if all was cleared."""
         try:
             reduced = in_flight.reduction.finish()
         except RuntimeError as error:
@@ -523,7 +533,7 @@ class GradientAccumulator:
             raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self.sharded.average is not None:
-            # The communication hook has written to all ranges.
+            # The communication hook may have overwritten the marks of unused parameters.
             in_flight.layout.mark_unused(result.flat, result.used)
         if not self._dropped:
             return result
@@ -549,8 +559,9 @@ def _check_agreement(
 ) -> None:
     """Raise unless all ranks reduce a unit alike.
 
-    Different divisors would go unnoticed, and so would different numbers of microbatches: the last
-    one of a rank would be added to another one's first of the next window.
+    Without this check nobody would notice that ranks divide by different factors, or that they run
+    different numbers of microbatches. In that case the last microbatch of one rank would be added
+    to the first one of another rank's next window.
     """
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)

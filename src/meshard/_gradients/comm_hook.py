@@ -15,7 +15,10 @@ from meshard._params.sharded_param import UnitParam
 
 @dataclass(eq=False)
 class GradBucket:
-    """What a hook gets. It has the methods of torch's class, which Python cannot instantiate."""
+    """What a hook gets: a bucket with the methods of ``torch.distributed.GradBucket``.
+
+    Python cannot instantiate torch's own class.
+    """
 
     _buffer: torch.Tensor
     _layout: GradientLayout
@@ -32,10 +35,11 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """Return the gradients of this rank, ``[n]``, the sum of the window; 0 where unused.
+        """Return this rank's gradients ``[n]``, summed over the window; 0 for unused parameters.
 
         A hook takes their mean over ranks. If a divide factor ``c`` is set, the gradients are
-        already multiplied by ``ranks / c``.
+        already multiplied by ``ranks / c``, so that this mean is the sum over ranks divided by
+        ``c``.
         """
         return self._buffer
 
@@ -45,7 +49,8 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
-        # As in DDP, the part of a parameter that is not contiguous is in the order of its memory.
+        # The buffer has the elements of a channels_last parameter in the order of its memory. As in
+        # DDP, the part has the parameter's shape all the same, with the elements in that order.
         pairs = zip(self._layout.ranges, self.parameters(), strict=True)
         return [self._layout.part_of(self._buffer, i).view(param.shape) for i, param in pairs]
 
@@ -60,7 +65,7 @@ class CommHook:
 
     state: object
     hook: Callable[[Any, Any], Any]
-    num_windows: int = 0  # windows in which it averaged all buckets
+    num_windows: int = 0  # windows in which the hook has averaged all buckets
 
     def average(
         self,
@@ -68,14 +73,14 @@ class CommHook:
         buffer: torch.Tensor,  # [n], overwritten
         *,
         params: Sequence[UnitParam],  # the parameters in the bucket
-        later: Sequence[UnitParam],  # of the buckets that are reduced after this one
+        later: Sequence[UnitParam],  # the parameters in buckets that are reduced after this one
         index: int,
     ) -> None:
         """Run the hook on one bucket, and wait for its future.
 
-        It waits at once, because hooks such as PowerSGD's continue in threads of gloo. The order of
-        their next collective and those of this thread would differ between ranks. On a device the
-        wait orders streams, and the host goes on.
+        Hooks such as PowerSGD's start a second collective from a callback, in a thread of gloo. If
+        this thread issued collectives of its own meanwhile, the order of both would differ between
+        ranks. So this waits at once. On a device the wait orders streams, and the host goes on.
         """
         is_last = not any(param.sharded.requires_grad for param in later)
         with unrecorded():

@@ -2,9 +2,9 @@
 
 A reduction yields one flat tensor per unit in the accumulate dtype. A ``.grad`` of that dtype is a
 view of it, so that one kernel adds the next reduction. The dtype of ``.grad`` is that of the
-parameter, unless ``grad_dtype`` says otherwise. If it is narrower, ``.grad`` is a copy, and the
-flat tensor is kept beside it, because small gradients would be rounded away if microbatches were
-added up in the narrow dtype.
+parameter, unless ``grad_dtype`` says otherwise. If that is narrower than the accumulate dtype,
+``.grad`` is a copy, and the flat tensor is kept beside it, because small gradients would be rounded
+away if microbatches were added up in the narrow dtype.
 
 Autograd never sees a sharded parameter, so hooks that users register on one
 (``register_hook``, ``register_post_accumulate_grad_hook``) run from here.
@@ -30,14 +30,15 @@ from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, wit
 
 
 class Mark:
-    """An object that each ``.grad`` set here refers to. Those that users set do not.
+    """What tells a ``.grad`` that was set here from one that the user has set.
 
-    All ``.grad`` that were set together refer to the same one. It is not pickled or copied with
-    them.
+    Each ``.grad`` that is set here refers to a mark; all that are set together, to the same one. If
+    a ``.grad`` is pickled or copied, the copy has ``True`` in place of the mark.
     """
 
     def __init__(self) -> None:
-        # By index of a parameter: the address of its .grad, as users may replace the memory.
+        # The address of each .grad, by parameter index: users may replace the memory of a tensor
+        # (grad.data = ...), and the tensor still refers to this mark.
         self.addresses: dict[int, int] = {}
 
     def __reduce__(self) -> Any:
@@ -92,7 +93,8 @@ def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradien
 
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     """Apply the user's edits of ``copy``, a copy of ``wide`` in a narrower dtype, to ``wide``."""
-    # Values are compared, because torch's foreach kernels do not raise the version of DTensors.
+    # Edits are found by comparing values, because torch's foreach kernels change a DTensor without
+    # raising its version counter.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 
@@ -106,9 +108,9 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
-    """Return a context that autograd does not record, in which ordinary tensors are made.
+    """Return a context in which autograd records nothing, and new tensors are no inference tensors.
 
-    If that is so already the context does nothing, because ``torch.no_grad()`` costs a dozen calls.
+    If both hold already, the context does nothing, because ``torch.no_grad()`` costs a dozen calls.
     """
     if torch.is_grad_enabled():
         return torch.no_grad()
@@ -122,8 +124,9 @@ def _nothing() -> None:
 class PublishedGrads:
     """The ``.grad`` of the parameters of one unit: what they show, and what waits to be shown.
 
-    The defaults are those of shards on the device. The last methods are for gradients that have the
-    same memory in every step, in which they can be accumulated, and from which they can be sent.
+    The defaults are those of shards on the device. The methods from ``free_memory`` on are for
+    replicated parameters, whose gradients have the same memory in every step: gradients are
+    accumulated in that memory, and sent from it.
     """
 
     # A communication hook, which averages a buffer over the replicas instead of the all-reduce.
@@ -134,17 +137,21 @@ class PublishedGrads:
 
     @property
     def are_shown(self) -> bool:
-        """Whether nothing that was published waits for ``settle``."""
+        """Whether ``.grad`` shows all that was published. If not, ``settle`` sees to it."""
         return True
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether each ``.grad`` of an unsharded parameter is None or has arrived in a backward."""
+        """Whether what is in ``.grad`` of the unsharded parameters has arrived in a backward.
+
+        Under ``replicate`` sharded and unsharded parameters are the same, so outside of a backward
+        this ``.grad`` was published, or set by the user.
+        """
         return True
 
     @property
     def awaits_reduction(self) -> bool:
-        """Whether every ``.grad`` is hidden by a backward that runs."""
+        """Whether a backward runs that has hidden every ``.grad``, and not put it back."""
         return False
 
     def publish(self, new: FlatGradients) -> RecordedWork | None:
@@ -166,26 +173,27 @@ class PublishedGrads:
             param.sharded.grad = None
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the memory ``[1, numel]`` of ``.grad``, if it is kept and no gradient is in it."""
+        """Return memory ``[1, numel]`` that is kept for ``.grad``; None if there is none free."""
         return None
 
     def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
         """Let ``receive`` put gradients into free memory, divided by ``divisor``."""
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        """Add a large gradient that has arrived, or a part of it, to ``unreduced``; return that.
+        """Add a large gradient that has arrived, or a part of it, to ``unreduced``; return the sum.
 
-        If ``unreduced`` is None, put the gradient into free memory instead.
+        If ``unreduced`` is None, put the gradient into free memory instead, and return None.
         """
         return unreduced
 
     def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
-        """Replace last parts in ``gradients`` by the whole ones that were received into memory."""
+        """Add what is in ``gradients`` to what was received, and replace it by those sums."""
 
     def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
-        """Return the parameters whose gradients are in ``rows`` already, divided by ``divisor``.
+        """Return the parameters whose gradients were received into the memory of ``rows``.
 
-        Gradients that were received into other memory are multiplied back, as if never divided.
+        These gradients are divided by ``divisor`` afterwards. If other memory received them, none
+        is returned, and the division by the divisor of ``begin_receiving`` is undone.
         """
         return frozenset()
 
@@ -227,17 +235,17 @@ class ShardedGrads(PublishedGrads):
                 hook(sharded)
 
     def _sum_with_foreign(self, new: FlatGradients) -> FlatGradients:
-        """Add ``.grad`` to ``new`` where the user replaced some, or froze parameters since."""
+        """Return ``new`` plus ``.grad``: the user has replaced a ``.grad``, or layouts differ."""
         for index, local in self._locals(new):
             old = self._grad(index)
             if old is not None and not self._is_ours(index):
-                local.add_(old)  # the user has set it: its values are added
+                local.add_(old)  # set by the user
         published = self._published
         if published is not None:
             self._take_edits(published)
             gone = frozenset(index for index in published.used if not self._is_ours(index))
             if gone:
-                # Changed in a copy: the user may still hold a former .grad, which is a view of it.
+                # In a copy, because the user may still hold an earlier .grad, a view of these sums.
                 published = published._replace(flat=published.flat.clone()).without(gone)
         if published is not None:
             new, published = in_one_layout(new, published)
@@ -294,7 +302,7 @@ class ShardedGrads(PublishedGrads):
                 sources.append(local)
             is_ours = self._is_ours(index)
             move_local(gradient, new)
-            forget_mark(gradient)  # it would keep the old flat sums alive
+            forget_mark(gradient)  # the mark would keep the old flat sums alive
             if is_ours and moved is not None:
                 moved.put_on(index, gradient)
         self._shown = _nothing if moved is None else weakref.ref(moved)
@@ -375,7 +383,10 @@ class ShardedGrads(PublishedGrads):
         return all(gradient_dtype(params[index].sharded) == dtype for index in used)
 
     def publish_unread(self, new: FlatGradients) -> bool:
-        """Do what ``publish`` does if that reads no values; return whether it did."""
+        """Publish ``new``, whose values are not there yet, if no value has to be read for that.
+
+        Return whether it was published.
+        """
         hooked, has_none = self._inspect(new)
         if hooked or not has_none or not self._shows_views(new.used, new.flat.dtype):
             return False
@@ -385,8 +396,9 @@ class ShardedGrads(PublishedGrads):
     def extend(self, new: FlatGradients) -> torch.Tensor | None:
         """Return the flat sums if adding ``new.flat`` to them does the same as ``publish(new)``.
 
-        It does if every ``.grad`` is a view of them and no hook is registered. The caller adds;
-        ``.grad`` of parameters that had none are set here.
+        That is so if every ``.grad`` is a view of the sums and no hook is registered; otherwise
+        return None. The addition is left to the caller, but the ``.grad`` of parameters that had
+        none are set here.
         """
         shown = self._shown()
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
@@ -402,8 +414,8 @@ class HostGrads(PublishedGrads):
     """The ``.grad`` of the sharded parameters of one unit, in host memory.
 
     A reduced gradient is copied to a host buffer while backward goes on. ``.grad`` is made a view
-    of the buffer at once, if that reads no values. Its values are valid after ``settle``, which
-    waits for the copies.
+    of the buffer at once, unless a value has to be read first, as for a hook. The values of
+    ``.grad`` are valid after ``settle``, which waits for the copies.
     """
 
     def __init__(self, unit_params: UnitParams) -> None:
@@ -415,7 +427,7 @@ class HostGrads(PublishedGrads):
 
     @property
     def are_shown(self) -> bool:
-        """Whether ``.grad`` hold everything, once ``HostCopies.wait`` has returned."""
+        """Whether ``.grad`` will hold everything as soon as ``HostCopies.wait`` returns."""
         return self._arriving is None
 
     def publish(self, new: FlatGradients) -> RecordedWork:
@@ -425,7 +437,7 @@ class HostGrads(PublishedGrads):
         """
         comm = self._unit_params.comm
         if self._arriving is not None:
-            # Added one by one. Adding up both first would round in another order.
+            # Publish the earlier gradient first: adding both up before that would round otherwise.
             self.settle()
         sums = self._in_host_memory.extend(new)
         if sums is not None:

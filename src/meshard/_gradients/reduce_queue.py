@@ -1,9 +1,9 @@
 """Reductions in flight.
 
 On a device all stages of a reduction are queued at once, and only the wait for the result comes
-later. Where a wait blocks the host, each reduction advances by one stage when a later one starts,
-so that the compute between two starts hides the communication. The order depends only on the order
-of starts, so it is the same on all ranks.
+later. On CPU a wait blocks the host, so each reduction advances by one stage when a later one
+starts: the compute between two starts hides the communication. The order in which stages are issued
+follows from the order of starts alone, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshard._gradients.settings import ReduceSettings, check_divide_factor
 class _Queued(NamedTuple):
     gradients: GradientAccumulator
     in_flight: ReductionInFlight
-    on_reduced: Callable[[], None] | None  # called once it is published; None: not the last one
+    on_reduced: Callable[[], None] | None  # called once the result is published
 
 
 class ReduceQueue:
@@ -30,8 +30,8 @@ class ReduceQueue:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._queue: deque[_Queued] = deque()
-        # By id of a factor that the user set: the factor, which is kept alive so that the id stays
-        # unique, and its value in this backward.
+        # Key: the id of a tensor or callable that the user set as a divide factor. Value: that
+        # object, kept alive so that the id stays unique, and the number read from it.
         self._factors: dict[int, tuple[object, float]] = {}
         self._may_free = False  # whether ``progress`` may find memory to free
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
@@ -74,17 +74,18 @@ class ReduceQueue:
         **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
         """
         if not over_replicas and gradients.is_replicated:
-            # One shard group of one rank: nothing is sent, and adding up takes no memory.
+            # The shard group has one rank, so REDUCE_SCATTER would send nothing. It is treated as
+            # NONE, which gives the same sum, and keeps that in the bucket if the bucket is free.
             self.accumulate(gradients, settings)
             return
         if gradients.num_in_flight:
-            self.finish_of(gradients)  # its result may be the partial to which this one is added
+            self.finish_of(gradients)  # an earlier one may yield the partial that this one takes up
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings, usual_factor)
         if self._comm.waits_block_host:
-            # Earlier reductions ran during the backward of this unit, so the wait is short. This
-            # reduction can use the memory that they free.
+            # Before this reduction allocates, so that it can use what earlier ones free. These ran
+            # during the backward of this unit, so the wait for them is short.
             self._advance()
         with unrecorded():
             in_flight = gradients.start_reduce(
@@ -120,10 +121,10 @@ class ReduceQueue:
         gradients, in_flight, on_reduced = self._queue.popleft()
         with unrecorded():
             leaving = gradients.finish_reduce(in_flight)
-        del in_flight  # its memory is free before an optimizer steps the unit
+        del in_flight  # frees memory before on_reduced(), in which an optimizer steps the unit
         log_event("reduced", gradients.unit_params.label)
-        # At most one copy to the host is outstanding, because each keeps memory of the device until
-        # it is waited for.
+        # Wait for the previous copy to the host, because a copy keeps memory of the device until it
+        # is waited for.
         self._leaving.wait()
         self._leaving = leaving or DONE
         if on_reduced is not None:
@@ -135,7 +136,7 @@ class ReduceQueue:
             self._finish_oldest()
 
     def finish_partials_of(self, gradients: GradientAccumulator) -> None:
-        """Finish all reductions up to the last one of a unit that stops before the replicas."""
+        """Finish all reductions up to the last one of a unit that yields a partial."""
         while any(of is gradients and not in_flight.publishes for of, in_flight, _ in self._queue):
             self._finish_oldest()
 
@@ -146,7 +147,7 @@ class ReduceQueue:
         self._leaving = DONE
 
     def abandon(self) -> None:
-        """Give up all reductions, without starting a collective: ranks may differ."""
+        """Give up all reductions. Starts no collective, because only some ranks may have failed."""
         while self._queue:
             self._queue.popleft().in_flight.reduction.abandon()
         self._leaving.abandon()

@@ -52,7 +52,7 @@ class _Received:
     layout: GradientLayout
     bucket: torch.Tensor
     divisor: int  # what they are divided by in the bucket
-    params: set[int] = field(default_factory=set)  # those whose gradients are in the bucket
+    params: set[int] = field(default_factory=set)  # whose gradients are in the bucket
 
     def part_of(self, index: int) -> torch.Tensor:
         return self.layout.part_of(self.bucket, index)
@@ -72,19 +72,19 @@ class ReplicatedGrads(PublishedGrads):
         self._layout: GradientLayout | None = None  # of the bucket
         # The range of each large parameter in the bucket, in the parameter's shape.
         self._parts: dict[int, torch.Tensor] = {}
-        self._received: _Received | None = None  # None: gradients are not put there as they arrive
+        self._received: _Received | None = None  # None: all gradients are packed at the end
         self.is_hidden = False  # the state is hidden or settled
         self._is_settled = False  # the state is settled
         self._foreign: dict[int, torch.Tensor] = {}  # foreign gradients, while hidden
-        # Parameters whose foreign gradient the last show() has put back, and those where a foreign
-        # gradient has replaced a published one.
+        # Parameters whose foreign gradient was put back by the last show().
         self._restored: frozenset[int] = frozenset()
+        # Parameters whose foreign gradient has replaced a published one.
         self._replaced_ours: frozenset[int] = frozenset()
 
     # --- the bucket -------------------------------------------------------------------
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bucket ``[1, n]``, the same memory each step; None if ``.grad`` shows it."""
+        """Return the bucket ``[1, n]``, the same memory each step; None if gradients are in it."""
         is_visible = not self.is_hidden or self._is_settled
         if self._published is not None and not (is_visible and is_clear(self._params)):
             return None
@@ -105,7 +105,7 @@ class ReplicatedGrads(PublishedGrads):
         self._parts = {}
 
     def take_last_edits(self) -> None:
-        """Apply and count the user's edits of ``.grad``, before other buckets take over."""
+        """Apply and count the user's edits of ``.grad``, before parameters get other buckets."""
         self.hide()  # finds what users have replaced
         self._record_taken(frozenset(self._foreign))
         self.show()
@@ -114,7 +114,7 @@ class ReplicatedGrads(PublishedGrads):
 
     @property
     def has_arrivals(self) -> bool:
-        return self.is_hidden  # outside of a backward, each .grad is a published one
+        return self.is_hidden  # outside of a backward no .grad has arrived
 
     @property
     def awaits_reduction(self) -> bool:
@@ -123,7 +123,7 @@ class ReplicatedGrads(PublishedGrads):
     def hide(self, arrived: int | None = None) -> None:
         """Set every ``.grad`` to None, because a backward begins.
 
-        The gradient of parameter ``arrived`` has come already, and stays.
+        The gradient of parameter ``arrived`` belongs to this backward, and stays.
         """
         if self.is_hidden:
             return
@@ -258,7 +258,10 @@ class ReplicatedGrads(PublishedGrads):
             self.show()
 
     def _record_taken(self, foreign: frozenset[int]) -> None:
-        """Count foreign gradients that were added to ours, which costs a copy; warn once."""
+        """Count those of ``foreign`` that have replaced a published gradient; warn once.
+
+        Each of them costs a copy.
+        """
         replaced = foreign & self._replaced_ours
         self._replaced_ours -= replaced
         if not replaced:
@@ -293,7 +296,7 @@ class ReplicatedGrads(PublishedGrads):
         return False  # gradients may be waiting for ``settle``
 
     def settle(self) -> None:
-        """Put everything that was added into ``.grad``, in the middle of a backward too."""
+        """Put everything that is accumulated into ``.grad``, even in the middle of a backward."""
         if self.is_hidden and not self._is_settled:
             self.show()
             self.is_hidden = self._is_settled = True  # this backward brings no more gradients here
@@ -310,7 +313,7 @@ class ReplicatedGrads(PublishedGrads):
             return False
         if self._mark.is_on(index, gradient):
             return True
-        # Another tensor of the same memory, such as grad.detach() or a view.
+        # The user may have set another tensor of the same memory, such as grad.detach().
         view = self._params[index].shaped(own)
         return (
             self.are_views
@@ -320,7 +323,7 @@ class ReplicatedGrads(PublishedGrads):
         )
 
     def _take_edits_of(self, index: int, gradient: torch.Tensor) -> None:
-        """Apply the user's edits of a gradient that is a copy to the sum."""
+        """Apply the user's edits of ``gradient`` to the bucket, if ``gradient`` is a copy."""
         own = self._range_of(index)
         if own is not None and not (self.are_views and gradient.dtype == own.dtype):
             take_edit(self._params[index].plain_gradient(gradient), own)

@@ -36,7 +36,7 @@ class ReduceHook:
     before: TensorHook | None = None  # sees the unsharded gradients that are about to be reduced
     after: TensorHook | None = None  # sees the shard that is about to be added to .grad
     wire_dtype: torch.dtype | None = None  # None: as the policy says
-    is_all_reduce: bool = False  # set by set_all_reduce_hook, which replaces it
+    is_all_reduce: bool = False  # set by set_all_reduce_hook, whose next call replaces this hook
 
 
 @dataclass(slots=True)
@@ -45,6 +45,6 @@ class ReduceSettings:
 
     divide_factor: DivideFactor | None = None  # None: the number of ranks
     zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
-    max_input_buffers: int = 3  # units whose unsharded gradients may be in flight, the new one too
+    max_input_buffers: int = 3  # how many units may have unsharded gradients in flight at once
     scatter_group: dist.ProcessGroup | None = None  # None: the group that gathers
     reduce_hooks: list[ReduceHook] = field(default_factory=list)

@@ -4,8 +4,8 @@ Every rank has a segment that the others map. To *publish* a message, it writes 
 segment and then the number of the message. The others wait for that number, read the data in place,
 and *acknowledge* the message, after which the memory may be reused. All ranks of a group number
 their collectives alike, so a number identifies a collective. Each message has a *name*, which says
-what the sender does; receivers compare it with the name of what they do. Every word is written by
-one rank only, so there are no locks.
+which collective the sender runs; receivers compare it with the name of their own. Numbers, places
+and names are *words* of 8 bytes. Each word is written by one rank only, so there are no locks.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NAPS = (5e-5, 5e-4)  # seconds of a sleep: at first, and later
 _NAPS_PER_CHECK = 200
 _STEPS_TO_REMEMBER = 4
 _LARGE = 2**16  # bytes
-_SHORT = 2e-3  # seconds to wait for memory; not for ever, as the other rank may wait for this one
+_SHORT = 2e-3  # seconds to wait for memory; not longer, as the other rank may wait for this one
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class Channel:
         self._texts = [segment.memory(_TEXTS, _START) for segment in segments]
         self._num_text_bytes = 0  # of this rank
         self._name_words: dict[Name, int] = {}
-        self._spoken: dict[int, str] = {}  # by such a word, the name as text
+        self._spoken: dict[int, str] = {}  # the name as text, by the word that stands for it
         # Seconds after which a wait gives up.
         self._patience = timeout_of(group, torch.device("cpu")).total_seconds()
         self._processes = {other: _Process(processes[other]) for other in self.others}
@@ -109,7 +109,7 @@ class Channel:
         self._allocations: dict[int, _Allocation] = {}  # of living tensors, by address
         # Weak-reference callbacks append to it at any moment. Only _reclaim takes from it.
         self._freed: deque[_Allocation] = deque()
-        # Allocations whose tensor is freed, but whose message not all ranks have read.
+        # Allocations whose tensor is freed, but whose message some rank has yet to acknowledge.
         self._unacknowledged: list[_Allocation] = []
 
     # --- memory ----------------------------------------------------------------------------
@@ -142,7 +142,10 @@ class Channel:
         return tensor
 
     def allocate_rows(self, numel: int, dtype: torch.dtype) -> Rows:
-        """Return a block ``[1, numel]`` per rank, for ``publish_rows``. This rank's is private."""
+        """Return a block ``[1, numel]`` per rank, for ``publish_rows``.
+
+        The block of this rank is in private memory, because it is not sent.
+        """
         count = len(self.others)
         rows = list(self.allocate(count * numel, dtype).view(count, 1, numel))
         rows.insert(self.rank, torch.empty(1, numel, dtype=dtype, device="cpu"))
@@ -159,8 +162,9 @@ class Channel:
         """Return the memory of free ranges to the OS, as ``phase`` begins.
 
         Memory up to the highest address that recent steps used is kept, because the next step needs
-        it again. For a backward, which has the peak of a step, recent backwards count; for other
-        phases, all phases do. With ``is_tight``, nothing is kept.
+        it again. As a backward begins, only recent backwards count: they use the most memory. As
+        another phase begins, recent forwards and backwards count. With ``is_tight``, nothing is
+        kept.
         """
         is_new = self._released_at != self._next
         if is_new:
@@ -170,7 +174,7 @@ class Channel:
         if phase in self._reached:
             self._phase = phase
         elif not is_new and not is_tight:
-            return  # every unit of a root calls this before the optimizer steps
+            return  # before an optimizer steps, each unit calls this: all but the first come here
         phases = (phase,) if phase is StepPhase.BACKWARD else self._reached
         known = [reach for each in phases for reach in self._reached[each]]
         if (self._is_bare and not is_new) or not known:
@@ -219,7 +223,7 @@ class Channel:
         slot = message % _MESSAGES
         if message >= _MESSAGES:
             if self._acknowledged[self.rank][slot] <= message - _MESSAGES:
-                raise RuntimeError(  # waiting for it would be a deadlock
+                raise RuntimeError(  # this rank would wait for itself
                     f"a collective has not been waited for, and {_MESSAGES} have been started "
                     "since: wait for the handles of unshard(async_op=True), or set "
                     "MESHARD_SHARED_MEMORY=0."
@@ -289,7 +293,7 @@ class Channel:
                 f"{count * num_bytes}; the unit must have parameters of the same shapes and "
                 "dtypes, and the same policies, on all ranks."
             )
-        # The rows of ``other`` lack its own.
+        # The message of ``other`` has no row for itself, so the rows after that stand one earlier.
         row = self.rank - (self.rank > other) if is_row else 0
         begin = self._position[other][slot] + row * num_bytes
         return self._segments[other].view(begin, numel, dtype)
@@ -304,7 +308,7 @@ class Channel:
         return rows
 
     def acknowledge(self, message: int) -> None:
-        """Tell that this rank reads ``message`` no more. It need not be published yet."""
+        """Tell the others that this rank will not read ``message`` any more, published or not."""
         self._acknowledged[self.rank][message % _MESSAGES] = message + 1
 
     # --- waiting ---------------------------------------------------------------------------
@@ -340,7 +344,7 @@ class Channel:
             if own[slot] > message:
                 return
             if count % _NAPS_PER_CHECK == 0:
-                # In this order, as the rank may have written the word and then ended.
+                # The word is read last, because the rank may have written it and then ended.
                 if self._processes[other].has_ended and own[slot] <= message:
                     raise RuntimeError(f"rank {other} of the group has ended and will not {what}.")
                 seconds = time.monotonic() - start
@@ -357,7 +361,7 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
     """
     own, token, cpu = None, secrets.randbits(62), torch.device("cpu")
     if not WHY_UNSUPPORTED and is_wanted:
-        with contextlib.suppress(OSError):  # it is forbidden, or too many files are open
+        with contextlib.suppress(OSError):  # memfd_create is forbidden, or too many files are open
             own = Segment.create(_START)
             own.words(8 * _TOKEN_WORD, 1)[0] = token
     introduction = [os.getpid(), -1 if own is None else own.descriptor, token]

@@ -3,8 +3,8 @@
 A gather copies the shards of the other ranks from their memory into unsharded parameters, and a
 reduce-scatter adds the rows of the other ranks from where they were packed. Nothing goes through a
 socket, and no second thread takes time from compute. Results are, bit for bit, those of
-``WorkCommunicator``. That one serves groups across hosts, and all-reduces of more than two ranks,
-because gloo adds those in an order of its own.
+``WorkCommunicator``. This base class still serves groups across hosts, and all-reduces of more than
+two ranks, because gloo adds those up in an order of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ _VARIABLE = "MESHARD_SHARED_MEMORY"
 class _Receiving:
     """A collective in which this rank reads one message of every other rank.
 
-    ``read`` must not refer to this object: it acknowledges the message when it is freed, at once.
+    ``read`` must not refer to this object. Such a cycle would delay ``__del__``, which acknowledges
+    the message.
     """
 
     def __init__(self, channel: Channel, message: int, read: Callable[[], object]) -> None:
@@ -61,14 +62,15 @@ class _Receiving:
     abandon = release  # it need not wait, because no other rank writes to this rank's memory
 
     def __del__(self) -> None:
-        # If it was dropped unfinished, as with the model, the other ranks need not wait for this
-        # one. A forked process has a copy of this object, and must not acknowledge for the rank.
+        # If the collective was dropped unfinished, as when the model is deleted, this tells other
+        # ranks not to wait for this one. But a forked process, which has a copy of this object,
+        # must not acknowledge in the name of the rank.
         if self._channel.process == os.getpid():
             self.release()
 
 
 class _Views(_Receiving):
-    """An all-gather whose rows are read where the other ranks keep them, until ``release``."""
+    """An all-gather whose rows, until ``release``, are read in the memory of the other ranks."""
 
     def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
         self.rows = lambda: [row.view(1, -1) for row in channel.receive_all(message, source)]
@@ -76,12 +78,12 @@ class _Views(_Receiving):
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
-    # Not dist.get_backend, which is "undefined" for a group that was made without naming one.
+    # Not dist.get_backend, which is "undefined" if the group was made without naming a backend.
     return group.size() > 1 and backend_name(group, torch.device("cpu")) == "gloo"
 
 
 class SharedMemoryCommunicator(WorkCommunicator):
-    """Collectives between ranks that reach one another's memory; by sockets where they do not.
+    """Collectives through shared memory in groups whose ranks can share it, else through sockets.
 
     The ranks of a group find out at its first collective. If one of them had
     ``MESHARD_SHARED_MEMORY=0`` when its communicator was made, the group uses sockets.
@@ -90,7 +92,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def __init__(self) -> None:
         super().__init__()
         self._is_wanted = os.environ.get(_VARIABLE, "1") != "0"
-        # By group; None if its ranks do not reach one another's memory. Variants share the dict.
+        # By group; None if the group uses sockets. Variants share the dict.
         self._channels: dict[dist.ProcessGroup, Channel | None] = {}
 
     def _channel(self, group: dist.ProcessGroup) -> Channel | None:
@@ -105,11 +107,11 @@ class SharedMemoryCommunicator(WorkCommunicator):
         return op, label, self.root_names.get(group, "no root")
 
     def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
-        """Return the channel of ``group`` for memory of a collective that is still to come.
+        """Return the channel of ``group``, to allocate memory for a collective that is to come.
 
-        None if the user's collectives run instead. If collectives are checked, no channel is opened
-        here, because the check comes later, with the collective: ranks that differ would open one
-        channel for collectives of different models.
+        None if the user's collectives run instead. Opening a channel is a collective of its own.
+        Under ``MESHARD_DEBUG=1`` no channel is opened here, because the check comes later, with the
+        collective that uses the memory.
         """
         if self._custom is not None:
             return None

@@ -23,11 +23,12 @@ if sys.platform == "linux":
     import fcntl
 
 ALIGNMENT = 64  # bytes: a cache line
-_STEP = 2**24  # bytes by which a file grows at least; only what is touched is memory
+_STEP = 2**24  # bytes of a new file at least; only pages that are touched take memory
 
-# Why ranks cannot share memory on this machine; empty if they can. Other processes must see the
-# data of a message before its number. On x86-64 they see the stores of a processor in order. Other
-# processors need fences, which Python lacks, so there all ranks send through gloo.
+# Why ranks cannot share memory on this machine; empty if they can. A process that sees the number
+# of a message must also see the data, which was written before. On x86-64 it does, because stores
+# become visible in order. Other processors need fences, which Python lacks, so there all ranks send
+# through gloo.
 WHY_UNSUPPORTED = ""
 if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
     WHY_UNSUPPORTED = "this system has no memfd_create or no pidfd_open (Linux has them)"
@@ -47,7 +48,8 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 class Segment:
     """An anonymous file in memory that several processes map.
 
-    It closes ``descriptor`` when it is freed. ``num_bytes``: the file is new and gets this size.
+    The segment closes ``descriptor`` when it is freed. If ``num_bytes`` is given, the file is new,
+    and gets this size.
     """
 
     def __init__(self, descriptor: int, num_bytes: int = 0) -> None:
@@ -66,7 +68,7 @@ class Segment:
 
     @classmethod
     def open(cls, process: int, descriptor: int) -> Segment:
-        """Map a segment of another process. Raises an OSError if that is not on this host."""
+        """Map a segment of another process. Raises an OSError if it runs on another host."""
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def reserve(self, num_bytes: int) -> None:
@@ -117,7 +119,8 @@ class Segment:
     ) -> tuple[torch.Tensor, weakref.ref[Any]]:
         """Return a tensor at ``offset``, and a weak reference that calls ``then`` when it is freed.
 
-        The reference watches the object that the storage holds, which all views share.
+        The reference is not to the tensor but to the buffer object that its storage keeps alive. So
+        ``then`` is called only after all views of the tensor are freed too.
         """
         watched = (ctypes.c_char * (numel * dtype.itemsize)).from_buffer(self._map, offset)
         return torch.frombuffer(watched, dtype=dtype), weakref.ref(watched, then)
