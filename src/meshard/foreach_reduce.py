@@ -336,9 +336,8 @@ class Reduction:
 
     def _start_scatter(self, rows: Rows) -> Reducing:
         plan, marks = self._plan, self._marks
-        if self._divisors.before_scatter is not _ONE:
-            for block in rows:
-                divide_(block, self._divisors.before_scatter)
+        for block in rows:
+            divide_(block, self._divisors.before_scatter)
         if rows[0].dtype != plan.wire_dtype and plan.shard_group.size() > 1:
             rows = self._narrowed(rows)
         for block in rows:

@@ -395,8 +395,9 @@ def end_forward(
     # inside that hold gradients of earlier microbatches and did not run in this one.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
+    may_hide = not isinstance(output, torch.Tensor) and unit.lifecycle.backward is None
     # Before post_forward, which reshards the unit unless it is retained.
-    if records and not isinstance(output, torch.Tensor) and _is_hidden(output, unit, inputs):
+    if records and may_hide and _is_hidden(output, unit, inputs):
         unit.lifecycle.retained.retain_hidden(unit, output, forward_pass)
     call = without_modes(unit.lifecycle.post_forward, unit, module, failed=failed)
     if not records or call is None:

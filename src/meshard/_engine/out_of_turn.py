@@ -109,7 +109,7 @@ class RetainedUnits:
         self._num_hidden = 0  # in how many passes a unit returned no tensor
         self._hidden_in: ForwardPass | None = None  # the last such pass
         self._making: _SecondOrder | None = None  # set while a create_graph=True backward runs
-        self._is_in_backward = self._frees = False
+        self._frees = False
 
     def take_over(self, other: RetainedUnits) -> None:
         """Also retain the units that ``other`` retains, which are under this root now."""
@@ -119,7 +119,6 @@ class RetainedUnits:
 
     def begin_backward(self) -> None:
         """Record whether the backward makes a graph, and whether it frees the one that it uses."""
-        self._is_in_backward = True
         self._making = _SecondOrder() if torch.is_grad_enabled() else None
         self._frees = bool(self._units) and not keeps_graph()
 
@@ -151,8 +150,6 @@ class RetainedUnits:
 
     def retain_hidden(self, unit: Unit, output: object, forward_pass: ForwardPass) -> None:
         """Keep a unit unsharded for a backward of this forward: its output has no tensor."""
-        if self._is_in_backward:
-            return  # a recomputation: the backward of the unit is under way
         if unit not in _warned:
             _warned.add(unit)
             warn_user(
@@ -169,7 +166,6 @@ class RetainedUnits:
 
     def end_backward(self) -> None:
         """Release the units after a backward, unless another backward may need them."""
-        self._is_in_backward = False
         if self._making is not None and self._units:
             self._graphs.append(weakref.ref(self._making))
         self._making = None
@@ -206,7 +202,7 @@ class RetainedUnits:
         self._graphs.clear()
         self._num_hidden = 0
         self._hidden_in = self._making = None
-        self._is_in_backward = self._frees = False
+        self._frees = False
 
 
 _warned: weakref.WeakSet[Unit] = weakref.WeakSet()

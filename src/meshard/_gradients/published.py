@@ -69,11 +69,6 @@ class Published(Mark):
         self.grads = grads
 
 
-def forget_mark(gradient: torch.Tensor) -> None:
-    """Remove the reference of ``gradient`` to a mark."""
-    vars(gradient).pop("_meshard_published", None)
-
-
 def is_clear(params: Sequence[UnitParam]) -> bool:
     """Whether no parameter has a gradient."""
     with without_torch_function():
@@ -302,7 +297,8 @@ class ShardedGrads(PublishedGrads):
                 sources.append(local)
             is_ours = self._is_ours(index)
             move_local(gradient, new)
-            forget_mark(gradient)  # the mark would keep the old flat sums alive
+            # The mark would keep the old flat sums alive.
+            vars(gradient).pop("_meshard_published", None)
             if is_ours and moved is not None:
                 moved.put_on(index, gradient)
         self._shown = _nothing if moved is None else weakref.ref(moved)
