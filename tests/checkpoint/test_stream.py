@@ -325,7 +325,7 @@ def test_they_leave_none_on_two_axes(layout):
     stop_somewhere(rounds=6, seed=2, layout=layout)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @on_ranks(2, timeout=250)
 def test_two_hundred_delays_and_stops_leave_no_rank_in_a_collective():
     stop_somewhere(rounds=200, seed=1)

@@ -211,7 +211,7 @@ def most_inputs_alive(limit, mesh_shape):
     return scatter.most_alive, full_grads(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_inputs_of_reductions_are_no_more_than_allowed():
     expected = None
     for limit, mesh_shape in ((1, (2, 2)), (2, (2, 2)), (3, (2, 2)), (1, (4,))):

@@ -159,7 +159,7 @@ def test_two_axes_compute_like_one_process(dims, cut):
         assert_same(found[1], params)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
     [
@@ -176,7 +176,7 @@ def test_three_axes_compute_like_one_process(dims):
 
 
 @beside_torch
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [{"shard": "dp"}, {"replicate": "dp"}])
 def test_torch_computes_the_same(run_ranks, dims):
     """The peer's gradients are the mean over data-parallel ranks too."""

@@ -106,7 +106,7 @@ def test_each_parameter_is_reduced_over_its_own_mesh(schedule, reshard_after_for
     assert_simulated(runs, simulate(4, schedule))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_replicas_of_several_meshes(schedule):
     runs = run_threads(train_experts, 8, "hybrid", schedule, reshard_after_forward=2)
@@ -159,7 +159,7 @@ def torch_result(placement, mesh):
     return torch_common.ShardPlacementResult(placement, torch_common.FSDPMeshInfo(mesh, 0))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("divide_factor", [None, 1.0])
 def test_torch_divides_by_the_same(run_ranks, divide_factor):
     """By the ranks of each parameter's own mesh; and its results for a placement fit here."""

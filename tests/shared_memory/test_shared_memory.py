@@ -173,7 +173,7 @@ def any_order(seed):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ranks, ranks):
     for seed in range(4):
@@ -196,7 +196,7 @@ def many_messages():
     return len(sizes)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_messages_may_be_more_than_there_are_words_for(run_ranks):
     assert run_ranks(many_messages, 2) == [1, 1]  # the segment does not grow
 
@@ -317,7 +317,7 @@ def test_a_rank_that_publishes_and_then_ends_is_not_missed(monkeypatch):
 
 
 @on_ranks(2)
-@pytest.mark.full
+@pytest.mark.slow
 def test_ranks_that_send_different_sizes_are_told():
     met = open_channel(dist.group.WORLD)
     met.publish(torch.ones(10 + dist.get_rank()), NAME)

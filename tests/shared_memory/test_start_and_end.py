@@ -8,7 +8,7 @@ from tests.support.start_and_end import outcomes
 @pytest.mark.parametrize(
     ("count", "num_busy"),
     [
-        pytest.param(3, 0, marks=pytest.mark.full),
+        pytest.param(3, 0, marks=pytest.mark.slow),
         pytest.param(200, 4, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)]),
     ],
 )

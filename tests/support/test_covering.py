@@ -74,7 +74,7 @@ class Row:
 
 def full_rows(rows):
     mark_products(rows)
-    return [row.callspec.params for row in rows if row.get_closest_marker("full")]
+    return [row.callspec.params for row in rows if row.get_closest_marker("slow")]
 
 
 def test_of_several_decorators_the_default_tier_has_every_value():
@@ -95,7 +95,7 @@ def test_of_one_decorator_all_rows_stay_unless_the_test_says_how_many():
 
 def test_rows_that_are_marked_already_do_not_count():
     mark = pytest.mark.parametrize("x", [1, 2, 3])
-    first = Row(mark, pytest.mark.full, pytest.mark.default_rows(1), x=1)
+    first = Row(mark, pytest.mark.slow, pytest.mark.default_rows(1), x=1)
     others = [Row(mark, pytest.mark.default_rows(1), x=x) for x in (2, 3)]
     assert full_rows([first, *others]) == [{"x": 1}, {"x": 3}]
 

@@ -77,7 +77,7 @@ def test_a_failure_names_the_rank_and_shows_its_traceback_and_variables(run_rank
     assert len(run_ranks(_who, 2)) == 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_hang_ends_at_the_timeout_and_shows_where_each_rank_is(run_ranks):
     with pytest.raises(RankError, match=r"rank 1 of 2: no answer in 1 s") as caught:
         run_ranks(_hangs, 2, timeout=1)
@@ -85,7 +85,7 @@ def test_a_hang_ends_at_the_timeout_and_shows_where_each_rank_is(run_ranks):
     assert len(run_ranks(_who, 4)) == 4
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_dead_process_is_told_and_replaced(run_ranks):
     with pytest.raises(RankError, match=r"rank 0 of 2: the process died with exit code 7"):
         run_ranks(_dies, 2)
