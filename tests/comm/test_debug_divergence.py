@@ -13,6 +13,7 @@ from meshard import GradientSync
 from tests.support.models import ChosenBlocks, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 
 SECONDS = 2.0  # the patience of tests in which it ends
 LONG = 30.0  # of those in which it must not
@@ -138,10 +139,9 @@ def test_a_divide_factor_that_differs(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.1', divided by 3.0" in message
 
 
-@pytest.mark.parametrize(
-    "param_dtype", [None, torch.bfloat16]
-)  # what is cast is sent from new memory
-@pytest.mark.parametrize("how", [other_order_of_roots, other_order_on_shared_streams])
+@spread(
+    param_dtype=[None, torch.bfloat16], how=[other_order_of_roots, other_order_on_shared_streams]
+)
 def test_two_models_in_another_order(run_ranks, how, param_dtype):
     for message, _ in run_ranks(diverge, 2, how, LONG, param_dtype):
         # The fourth and the eighth call of fully_shard.

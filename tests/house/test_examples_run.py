@@ -48,14 +48,8 @@ def run_example(name, folder, *args, num_ranks=1):
 # --- README's quick start ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "num_ranks",
-    [
-        pytest.param(1, marks=pytest.mark.slow),
-        pytest.param(2, marks=pytest.mark.slow),
-        pytest.param(4, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_quick_start_of_readme_runs_alone_and_ranks_draw_different_data(tmp_path, num_ranks):
     (block,) = blocks(ROOT / "README.md")
     script = tmp_path / "script.py"

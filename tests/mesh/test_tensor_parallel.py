@@ -47,7 +47,6 @@ def train_cut(kind, plan, steps, optimizer_fn, **kwargs):
     )
 
 
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
     expected = train_plain(build(), whole_batches(4, 2), ADAM, loss_fn=loss_of)
@@ -61,8 +60,6 @@ def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
     [
         ("tensor", None),
         ("sequence", last_dim),
-        pytest.param("tensor", last_dim, marks=pytest.mark.exhaustive),
-        pytest.param("sequence", None, marks=pytest.mark.exhaustive),
     ],
 )
 def test_replicas_of_cut_and_sharded_models_train_like_one_process(plan, placement_fn):

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import time
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,12 @@ from meshard._shared_memory import channel as channel_module
 from meshard._shared_memory.channel import open_channel
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
 from meshard._shared_memory.segment import WHY_UNSUPPORTED, Segment
-from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
 from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 from tests.support.strategies import MODES
 
 pytestmark = pytest.mark.skipif(bool(WHY_UNSUPPORTED), reason=WHY_UNSUPPORTED)
@@ -83,8 +82,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.default_rows(1)
-@covering("mesh_shape, policy, schedule", product([(2,), (3,), (2, 2)], POLICIES, ["F", "NRF"]))
+@spread(mesh_shape=[(2,), (3,), (2, 2)], policy=[*POLICIES], schedule=["F", "NRF"])
 def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy, schedule):
     ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
     for heard, later in run_ranks(train_both, ranks, mesh_shape, POLICIES[policy], schedule):
@@ -228,7 +226,6 @@ def test_groups_of_gloo_share_however_they_were_named(backend):
 
 
 @on_ranks(2)
-@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("how", ["env", "host", "token", "files", "system"])
 def test_one_rank_that_cannot_share_keeps_all_to_sockets(how):
     mesh = init_device_mesh("cpu", (2,))
