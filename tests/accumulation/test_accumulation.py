@@ -15,6 +15,7 @@ from tests.support.models import MlpStack, Ones, seeded
 from tests.support.ones import make, run, values
 from tests.support.parity import assert_same, full_grads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 
@@ -55,8 +56,7 @@ def zero_in_window(how, schedule):
     return values(model)
 
 
-@pytest.mark.parametrize("how", ["module", "none", "zeros"])
-@pytest.mark.parametrize("schedule", ["R", "N", "NR", "F"])
+@spread(how=["module", "none", "zeros"], schedule=["R", "N", "NR", "F"])
 def test_zero_grad_clears_what_is_hidden(how, schedule):
     for found in run_threads(zero_in_window, 4, how, schedule):
         assert found["a"] == 2.5
@@ -229,9 +229,7 @@ def with_microbatches(mesh_shape, until_last, num_batches):
     return ledger.counts
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("until_last", list(GradientSync))
-@pytest.mark.parametrize("num_batches", [1, 3])
+@spread(until_last=list(GradientSync), num_batches=[1, 3])
 def test_microbatches_sets_the_modes(run_ranks, until_last, num_batches):
     counts = run_ranks(with_microbatches, 4, (2, 2), until_last, num_batches)[0]
     early = num_batches - 1
@@ -295,17 +293,18 @@ def edit_between(dtype, edit):
     return values(model)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    ("edit", "a", "b"),
-    [
-        ("nothing", 5, 3),
-        ("mul", 3.5, 3),
-        ("foreach", 3.5, 2.5),
-        ("replace", 3.5, 3),
-        ("none", 2, 3),
-        ("zero", 2, 2),
-    ],
+@spread(
+    dtype=[torch.float32, torch.bfloat16],
+    **{
+        "edit, a, b": [
+            ("nothing", 5, 3),
+            ("mul", 3.5, 3),
+            ("foreach", 3.5, 2.5),
+            ("replace", 3.5, 3),
+            ("none", 2, 3),
+            ("zero", 2, 2),
+        ]
+    },
 )
 def test_edits_of_grad_between_microbatches_hold(dtype, edit, a, b):
     assert run_threads(edit_between, 2, dtype, edit) == [{"a": a, "b": b}] * 2

@@ -8,6 +8,7 @@ import meshard
 from meshard import GradientSync
 from tests.support.ones import make, values
 from tests.support.ranks import on_threads
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 
@@ -37,8 +38,7 @@ def test_microbatches_need_no_length():
 
 
 @on_threads(4)
-@pytest.mark.parametrize("until_last", list(GradientSync))
-@pytest.mark.parametrize("asks", [False, True])
+@spread(until_last=list(GradientSync), asks=[False, True])
 def test_a_step_inside_the_loop_says_where_it_belongs(until_last, asks):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

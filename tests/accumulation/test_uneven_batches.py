@@ -7,6 +7,7 @@ from torch import nn
 
 import meshard
 from tests.support.models import seeded
+from tests.support.spread import spread
 
 COUNTS = [3, 0, 5]  # batches of each rank
 
@@ -66,8 +67,7 @@ def expected(world, factor):
     return model
 
 
-@pytest.mark.parametrize("factor", [None, 7.0])
-@pytest.mark.parametrize("world", [2, 3])
+@spread(factor=[None, 7.0], world=[2, 3])
 def test_ranks_without_a_batch_step_with_the_others(run_ranks, world, factor):
     states = run_ranks(train, world, factor)
     reference = expected(world, factor)

@@ -1,6 +1,5 @@
 """Modes of single units, and windows that end without a backward of the unit."""
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -9,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import CommLedger
 from tests.support.models import Tables, seeded
+from tests.support.spread import spread
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
@@ -76,9 +76,11 @@ def skip_a_unit(mesh_shape, before, end):
     return first, grads(model)
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (1, 2), (2, 1)])
-@pytest.mark.parametrize("before", ["N", "R", "RN", "NR"])
-@pytest.mark.parametrize("end", ["full", "finalize"])
+@spread(
+    mesh_shape=[(4,), (2, 2), (1, 2), (2, 1)],
+    before=["N", "R", "RN", "NR"],
+    end=["full", "finalize"],
+)
 def test_a_unit_that_is_not_run_on_full_is_flushed_all_the_same(mesh_shape, before, end):
     num, last = float(len(before)), 4.0 * (end == "full")
     expected = ([num, num + last, num + last], [8.0, None, 8.0])
@@ -145,8 +147,7 @@ def end_without_any_unit(mode, mesh_shape):
     return bool(meshard.pending_gradients(model)), model.child.weight.grad.full_tensor().tolist()
 
 
-@pytest.mark.parametrize("mode", ["N", "R"])
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+@spread(mode=["N", "R"], mesh_shape=[(4,), (2, 2)])
 def test_a_last_backward_in_which_no_unit_runs_reduces_all_the_same(mode, mesh_shape):
     found = run_threads(end_without_any_unit, 4, mode, mesh_shape)
     assert found == [(False, [[1.5] * 4])] * 4

@@ -354,7 +354,7 @@ def replace(param):
     param.grad = param.grad.clone()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_sums_stay_wide_beside_a_gradient_that_the_user_touched():
     # added up in bfloat16, ones stop at 256
     assert run_threads(touch_one_gradient, 2, drop) == [{"a": 300.0, "b": 600.0}] * 2

@@ -15,7 +15,7 @@ from tests import ROOT
 from tests.support.fake import fake_group
 from tests.support.parity import assert_same, assert_same_run, full_state, train, train_plain
 
-pytestmark = [pytest.mark.full, pytest.mark.extras]  # importing transformers takes seconds
+pytestmark = [pytest.mark.slow, pytest.mark.extras]  # importing transformers takes seconds
 
 STEPS = 5
 SMALL = {"vocab_size": 61, "n_positions": 12, "n_embd": 16, "n_layer": 3, "n_head": 2}

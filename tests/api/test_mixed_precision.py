@@ -84,7 +84,7 @@ def add_ones(mesh_shape, mode, count, policy, param_dtype=FP32):
     return full_grads(model)["a"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
 def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, mode):
@@ -93,7 +93,7 @@ def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, m
         assert grad.tolist() == [512.0] * 6
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
 def test_bfloat16_parameters_accumulate_in_float32_too(mode):
     grads = run_threads(add_ones, 4, (2, 2), mode, 512, MixedPrecisionPolicy(), BF16)
@@ -111,7 +111,7 @@ def toggle_while_adding(count):
     return full_grads(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_sums_stay_wide_when_parameters_are_frozen_and_thawed():
     for grads in run_threads(toggle_while_adding, 2, 600):
         # added up in bfloat16, ones stop at 256

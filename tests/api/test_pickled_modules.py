@@ -158,7 +158,7 @@ print(type(model).__name__, [type(layer).__name__ for layer in model], float(mod
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_it_loads_where_meshard_is_not_installed(run_ranks, tmp_path):
     values = run_ranks(write, 2, tmp_path / "model.pt")[0]
     done = subprocess.run(

@@ -26,7 +26,7 @@ def test_some_programs(program):
     run(program)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("number", range(4))
 def test_many_programs(number):
@@ -39,7 +39,7 @@ def test_many_programs(number):
     run_each()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @on_processes
 @given(program=programs())

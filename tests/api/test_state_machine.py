@@ -114,4 +114,4 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(stateful_step_count=12)
-TestMachine.pytestmark = [pytest.mark.full]
+TestMachine.pytestmark = [pytest.mark.slow]

@@ -8,7 +8,7 @@ from tests.support.strategies import num_ranks
 from tests.support.threads import run_threads
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @given(script=scripts())
 def test_any_script_agrees_with_the_exact_model(script):
     mesh, operations = script

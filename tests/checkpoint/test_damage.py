@@ -17,6 +17,7 @@ from meshard.checkpoint._protocol import manifest as manifests
 from meshard.checkpoint._protocol import storage
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks
+from tests.support.spread import spread
 
 
 def saved(folder, steps=(1,)):
@@ -49,8 +50,7 @@ def flip(path, position):
 FILES = {"manifest.json": r"manifest\.json", "__0_0.distcp": r"__0_0\.distcp"}
 
 
-@pytest.mark.parametrize("part", range(24))
-@pytest.mark.parametrize("file", FILES)
+@spread(part=range(24), file=FILES)
 def test_a_flipped_bit_is_named_and_refused(tmp_path, file, part):
     saved(tmp_path)
     path = tmp_path / "step-1" / file

@@ -11,7 +11,7 @@ from meshard.checkpoint import Checkpointer
 from tests.checkpoint.kills import SCENARIOS, Acts
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_a_kill_at_any_act_on_the_disk_leaves_the_newest_checkpoint(tmp_path, scenario):

@@ -30,6 +30,7 @@ from tests.support.models import seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 
 needs_safetensors = pytest.mark.extras
 
@@ -255,9 +256,7 @@ def kill_at(moment, model, folder, size):
 
 
 @needs_safetensors
-@pytest.mark.parametrize("old", [300, "5GB"])
-@pytest.mark.parametrize("new", [500, "5GB"])
-@pytest.mark.parametrize("has_config", [False, True])
+@spread(old=[300, "5GB"], new=[500, "5GB"], has_config=[False, True])
 def test_a_save_that_is_killed_is_never_taken_for_whole(old, new, has_config, tmp_path):
     first, second = CASES["uneven"].build(), seeded(CASES["uneven"].build(), seed=5)
     from safetensors.torch import load_file
@@ -363,10 +362,10 @@ def on_meta(module):
 
 @needs_safetensors
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "case", ["transformer_tied", "mixed_dtype", "frozen_beside", "tied_inside"]
+@spread(
+    case=["transformer_tied", "mixed_dtype", "frozen_beside", "tied_inside"],
+    how=["fully_shard", "plain"],
 )
-@pytest.mark.parametrize("how", ["fully_shard", "plain"])
 def test_a_model_on_the_meta_device_gets_memory_and_values(case, how, folder):
     plain = CASES[case].build()
     save_pretrained(shard_blocks(copy.deepcopy(plain)), folder)

@@ -9,7 +9,7 @@ import torch
 from meshard.checkpoint import Checkpointer
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
 
-pytestmark = [pytest.mark.extras, pytest.mark.full]
+pytestmark = [pytest.mark.extras, pytest.mark.slow]
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ from tests.checkpoint.runs import (
     values_of,
 )
 from tests.support.ranks import on_ranks
+from tests.support.spread import spread
 
 OPTIMIZERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
@@ -31,6 +32,10 @@ OPTIMIZERS = {
 }
 
 
+SHARDED = [each for each in LAYOUTS if each != "plain"]
+LOADED_ON = {"plain": 1, "fully_shard": 2, "columns": 3, "replicate": 3, "HSDP": 4}
+
+
 def run_of(layout, optimizer, seed):
     model = net(layout, seed)
     made = OPTIMIZERS[optimizer](model)
@@ -38,8 +43,7 @@ def run_of(layout, optimizer, seed):
     return model, made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 10), scaler
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("layout", [each for each in LAYOUTS if each != "plain"])
+@spread(layout=SHARDED, optimizer=[*OPTIMIZERS])
 @on_ranks(4)
 def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, layout, optimizer):
     torch.manual_seed(dist.get_rank())
@@ -77,17 +81,12 @@ def load_on_ranks(folder, layout, expected):
     return loaded.random
 
 
-@pytest.mark.parametrize("saved_as", [each for each in LAYOUTS if each != "plain"])
-@pytest.mark.parametrize(
-    ("num_ranks", "loaded_as"),
-    [(1, "plain"), (2, "fully_shard"), (3, "columns"), (3, "replicate"), (4, "HSDP")],
-)
-def test_any_mesh_loads_what_any_other_has_saved(
-    run_ranks, tmp_path, saved_as, num_ranks, loaded_as
-):
+@pytest.mark.parametrize("saved_as", SHARDED)
+def test_any_mesh_loads_what_any_other_has_saved(run_ranks, tmp_path, saved_as):
     expected = run_ranks(save_on_ranks, 4, tmp_path, saved_as)[0]
-    outcomes = run_ranks(load_on_ranks, num_ranks, tmp_path, loaded_as, expected)
-    assert set(outcomes) == {"restored" if num_ranks == 4 else "derived"}
+    for loaded_as, num_ranks in LOADED_ON.items():
+        outcomes = run_ranks(load_on_ranks, num_ranks, tmp_path, loaded_as, expected)
+        assert set(outcomes) == {"restored" if num_ranks == 4 else "derived"}
 
 
 def test_one_process_needs_no_process_group(tmp_path):

@@ -25,6 +25,7 @@ from tests.support.models import seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 
 
 def dict_of(stream):
@@ -325,7 +326,7 @@ def test_they_leave_none_on_two_axes(layout):
     stop_somewhere(rounds=6, seed=2, layout=layout)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @on_ranks(2, timeout=250)
 def test_two_hundred_delays_and_stops_leave_no_rank_in_a_collective():
     stop_somewhere(rounds=200, seed=1)
@@ -375,9 +376,11 @@ def test_the_table_is_right_on_meshes_of_four_ranks(name):
 
 
 @on_threads(8)
-@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0))])
-@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (3, 5)])
-@pytest.mark.parametrize("shard_dim", [0, 1])
+@spread(
+    placements=[(Shard(0), Shard(1)), (Shard(0), Shard(0))],
+    shape=[(8, 4), (7, 3), (3, 5)],
+    shard_dim=[0, 1],
+)
 def test_both_are_right_where_two_axes_have_cut_a_parameter_before(placements, shape, shard_dim):
     world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     values = torch.arange(1.0, 1 + math.prod(shape)).view(shape)

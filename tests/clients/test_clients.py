@@ -7,7 +7,7 @@ import pytest
 from tests.clients.peers import CLIENTS
 from tests.clients.scripts import PAGES, Server, script
 
-pytestmark = [pytest.mark.full, pytest.mark.extras]
+pytestmark = [pytest.mark.slow, pytest.mark.extras]
 
 
 @pytest.fixture(scope="module")

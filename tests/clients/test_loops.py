@@ -11,7 +11,7 @@ from torch import nn
 from tests.clients.scripts import PAGES, Server, script
 from tests.support.parity import assert_same
 
-pytestmark = [pytest.mark.full, pytest.mark.extras, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.extras, pytest.mark.timeout(600)]
 
 # What each loop has found, taken where its block ends.
 TAKEN = {

@@ -194,7 +194,7 @@ def scaled_training(scale):
     return full_state(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_power_of_two_as_scale_changes_no_bit():
     plain = run_threads(scaled_training, 4, 1)
     scaled = run_threads(scaled_training, 4, 2.0**10)

@@ -17,6 +17,7 @@ from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 BF16_COMPUTE = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -105,8 +106,7 @@ def test_what_is_set_on_the_root_holds_inside(run_ranks):
         assert calls == of_root
 
 
-@pytest.mark.parametrize("mesh_shape", [(3,), (2, 2), (2, 1)])
-@pytest.mark.parametrize("policy", [None, BF16_COMPUTE, BF16_REDUCE])
+@spread(mesh_shape=[(3,), (2, 2), (2, 1)], policy=[None, BF16_COMPUTE, BF16_REDUCE])
 def test_custom_collectives_give_the_same_gradients(mesh_shape, policy):
     num_ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
     plain = run_threads(train, num_ranks, mesh_shape, policy)
@@ -211,7 +211,7 @@ def most_inputs_alive(limit, mesh_shape):
     return scatter.most_alive, full_grads(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_inputs_of_reductions_are_no_more_than_allowed():
     expected = None
     for limit, mesh_shape in ((1, (2, 2)), (2, (2, 2)), (3, (2, 2)), (1, (4,))):

@@ -76,7 +76,7 @@ def run_less():
     return str(error.value), time.monotonic() - start
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_that_does_not_come_is_named_in_time(run_ranks, debug):
     message, seconds = run_ranks(run_less, 2)[0]
     assert "rank 1: nothing within 2 s" in message

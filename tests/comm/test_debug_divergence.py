@@ -13,6 +13,7 @@ from meshard import GradientSync
 from tests.support.models import ChosenBlocks, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 
 SECONDS = 2.0  # the patience of tests in which it ends
 LONG = 30.0  # of those in which it must not
@@ -123,7 +124,7 @@ def test_a_unit_that_one_rank_does_not_run(run_ranks):
         assert seconds < LONG  # all came: nobody waits for the timeout
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_that_comes_late_gets_the_error_that_the_others_had(run_ranks):
     punctual, tardy = run_ranks(diverge, 2, late, SECONDS)
     for message, _ in (punctual, tardy):
@@ -138,10 +139,9 @@ def test_a_divide_factor_that_differs(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.1', divided by 3.0" in message
 
 
-@pytest.mark.parametrize(
-    "param_dtype", [None, torch.bfloat16]
-)  # what is cast is sent from new memory
-@pytest.mark.parametrize("how", [other_order_of_roots, other_order_on_shared_streams])
+@spread(
+    param_dtype=[None, torch.bfloat16], how=[other_order_of_roots, other_order_on_shared_streams]
+)
 def test_two_models_in_another_order(run_ranks, how, param_dtype):
     for message, _ in run_ranks(diverge, 2, how, LONG, param_dtype):
         # The fourth and the eighth call of fully_shard.
@@ -155,7 +155,7 @@ def test_another_number_of_microbatches(run_ranks):
         assert "rank 1: the reduction of unit 'blocks.2'" in message
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_that_pauses_is_named_with_what_it_did_last(run_ranks):
     for message, _ in run_ranks(diverge, 2, pause_between_steps, SECONDS):
         assert "rank 0: all_gather of unit 'blocks.0'" in message
@@ -164,7 +164,7 @@ def test_a_rank_that_pauses_is_named_with_what_it_did_last(run_ranks):
         )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_divergence_inside_one_replica_is_told_to_the_others(run_ranks):
     results = run_ranks(diverge, 4, other_unit_in_forward)
     for rank, (message, seconds) in enumerate(results):
@@ -177,7 +177,7 @@ def test_a_divergence_inside_one_replica_is_told_to_the_others(run_ranks):
             assert "Before that, among other ranks: the ranks are about to issue" in message
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_replicas_that_reduce_to_different_depths(run_ranks):
     for rank, (message, _) in enumerate(run_ranks(diverge, 4, other_sync, SECONDS)):
         first = rank % 2

@@ -117,14 +117,14 @@ def meet_in_store_of_rank_0(how):
             process.join()
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_rank_that_holds_the_store_ends_when_all_have_read_the_error():
     replies = meet_in_store_of_rank_0("differ")
     assert replies[0] == replies[1]
     assert "rank 0: what rank 0 does\n  rank 1: what rank 1 does" in replies[0]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_rank_that_finds_the_store_gone_says_what_it_was_about_to_do():
     replies = meet_in_store_of_rank_0("late")
     assert "rank 1: nothing within 2 s" in replies[0]

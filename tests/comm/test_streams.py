@@ -13,13 +13,13 @@ from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
+from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, make_model, run_steps
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (1,), (4, 1)])
-@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED, HALF])
+@spread(mesh_shape=[(4,), (2, 2), (1,), (4, 1)], mp_policy=[MixedPrecisionPolicy(), MIXED, HALF])
 def test_a_step_has_no_race(monkeypatch, mesh_shape, mp_policy):
     device, recorder = run_steps(monkeypatch, mesh_shape, mp_policy=mp_policy)
     assert device.races == []
@@ -35,9 +35,7 @@ def add_idle(model):
         block.register_parameter("frozen", nn.Parameter(torch.ones(8), requires_grad=False))
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), HALF])
-@pytest.mark.parametrize("is_last", [True, False])
+@spread(mesh_shape=[(4,), (2, 2)], mp_policy=[MixedPrecisionPolicy(), HALF], is_last=[True, False])
 def test_unused_and_frozen_parameters_cause_no_race(monkeypatch, mesh_shape, mp_policy, is_last):
     device, _ = run_steps(
         monkeypatch, mesh_shape, prepare=add_idle, mp_policy=mp_policy, is_last=is_last

@@ -20,7 +20,7 @@ def test_on_a_device(part, tmp_path):
     check(part, "cuda", tmp_path)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("part", PARTS)
 def test_in_a_rehearsal(part, tmp_path):
     check(part, "cpu", tmp_path)

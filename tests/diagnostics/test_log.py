@@ -89,7 +89,7 @@ def test_a_step_in_backward_is_logged():
     assert lines[-1] == "rank 0: step (root)"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")  # read by dynamo
 @on_fake_ranks(2)
 def test_compiled_modules_log_the_same():

@@ -114,7 +114,7 @@ def test_compiled_blocks_train_bit_for_bit_like_eager_ones(run_ranks, how, when,
     run_ranks(both_ways, 2, how, when, reshard_after_forward=reshard)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["method", "function"])
 def test_one_graph_serves_more_blocks_than_dynamo_may_recompile(run_ranks, how):
     run_ranks(both_ways, 2, how, "after", depth=10)
@@ -125,7 +125,7 @@ def test_compiled_blocks_under_mixed_precision(run_ranks):
     run_ranks(both_ways, 2, "method", "after", mp_policy=policy)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "when"), [("method", "after"), ("function", "before")])
 def test_inductor_agrees_to_rounding(run_ranks, how, when):
     run_ranks(both_ways, 2, how, when, backend="inductor", timeout=280)
@@ -213,7 +213,7 @@ def count_graphs():
     return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_units_are_borders_of_graphs_in_a_compiled_root(run_ranks):
     for ours, peers in run_ranks(count_graphs, 2):
         # One before, between and after the units, and one that both units share.

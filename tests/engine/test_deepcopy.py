@@ -75,7 +75,7 @@ def test_a_copy_trains_by_itself(run_ranks, case_name, mesh_shape):
     run_ranks(copy_and_train, 2, case_name, mesh_shape)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_copy_trains_by_itself_on_a_2d_mesh(run_ranks):
     run_ranks(copy_and_train, 4, "transformer", (2, 2))
 

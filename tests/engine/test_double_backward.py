@@ -258,7 +258,7 @@ def test_the_peer_has_freed_what_the_second_backward_reads(run_ranks):
 
 
 @on_ranks(2)
-@pytest.mark.full
+@pytest.mark.slow
 def test_transforms_of_torch_func_need_open_parameters():
     plain = seeded(MlpStack())
     model = shard(seeded(MlpStack()), meshard.fully_shard)

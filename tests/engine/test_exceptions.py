@@ -95,7 +95,7 @@ def test_a_step_after_a_failure_is_as_if_it_had_not_been(run_ranks, where):
     run_ranks(fail_then_step, 2, where)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_failure_under_hsdp_is_forgotten_too(run_ranks):
     run_ranks(fail_then_step, 4, "forward", (2, 2))
 
@@ -286,7 +286,7 @@ def one_batch_less():
     dist.barrier()
 
 
-@pytest.mark.full  # it waits for timeouts
+@pytest.mark.slow  # it waits for timeouts
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
 def test_a_rank_with_fewer_batches_is_suspected(run_ranks, monkeypatch, shared_memory):
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared_memory)

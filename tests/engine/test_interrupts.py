@@ -35,7 +35,7 @@ def interrupt(kind, first, stride):
     assert int(last.split()[0]) > 0
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_an_interrupt_in_a_step_leaves_no_wrong_number():
     interrupt("sharded", 3, 61)
 
@@ -43,7 +43,7 @@ def test_an_interrupt_in_a_step_leaves_no_wrong_number():
 @pytest.mark.parametrize(
     "kind",
     [
-        pytest.param(kind, marks=pytest.mark.full if number < 3 else pytest.mark.exhaustive)
+        pytest.param(kind, marks=pytest.mark.slow if number < 3 else pytest.mark.exhaustive)
         for number, kind in enumerate(KINDS)
     ],
 )

@@ -235,7 +235,7 @@ def test_what_was_read_is_given_back_with_the_parent():
 
 
 @on_ranks(2, timeout=240)
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_compiled_parent_reads():
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(AttentionStack())

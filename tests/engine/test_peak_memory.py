@@ -151,7 +151,7 @@ def formula(width, units, reshards, ranks):
     [
         pytest.param(*size, reshards, marks=tier)
         for size, tier in [
-            ((768, 8, 2), pytest.mark.full),
+            ((768, 8, 2), pytest.mark.slow),
             ((1024, 4, 2), pytest.mark.exhaustive),
             ((1024, 4, 4), pytest.mark.exhaustive),
         ]

@@ -15,6 +15,7 @@ from tests.support.models import seeded
 from tests.support.ones import make, values
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 
@@ -190,9 +191,7 @@ def train_parts(calls, reentrant, inner_too):
         assert_same(full_grads(model), full_grads(plain))
 
 
-@pytest.mark.parametrize("inner_too", [False, True])
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("calls", CALLS)
+@spread(inner_too=[False, True], reentrant=[False, True], calls=CALLS)
 def test_ranks_use_different_layers_of_units_called_in_any_order(
     run_ranks, calls, reentrant, inner_too
 ):

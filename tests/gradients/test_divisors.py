@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from meshard._comm.gradient_buffer import as_operand
 from meshard.foreach_reduce import divide_, resolve_divisors
+from tests.support.spread import spread
 
 factors = st.one_of(
     st.none(), st.sampled_from([0.5, 1.0, 3.0, 300.0]), st.integers(-6, 12).map(lambda k: 2.0**k)
@@ -56,8 +57,10 @@ class OnDevice(torch.Tensor):
     is_cpu = False
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("divisor", [Fraction(257), Fraction(1 / 3), Fraction(1001, 3)])
+@spread(
+    dtype=[torch.bfloat16, torch.float16, torch.float32, torch.float64],
+    divisor=[Fraction(257), Fraction(1 / 3), Fraction(1001, 3)],
+)
 def test_a_divisor_keeps_its_digits_off_the_cpu(dtype, divisor):
     values = torch.arange(1.0, 500.0).to(dtype)
     divided = values.clone().as_subclass(OnDevice)

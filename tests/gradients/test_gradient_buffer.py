@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from meshard._comm.cpu import sum_rows
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._mesh.layout import ParamLayout
+from tests.support.spread import spread
 
 CPU = torch.device("cpu")
 
@@ -137,8 +138,7 @@ def test_a_mark_survives_a_division_that_underflows():
     assert marks.used_after(marks.read(flat)) == {0}
 
 
-@pytest.mark.parametrize("count", [1, 2, 5])
-@pytest.mark.parametrize("dtypes", [("float32",) * 3, ("bfloat16", "float32", "bfloat16")])
+@spread(count=[1, 2, 5], dtypes=[("float32",) * 3, ("bfloat16", "float32", "bfloat16")])
 def test_a_rank_may_own_one_element_of_each(count, dtypes):
     shapes = [((count,), 0), ((1, count), 1), ((count, 1, 1), 0)]
     params = [ParamLayout(torch.Size(shape), dim, count) for shape, dim in shapes]

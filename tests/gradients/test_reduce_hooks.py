@@ -13,6 +13,7 @@ from meshard import GradientSync
 from tests.support.models import Ones, seeded
 from tests.support.ones import make, run, values
 from tests.support.ranks import on_threads
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 
@@ -133,9 +134,11 @@ def leave_out_in_a_window(mesh_shape, schedule, bad):
     return values(model)
 
 
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-@pytest.mark.parametrize("schedule", ["F", "FF", "RF", "NF", "NRF", "RRF"])
-@pytest.mark.parametrize("bad", [{0: (3,)}, {1: (3,)}, {0: (1, 2), 1: (0,)}, {0: (0, 1, 2, 3)}])
+@spread(
+    mesh_shape=[(4,), (2, 2)],
+    schedule=["F", "FF", "RF", "NF", "NRF", "RRF"],
+    bad=[{0: (3,)}, {1: (3,)}, {0: (1, 2), 1: (0,)}, {0: (0, 1, 2, 3)}],
+)
 def test_gradients_are_changed_as_they_arrive_in_each_microbatch(mesh_shape, schedule, bad):
     expected = 0.0
     for number in range(len(schedule)):

@@ -131,7 +131,7 @@ def float_window(mesh_shape, schedule, wire_dtype, seed):
     return next(model.parameters()).grad.full_tensor(), all_gradients
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @given(
     mesh=strategies.meshes(),
     schedule=strategies.schedules(5),

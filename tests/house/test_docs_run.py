@@ -58,7 +58,7 @@ def failing_pages(run_page, pages, folder, ranks=1):
     return found
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("needs_extras", [False, pytest.param(True, marks=pytest.mark.extras)])
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -68,7 +68,7 @@ def test_every_page_runs(run_page, tmp_path, needs_extras, ranks):
     assert not found, "\n".join(found)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_generation_on_two_ranks_gathers_each_unit_once(tmp_path):
     paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
     page = str(ROOT / "docs" / "how-to" / "generate.md")

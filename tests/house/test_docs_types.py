@@ -10,7 +10,7 @@ import pytest
 from tests import ROOT
 from tests.house.pages import blocks
 
-pytestmark = [pytest.mark.full, pytest.mark.extras, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.extras, pytest.mark.timeout(900)]
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

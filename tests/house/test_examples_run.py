@@ -48,14 +48,8 @@ def run_example(name, folder, *args, num_ranks=1):
 # --- README's quick start ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "num_ranks",
-    [
-        pytest.param(1, marks=pytest.mark.full),
-        pytest.param(2, marks=pytest.mark.full),
-        pytest.param(4, marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2])
 def test_the_quick_start_of_readme_runs_alone_and_ranks_draw_different_data(tmp_path, num_ranks):
     (block,) = blocks(ROOT / "README.md")
     script = tmp_path / "script.py"
@@ -89,7 +83,7 @@ def numbers_after(word, printed):
     return [float(number) for number in re.findall(rf"{word} (\d+\.\d+)", printed)]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_fsdp_has_the_losses_of_one_process_and_a_part_of_the_parameters(tmp_path):
     alone = numbers_after("loss", run_example("fsdp.py", tmp_path))
     assert len(alone) == 4 and alone[-1] < alone[0] - 2
@@ -101,7 +95,7 @@ def test_fsdp_has_the_losses_of_one_process_and_a_part_of_the_parameters(tmp_pat
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_hsdp_sends_what_the_page_says_and_has_the_loss_of_one_process(tmp_path):
     [alone] = set(numbers_after("loss", run_example("hsdp.py", tmp_path)))
     for num_ranks in (2, 4):
@@ -115,7 +109,7 @@ def test_hsdp_sends_what_the_page_says_and_has_the_loss_of_one_process(tmp_path)
         assert re.search(said, printed), printed
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_checkpoint_of_four_ranks_goes_on_on_two(tmp_path):
     printed = run_example("checkpoint_elsewhere.py", tmp_path)
     assert "4 ranks on cpu: steps 1 to 10" in printed
@@ -125,20 +119,20 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_two(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_tensor_parallel_equals_one_process(tmp_path, num_ranks):
     printed = run_example("tensor_parallel.py", tmp_path, num_ranks=num_ranks)
     assert "equal to one process: yes" in printed
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_offload_has_the_losses_of_shards_on_the_device(tmp_path, num_ranks):
     assert "equal losses: yes" in run_example("offload.py", tmp_path, num_ranks=num_ranks)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_plain_peft_reads_the_adapter(tmp_path, num_ranks):
@@ -149,7 +143,7 @@ def test_plain_peft_reads_the_adapter(tmp_path, num_ranks):
     assert "plain peft gives the same logits from the saved adapter: yes" in printed
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_ranks_that_are_dropped_leave_the_mean_of_the_others(tmp_path, num_ranks):
     printed = run_example("drop_ranks.py", tmp_path, num_ranks=num_ranks).splitlines()
@@ -158,7 +152,7 @@ def test_ranks_that_are_dropped_leave_the_mean_of_the_others(tmp_path, num_ranks
     assert all(line.endswith("True") for line in printed)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.extras
 def test_a_run_survives_a_crash_in_the_middle_of_a_save(tmp_path):
     printed = run_example("survive_a_crash.py", tmp_path, "--out", "crash.png")
@@ -192,7 +186,7 @@ def test_a_wrong_command_line_ends_in_one_line(monkeypatch, capsys, tmp_path, fl
     assert reason in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.extras
 def test_the_main_job_trains_and_reports_alike_on_any_number_of_ranks(tmp_path):
     flags = ["--steps", "3", *SMALL_GPT, "--json", "report.json", "--plot", "loss.png"]
@@ -209,7 +203,7 @@ def test_the_main_job_trains_and_reports_alike_on_any_number_of_ranks(tmp_path):
     assert losses[2] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
     report, common = tmp_path / "report.json", [*SMALL_GPT, "--steps", "4", "--json", "report.json"]
     stop = ["--save", "run", "--stop-at", "3", "--save-every", "2"]

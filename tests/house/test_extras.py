@@ -25,7 +25,7 @@ def packages_beyond_the_card():
     return [*sorted(names - {"meshard", "pytest", "pytest-timeout", "hypothesis"}), "accelerate"]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_others_are_collected_without_any_of_them():
     missing = packages_beyond_the_card()
     assert {"matplotlib", "mypy", "numpy", "tqdm", "transformers"} <= set(missing)

@@ -148,7 +148,7 @@ def test_tab_completion_shows_public_names_only():
     assert sorted(shown) == sorted(meshard.__all__)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_the_version_is_that_of_the_package_and_costs_no_import():
     code = "import meshard; assert '__version__' not in vars(meshard)"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -13,7 +13,7 @@ import meshard
 import meshard.checkpoint
 from tests import ROOT
 
-pytestmark = [pytest.mark.full, pytest.mark.extras]
+pytestmark = [pytest.mark.slow, pytest.mark.extras]
 # Linked from no page on purpose, or read by programs.
 FILES = ("index.html", "llms.txt", "search.html", "reference/errors.html", "tutorial/index.html")
 

@@ -17,6 +17,7 @@ from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 
 MODELS = {
     "cut": (cut.build, lambda: cut.batches(1, 0)[0]),
@@ -43,7 +44,6 @@ def step(model, batch):
 
 
 @on_ranks(4, timeout=200)
-@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("kind", MODELS)
 def test_a_copy_trains_by_itself(kind):
     model = sharded(kind)
@@ -61,9 +61,7 @@ def test_a_copy_trains_by_itself(kind):
 
 
 @on_threads(4)
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("assign", [False, True])
-@pytest.mark.parametrize("kind", MODELS)
+@spread(assign=[False, True], kind=MODELS)
 def test_whole_tensors_are_loaded(kind, assign):
     model = sharded(kind)
     plain = seeded(MODELS[kind][0](), seed=5)
@@ -75,7 +73,6 @@ def test_whole_tensors_are_loaded(kind, assign):
 
 
 @on_threads(4)
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("kind", MODELS)
 def test_open_parameters_are_edited_and_computed_with(kind):
     model, plain = sharded(kind), MODELS[kind][0]()

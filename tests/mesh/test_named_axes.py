@@ -16,6 +16,7 @@ import meshard
 from meshard import DataParallelMeshDims, GradientSync
 from tests.support.fake import fake_group
 from tests.support.parity import assert_same, full_grads, full_state, whole
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 TorchDims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
@@ -27,7 +28,7 @@ WHOLE = Replicate()
 NAMES = {2: ("dp", "tp"), 3: ("nodes", "dp", "tp"), 4: ("nodes", "dp", "cp", "tp")}
 
 
-def spread(layer, mesh, weight, bias):
+def put_on(layer, mesh, weight, bias):
     """Put the parameters of a linear layer on ``mesh``."""
     for name, placements in (("weight", weight), ("bias", bias)):
         values = getattr(layer, name).detach()
@@ -78,8 +79,8 @@ def test_parameters_are_placed_as_torch_places_them(shape, names, dims, placemen
     with fake_group(16, rank=5):
         mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
         whole_everywhere = [WHOLE] * len(shape)
-        ours = spread(nn.Linear(12, 12), mesh, placements, whole_everywhere)
-        theirs = spread(nn.Linear(12, 12), mesh, placements, whole_everywhere)
+        ours = put_on(nn.Linear(12, 12), mesh, placements, whole_everywhere)
+        theirs = put_on(nn.Linear(12, 12), mesh, placements, whole_everywhere)
         meshard.fully_shard(ours, mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
         torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=TorchDims(**dims))
         for one, other in zip(ours.parameters(), theirs.parameters(), strict=True):
@@ -100,7 +101,7 @@ class Cut(nn.Module):
                 param.copy_(torch.linspace(-0.3, 0.4, param.numel()).view_as(param))
         if mesh is not None:
             bias = [p if p == Shard(0) else WHOLE for p in placements]
-            spread(self.linear, mesh, placements, bias)
+            put_on(self.linear, mesh, placements, bias)
 
     def forward(self, x):
         y = self.linear(x)
@@ -150,8 +151,7 @@ def compute_plain(data_ranks):
     return grads, full_state(model)
 
 
-@pytest.mark.parametrize("dims", [{"shard": "dp"}, {"replicate": "dp"}])
-@pytest.mark.parametrize("cut", [Shard(0), Shard(1)])
+@spread(dims=[{"shard": "dp"}, {"replicate": "dp"}], cut=[Shard(0), Shard(1)])
 def test_two_axes_compute_like_one_process(dims, cut):
     grads, params = compute_plain(2)
     for found in run_threads(compute, 4, "ours", dims, [WHOLE, cut]):
@@ -159,7 +159,7 @@ def test_two_axes_compute_like_one_process(dims, cut):
         assert_same(found[1], params)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "dims",
     [
@@ -176,7 +176,7 @@ def test_three_axes_compute_like_one_process(dims):
 
 
 @beside_torch
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [{"shard": "dp"}, {"replicate": "dp"}])
 def test_torch_computes_the_same(run_ranks, dims):
     """The peer's gradients are the mean over data-parallel ranks too."""
@@ -283,13 +283,13 @@ def test_something_else_than_dims_is_refused(mesh):
 
 
 def test_a_parameter_that_is_sharded_over_a_data_parallel_axis_is_refused(mesh):
-    layer = spread(nn.Linear(4, 4), mesh, [WHOLE, WHOLE], [Shard(0), WHOLE])
+    layer = put_on(nn.Linear(4, 4), mesh, [WHOLE, WHOLE], [Shard(0), WHOLE])
     text = r"'bias' is a DTensor already: it has placement .* on the data-parallel axis 'dp'"
     refused(text, layer, mesh, DataParallelMeshDims(shard="dp"))
 
 
 def test_a_parameter_on_another_mesh_is_refused(mesh):
-    layer = spread(nn.Linear(4, 4), mesh["tp"], [Shard(0)], [Shard(0)])
+    layer = put_on(nn.Linear(4, 4), mesh["tp"], [Shard(0)], [Shard(0)])
     text = "'weight' is a DTensor already: .* must lie over the mesh that was passed"
     refused(text, layer, mesh, DataParallelMeshDims(shard="dp"))
 

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import spread
 
 NONE, SCATTER, FULL = GradientSync.NONE, GradientSync.REDUCE_SCATTER, GradientSync.FULL
 
@@ -74,8 +75,7 @@ WINDOWS = [
 
 
 @on_threads(8)
-@pytest.mark.parametrize("unused_by", [None, 0])
-@pytest.mark.parametrize("window", WINDOWS)
+@spread(unused_by=[None, 0], window=WINDOWS)
 def test_microbatches_with_other_placements_add_up_to_the_gradient_of_all(window, unused_by):
     """Replica 0 may use the parameters in the first microbatch only."""
     model, world = sharded((2, 2, 2), ("replicate", "shard", "tp"))

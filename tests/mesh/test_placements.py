@@ -22,6 +22,7 @@ from tests.support.parity import (
     train,
     train_plain,
 )
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=0.1)
@@ -62,10 +63,11 @@ def train_uneven(placement_fn, mesh_shape, reshard_after_forward, shard=meshard.
     return train(model, mine, SGD, loss_fn=loss_of, reduce_loss="mean")
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
-@pytest.mark.parametrize("placement_fn", [last_dim, alternating])
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 4)])
+@spread(
+    reshard_after_forward=[True, False, 2],
+    placement_fn=[last_dim, alternating],
+    mesh_shape=[(4,), (2, 4)],
+)
 def test_dims_that_nothing_divides_train_like_one_process(
     placement_fn, mesh_shape, reshard_after_forward
 ):

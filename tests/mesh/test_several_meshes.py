@@ -28,6 +28,7 @@ from tests.support.parity import (
     full_state,
 )
 from tests.support.ranks import on_threads
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 STEPS = 3
@@ -96,9 +97,7 @@ def assert_simulated(runs, expected):
                 assert_same(one, other, what=f"rank {rank}, step {step}, {what}")
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("reshard_after_forward", [None, True, False])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@spread(reshard_after_forward=[None, True, False], schedule=SCHEDULES)
 def test_each_parameter_is_reduced_over_its_own_mesh(schedule, reshard_after_forward):
     runs = run_threads(
         train_experts, 4, "flat", schedule, reshard_after_forward=reshard_after_forward
@@ -106,7 +105,7 @@ def test_each_parameter_is_reduced_over_its_own_mesh(schedule, reshard_after_for
     assert_simulated(runs, simulate(4, schedule))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_replicas_of_several_meshes(schedule):
     runs = run_threads(train_experts, 8, "hybrid", schedule, reshard_after_forward=2)
@@ -159,7 +158,7 @@ def torch_result(placement, mesh):
     return torch_common.ShardPlacementResult(placement, torch_common.FSDPMeshInfo(mesh, 0))
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("divide_factor", [None, 1.0])
 def test_torch_divides_by_the_same(run_ranks, divide_factor):
     """By the ranks of each parameter's own mesh; and its results for a placement fit here."""

@@ -47,7 +47,6 @@ def train_cut(kind, plan, steps, optimizer_fn, **kwargs):
     )
 
 
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
     expected = train_plain(build(), whole_batches(4, 2), ADAM, loss_fn=loss_of)
@@ -55,14 +54,12 @@ def test_two_by_two_ranks_train_like_one_process(run_ranks, plan):
         assert_same_run(run, expected)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("plan", "placement_fn"),
     [
         ("tensor", None),
         ("sequence", last_dim),
-        pytest.param("tensor", last_dim, marks=pytest.mark.exhaustive),
-        pytest.param("sequence", None, marks=pytest.mark.exhaustive),
     ],
 )
 def test_replicas_of_cut_and_sharded_models_train_like_one_process(plan, placement_fn):
@@ -86,7 +83,7 @@ def train_compiled():
         return train(model, batches(2, data_rank), SGD, loss_fn=loss_of, reduce_loss="mean")
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_compiled_blocks_may_be_cut(run_ranks):
     expected = train_plain(build(), whole_batches(2, 2), SGD, loss_fn=loss_of)
     for run in run_ranks(train_compiled, 4, timeout=300):
@@ -103,7 +100,7 @@ def train_on_neighbours():
     return run
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_neighbours_are_those_of_the_same_part():
     """Each part of tensor parallelism has neighbours of its own."""
     expected = train_plain(build(), whole_batches(2, 4), SGD, loss_fn=loss_of)
@@ -171,7 +168,7 @@ def accumulate_plain(num_batches):
     return full_grads(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("plan", ["tensor", "sequence"])
 def test_every_schedule_of_microbatches_gives_the_gradient_of_all(plan, schedule):
@@ -211,7 +208,7 @@ def train_in_bfloat16():
     return run
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_mixed_precision_computes_in_the_narrow_dtype_and_keeps_the_wide_one():
     expected = train_plain(build(), whole_batches(3, 2), SGD, loss_fn=loss_of)
     for run in run_threads(train_in_bfloat16, 4):

@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,6 +10,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import meshard
 from tests.support.parity import whole
 from tests.support.ranks import on_threads
+from tests.support.spread import spread
 
 
 class Scaled(nn.Module):
@@ -26,10 +26,11 @@ class Scaled(nn.Module):
 
 
 @on_threads(8)
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("shape", [(8, 4), (7, 3), (3, 5), (1, 1)])
-@pytest.mark.parametrize("placements", [(Shard(0), Shard(1)), (Shard(0), Shard(0))])
-@pytest.mark.parametrize("shard_dim", [0, 1])
+@spread(
+    shape=[(8, 4), (7, 3), (3, 5), (1, 1)],
+    placements=[(Shard(0), Shard(1)), (Shard(0), Shard(0))],
+    shard_dim=[0, 1],
+)
 def test_two_axes_may_have_cut_a_parameter_before(shape, placements, shard_dim):
     world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "cp", "tp"))
     model = Scaled(world["cp", "tp"], placements, shape)

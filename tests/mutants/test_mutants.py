@@ -67,7 +67,7 @@ def test_without_a_mutant_the_numbers_are_right(case):
     assert case.run() == [case.right] * case.num_ranks
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mutant", "name", "wrong"), FOUND, ids=[mutant.__name__ for mutant, _, _ in FOUND]
 )

@@ -128,7 +128,7 @@ def drop_some(model):
     ids=str,
 )
 @pytest.mark.parametrize(
-    "case_name", [pytest.param("uneven", marks=pytest.mark.full), "mixed_dtype"]
+    "case_name", [pytest.param("uneven", marks=pytest.mark.slow), "mixed_dtype"]
 )
 def test_also_under_every_way_of_accumulating(case_name, how, kwargs):
     run_threads(compare, 4, case_name, (2, 2), how, **kwargs)

@@ -59,9 +59,9 @@ def train(model, batches, optimizer, step):
 @pytest.mark.parametrize(
     ("backend", "optimizer_class"),
     [
-        pytest.param("aot_eager", CompilesInside, marks=pytest.mark.full),
-        pytest.param("aot_eager", AdamW, marks=pytest.mark.full),
-        pytest.param("inductor", SGD, marks=pytest.mark.full),
+        pytest.param("aot_eager", CompilesInside, marks=pytest.mark.slow),
+        pytest.param("aot_eager", AdamW, marks=pytest.mark.slow),
+        pytest.param("inductor", SGD, marks=pytest.mark.slow),
         pytest.param("aot_eager", SGD, marks=pytest.mark.exhaustive),
         pytest.param("inductor", AdamW, marks=pytest.mark.exhaustive),
         pytest.param("inductor", CompilesInside, marks=pytest.mark.exhaustive),

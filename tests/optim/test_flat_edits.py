@@ -179,7 +179,7 @@ def edited(edits, options):
             assert not all(same), f"{edit.__name__} changes nothing, so it shows nothing"
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_edits_between_backward_and_step(run_ranks):
     run_ranks(edited, 2, EDITS, {"lr": 0.01})
 

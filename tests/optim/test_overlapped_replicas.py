@@ -26,7 +26,7 @@ def make():
 
 
 @on_ranks(2)
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["momentum", "adamw", "another class"])
 def test_as_the_ordinary_one(name):
     cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))

@@ -101,7 +101,7 @@ def saved(folder, shape, is_overlapped, windows, *, leave=True):
     return full_state(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.extras
 @pytest.mark.parametrize("first", [True, False], ids=["overlapped first", "ordinary first"])
 def test_killed_and_resumed_with_the_other(run_ranks, tmp_path, first):
@@ -120,7 +120,7 @@ def saved_elsewhere(folder):
 
 
 @pytest.mark.extras
-@pytest.mark.full
+@pytest.mark.slow
 def test_resumed_on_another_mesh(run_ranks, tmp_path):
     run_ranks(saved, 2, str(tmp_path), (2,), True, (0, 3))
     run_ranks(saved_elsewhere, 4, str(tmp_path))

@@ -20,7 +20,7 @@ from tests.support.ranks import on_ranks
 
 
 @on_ranks(2)
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_way_through_a_unit():
     for kwargs in ({"reshard_after_forward": False}, {"reshard_after_forward": True}):
         train_both(lambda kwargs=kwargs: make((2,), **kwargs), ADAMW, OPTIONS)
@@ -48,7 +48,7 @@ class Rests(Net):
 
 
 @on_ranks(2)
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_unit_that_rests_in_the_last_microbatch():
     for schedule in ("FFF", "NNF", "RRF"):
         train_both(lambda: make((2,), model=Rests()), ADAMW, OPTIONS, schedule=schedule)

@@ -319,7 +319,7 @@ def test_the_page_has_a_row_for_each_and_no_other():
 
 
 @pytest.mark.default_rows(10)
-@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.full)], ids=str)
+@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.name for row in ROWS])
 def test_the_page_says_what_becomes_of_it(run_ranks, number, shape):
     page = rows_of_page()[number][: 1 + len(ways_on(shape))]

@@ -154,7 +154,7 @@ def train_both(make, kind, shape, reshard_after_forward):
 
 # Of uneven shards torch asks that all which is gathered has the padded shape of the shard, so a
 # scale per row is not possible there.
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "kind", "shape"),
     [

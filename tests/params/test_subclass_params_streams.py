@@ -46,7 +46,7 @@ def test_a_rank_keeps_its_rows(monkeypatch, kind):
     assert run(monkeypatch, kind, (4,), reshard_after_forward=2)[0].races == []
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
     """What is sent must be written on the lane of the gather, or before it."""
@@ -62,7 +62,7 @@ def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
     assert device.races
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
     device, start = FakeDevice(), StreamCommunicator._start_all_gather
     started = []  # alive: what is dropped orders the stream that queued it

@@ -298,7 +298,7 @@ def compiled(kind):
     return full_grads(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_compiled_blocks(run_ranks, kind):
     for grads in run_ranks(compiled, 2, kind):

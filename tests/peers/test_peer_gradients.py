@@ -294,13 +294,13 @@ DIVERGENT = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 4, row), peer, ours)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_every_order_of_the_boolean_setters_means_what_it_means_to_the_peer(run_ranks):
     for peer, ours in run_ranks(run_both, 4, setters_of_gradient_sync):
         assert len(peer) == 64
@@ -317,7 +317,7 @@ def run_peer(row):
     return row(torch_fsdp)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @parametrize_rows(DIVERGENT)
 def test_the_peer_mixes_parameters_of_different_ranks_up_or_dies(row, peer, ours):
     """Also a test that these two cases are what they are said to be. In processes of its own."""

@@ -487,7 +487,7 @@ def test_we_are_right(run_ranks):
     assert found == [[ours for _, _, ours in some]] * 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 2, row), peer, ours)

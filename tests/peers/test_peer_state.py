@@ -223,13 +223,13 @@ ROWS = [
 ]
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_we_are_right(run_ranks):
     found = run_ranks(run_ours, 2, [row for row, _, _ in ROWS])
     assert found == [[ours for _, _, ours in ROWS]] * 2
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @parametrize_rows(ROWS)
 def test_the_peer_beside_us(run_ranks, row, peer, ours):
     assert_row(run_ranks(run_both, 2, row), peer, ours)

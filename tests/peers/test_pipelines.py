@@ -172,14 +172,14 @@ def test_a_schedule_gives_the_gradients_of_the_whole_batch(run_ranks, name):
 
 
 @pytest.mark.extras
-@pytest.mark.full
+@pytest.mark.slow
 @by_name(*SINGLE, *LOOPED[:2])
 def test_a_schedule_that_splits_no_backward_may_reshard_after_forward(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, False, None), name)
 
 
 @pytest.mark.extras
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="schedules defer the wait since torch 2.15")
 @by_name("ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
 def test_a_schedule_may_wait_for_reductions_at_its_end(run_ranks, name):
@@ -187,14 +187,14 @@ def test_a_schedule_may_wait_for_reductions_at_its_end(run_ranks, name):
 
 
 @pytest.mark.extras
-@pytest.mark.full
+@pytest.mark.slow
 @by_name(*SINGLE, *LOOPED, *V_SHAPED)
 def test_the_peer_gives_the_same(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, True, False), name)
 
 
 @pytest.mark.extras
-@pytest.mark.full
+@pytest.mark.slow
 @by_name(*SPLIT)
 def test_the_peer_loses_gradients_in_silence_if_it_reshards_after_forward(run_ranks, name):
     of_ranks = run_ranks(in_pipeline, 4, name, True, None)

@@ -174,7 +174,7 @@ def compressed_in_several_buckets():
     return full_state(model)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("is_checked", [False, True])
 def test_power_sgd_in_several_buckets(run_ranks, monkeypatch, is_checked):
     pytest.importorskip("numpy")

@@ -103,7 +103,7 @@ def compare_with_ddp(steps):
     return {name: share for name, (share, _) in found.items()}
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.default_rows(1)
 @pytest.mark.parametrize("steps", [1, 2, 4])
 def test_gradients_take_their_own_size_once(run_ranks, steps):

@@ -173,7 +173,7 @@ def play_packing_early(first, dtypes, kwargs):
         play(first, dtypes, kwargs)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("as_views", [True, False])
 @pytest.mark.parametrize("dtypes", DTYPES)
 def test_any_order_where_gradients_are_packed_as_they_arrive(run_ranks, dtypes, as_views):
@@ -181,7 +181,7 @@ def test_any_order_where_gradients_are_packed_as_they_arrive(run_ranks, dtypes, 
     run_ranks(play_packing_early, 2, 200, DTYPES[dtypes], kwargs, timeout=200)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_any_order_of_doings_with_copies_for_compute(run_ranks):
     policy = meshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     run_ranks(play, 2, 100, DTYPES["float32"], {"mp_policy": policy}, timeout=200)

@@ -132,7 +132,7 @@ def hang(when, shape):
     return time.monotonic() - start
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_a_rank_that_hangs_costs_one_timeout(run_ranks, when, shape):

@@ -36,7 +36,7 @@ def test_ranges_never_overlap_and_what_is_given_back_is_joined(sizes, data):
     assert free.take(end - 100) == 100  # all of it is one range again
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_what_is_lent_is_let_go_of_with_the_last_view():
     segment, gone = Segment.create(1000), []
     tensor, watch = segment.allocate(64, 100, torch.float32, gone.append)

@@ -5,7 +5,6 @@ import os
 import random
 import signal
 import time
-from itertools import product
 from pathlib import Path
 
 import pytest
@@ -19,12 +18,12 @@ from meshard._shared_memory import channel as channel_module
 from meshard._shared_memory.channel import open_channel
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
 from meshard._shared_memory.segment import WHY_UNSUPPORTED, Segment
-from tests.support.covering import covering
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
 from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 from tests.support.strategies import MODES
 
 pytestmark = pytest.mark.skipif(bool(WHY_UNSUPPORTED), reason=WHY_UNSUPPORTED)
@@ -83,8 +82,7 @@ POLICIES = {
 }
 
 
-@pytest.mark.default_rows(1)
-@covering("mesh_shape, policy, schedule", product([(2,), (3,), (2, 2)], POLICIES, ["F", "NRF"]))
+@spread(mesh_shape=[(2,), (3,), (2, 2)], policy=[*POLICIES], schedule=["F", "NRF"])
 def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy, schedule):
     ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
     for heard, later in run_ranks(train_both, ranks, mesh_shape, POLICIES[policy], schedule):
@@ -173,7 +171,7 @@ def any_order(seed):
     )
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ranks, ranks):
     for seed in range(4):
@@ -196,7 +194,7 @@ def many_messages():
     return len(sizes)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_messages_may_be_more_than_there_are_words_for(run_ranks):
     assert run_ranks(many_messages, 2) == [1, 1]  # the segment does not grow
 
@@ -228,7 +226,6 @@ def test_groups_of_gloo_share_however_they_were_named(backend):
 
 
 @on_ranks(2)
-@pytest.mark.default_rows(2)
 @pytest.mark.parametrize("how", ["env", "host", "token", "files", "system"])
 def test_one_rank_that_cannot_share_keeps_all_to_sockets(how):
     mesh = init_device_mesh("cpu", (2,))
@@ -317,7 +314,7 @@ def test_a_rank_that_publishes_and_then_ends_is_not_missed(monkeypatch):
 
 
 @on_ranks(2)
-@pytest.mark.full
+@pytest.mark.slow
 def test_ranks_that_send_different_sizes_are_told():
     met = open_channel(dist.group.WORLD)
     met.publish(torch.ones(10 + dist.get_rank()), NAME)

@@ -5,14 +5,9 @@ import pytest
 from tests.support.start_and_end import outcomes
 
 
-@pytest.mark.parametrize(
-    ("count", "num_busy"),
-    [
-        pytest.param(3, 0, marks=pytest.mark.full),
-        pytest.param(200, 4, marks=[pytest.mark.exhaustive, pytest.mark.timeout(7200)]),
-    ],
-)
-def test_every_rank_ends_cleanly(count, num_busy):
-    found = outcomes(count, num_busy)
-    assert sum(found.values()) == count
+@pytest.mark.slow
+def test_every_rank_ends_cleanly():
+    """``python -m tests.support.start_and_end 200 4`` has more of them, on a busy machine."""
+    found = outcomes(3, num_busy=0)
+    assert sum(found.values()) == 3
     assert {outcome.rpartition(": ")[2] for outcome in found} == {"clean"}, found

@@ -1,8 +1,8 @@
 """Selection of rows: which combinations of parametrized values run in which tier.
 
 A test that is parametrized over a product of axes has more rows than a developer can wait for. By
-default those rows run in which every value occurs once; with ``-m full`` the other rows; where the
-product is written with ``covering``, ``-m full`` stops at the rows in which every pair of values
+default those rows run in which every value occurs once; with ``-m slow`` the other rows; where the
+product is written with ``covering``, ``-m slow`` stops at the rows in which every pair of values
 occurs, and ``-m exhaustive`` runs what is left. A ``-m`` that names neither tier selects from the
 default one.
 """
@@ -47,7 +47,7 @@ def covering(
     """Parametrize a test as pytest does, with rows that are spread over the tiers.
 
     Rows in which every value occurs run by default, rows that are needed to have every pair of
-    values with ``-m full``, and the others with ``-m exhaustive``.
+    values with ``-m slow``, and the others with ``-m exhaustive``.
 
     Args:
         names: Of the parameters, as pytest takes them; at least two.
@@ -57,7 +57,7 @@ def covering(
     rows = list(rows)
     pairs = every_pair(rows)
     values = {pairs[index] for index in every_value([rows[index] for index in pairs])}
-    marks = {index: [] if index in values else [pytest.mark.full] for index in pairs}
+    marks = {index: [] if index in values else [pytest.mark.slow] for index in pairs}
     marked = [
         pytest.param(*row, marks=marks.get(index, [pytest.mark.exhaustive]))
         for index, row in enumerate(rows)
@@ -66,14 +66,14 @@ def covering(
 
 
 def mark_products(items: Sequence[pytest.Item]) -> None:
-    """Mark ``full`` the rows of each test that the default tier does not need.
+    """Mark ``slow`` the rows of each test that the default tier does not need.
 
     Of a test with ``@pytest.mark.default_rows(n)``, the first ``n`` rows stay; of one with several
     ``parametrize`` decorators, rows in which every value of each of them occurs.
     """
     tests: dict[tuple[Any, str], list[Any]] = {}
     for item in items:
-        is_marked = item.get_closest_marker("full") or item.get_closest_marker("exhaustive")
+        is_marked = item.get_closest_marker("slow") or item.get_closest_marker("exhaustive")
         if hasattr(item, "callspec") and not is_marked:
             tests.setdefault((item.parent, item.originalname), []).append(item)
     for rows in tests.values():
@@ -81,7 +81,7 @@ def mark_products(items: Sequence[pytest.Item]) -> None:
         kept = range(limit.args[0]) if limit else every_value([_axes_of(row) for row in rows])
         for index, row in enumerate(rows):
             if index not in kept:
-                row.add_marker(pytest.mark.full)
+                row.add_marker(pytest.mark.slow)
 
 
 def select(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -92,8 +92,8 @@ def select(config: pytest.Config, items: list[pytest.Item]) -> None:
     """
     mark_products(items)
     expression = config.option.markexpr
-    named = {tier for tier in ("full", "exhaustive") if tier in expression}
-    left_out = {"exhaustive"} - named if named or not expression else {"full", "exhaustive"}
+    named = {tier for tier in ("slow", "exhaustive") if tier in expression}
+    left_out = {"exhaustive"} - named if named or not expression else {"slow", "exhaustive"}
     is_left_out = [any(map(item.get_closest_marker, left_out)) for item in items]
     config.hook.pytest_deselected(items=list(itertools.compress(items, is_left_out)))
     items[:] = itertools.compress(items, map(operator.not_, is_left_out))

@@ -39,7 +39,7 @@ def _train_with_peer(name, num_ranks, num_steps):
     return run_threads(step, num_ranks)
 
 
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PEER_CASES)
 def test_a_peer_trains_every_model_like_one_process_on_the_whole_batch(name):
     case = CASES[name]

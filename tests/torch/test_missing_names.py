@@ -78,7 +78,7 @@ print("trained")
 """
 
 
-@pytest.mark.full
+@pytest.mark.slow
 def test_import_needs_none_of_them_and_errors_name_what_is_missing():
     script = textwrap.dedent(SCRIPT).format(with_fallback=WITH_FALLBACK, with_error=WITH_ERROR)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)

@@ -112,7 +112,7 @@ def test_masters_are_not_rounded_to_the_compute_dtype():
 
 
 @on_ranks(2)
-@pytest.mark.full
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("rank0_only", [False, True])
 def test_not_a_byte_is_left_behind(rank0_only, fails):
