@@ -10,10 +10,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, AdamW, Optimizer
 
 import meshard
+from tests.peers.both import BATCHES
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
-from tests.support.side_by_side import BATCHES
 
 NUM_STEPS = 3
 

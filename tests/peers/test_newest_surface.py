@@ -9,8 +9,8 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
+from tests.peers.both import run_both
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
-from tests.support.side_by_side import run_both
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch_fsdp, "GradientReductionHandle"),

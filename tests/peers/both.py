@@ -1,15 +1,10 @@
-"""The same lines with torch's fully_shard and with ours, on the same ranks.
-
-The peer is expected to do what was measured with each version of torch. When a test says that the
-peer has changed, its row must say since when (``Changed``), and so must the documentation.
-"""
+"""How a situation runs with torch's fully_shard and with ours, on the same ranks."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
@@ -20,48 +15,26 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import meshard
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.torch_versions import on_torch
-
-# What is done with the library that it is given, what torch's gives (``Changed``: by version), what
-# ours gives. Of an exception, the name of its class.
-Row = tuple[Callable[[ModuleType], Any], Any, Any]
 
 BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
 
 
-def parametrize_rows(rows: Sequence[Row]) -> pytest.MarkDecorator:
-    """Run a test that takes ``row``, ``peer`` and ``ours`` once per row, under the row's name."""
-    return pytest.mark.parametrize(
-        ("row", "peer", "ours"), rows, ids=[row.__name__ for row, _, _ in rows]
-    )
+LIBRARIES = {"torch": torch_fsdp, "meshard": meshard}
 
 
-def run_row(row: Callable[[ModuleType], Any], lib: ModuleType) -> Any:
-    """Run one row with one library: a function for ranks."""
+def run(situation: Callable[[ModuleType], Any], name: str) -> Any:
+    """Run one situation with one library. Of an exception, return the name of its class."""
     try:
-        return row(lib)
+        return situation(LIBRARIES[name])
     except Exception as error:
         return type(error).__name__
     finally:
         dist.barrier()
 
 
-def run_both(row: Callable[[ModuleType], Any]) -> list[Any]:
-    """Run one row with torch's library, then with ours: a function for ranks."""
-    return [run_row(row, lib) for lib in (torch_fsdp, meshard)]
-
-
-def run_ours(rows: Sequence[Callable[[ModuleType], Any]]) -> list[Any]:
-    """Run all rows with our library: a function for ranks."""
-    return [run_row(row, meshard) for row in rows]
-
-
-def assert_row(found: Sequence[Sequence[Any]], peer: Any, ours: Any) -> None:
-    """Compare what ``run_both`` found on every rank."""
-    for found_peer, found_ours in found:
-        assert found_ours == ours
-        expected = on_torch(peer)
-        assert found_peer == expected, "the peer has changed: update the row, and the documentation"
+def run_both(situation: Callable[[ModuleType], Any]) -> list[Any]:
+    """Run one situation with torch's library, then with ours."""
+    return [run(situation, name) for name in LIBRARIES]
 
 
 class CountOps(TorchDispatchMode):

@@ -1,6 +1,6 @@
 """Programs of the kind that torch tests its own fully_shard with.
 
-The peer runs beside us: see ``tests.support.side_by_side``. Each program compares with the plain
+Each runs with both libraries: see ``tests.peers.both``. Each program compares with the plain
 model on the whole batch; some also count the gathers of each forward and backward.
 """
 
@@ -8,28 +8,21 @@ import contextlib
 import copy
 import warnings
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed._composable import replicate
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    set_model_state_dict,
-)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.testing._internal.two_tensor import TwoTensor
 
 import meshard
+from tests.peers.both import CountOps
 from tests.support.extensions import Int8ForThePeer, with_matrices_as
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_state, whole
-from tests.support.side_by_side import CountOps, assert_row, parametrize_rows, run_both, run_ours
-from tests.support.torch_versions import Changed
 
 DIM = 6
 
@@ -423,71 +416,28 @@ def uneven_shards_of_the_largest_dim(lib):
     return widths(lib, 9, 5).train()
 
 
-def check_uneven_shards():
-    """Parameters, gradients and state dicts, of models that ranks do not divide."""
-    pair = widths(meshard, 9, 5)
-    weight = pair.model[0].weight
-    assert weight.placements == (Shard(0),) and pair.model[2].weight.placements == (Shard(1),)
-    for param, plain in zip(pair.model.parameters(), pair.plain.parameters(), strict=True):
-        dim = param.placements[0].dim
-        parts = plain.chunk(dist.get_world_size(), dim)
-        mine = parts[dist.get_rank()] if dist.get_rank() < len(parts) else plain.narrow(dim, 0, 0)
-        assert_same(param.to_local(), mine.detach())
-    pair.train()
-    unsharded = get_model_state_dict(pair.model, options=StateDictOptions(full_state_dict=True))
-    assert_same(unsharded, dict(pair.plain.state_dict()))
-    for shards in (pair.model.state_dict(), unsharded):
-        other = widths(meshard, 9, 5)
-        is_full = shards is unsharded
-        options = StateDictOptions(full_state_dict=is_full)
-        set_model_state_dict(other.model, copy.deepcopy(shards), options=options)
-        other.plain.load_state_dict(pair.plain.state_dict())
-        assert_same(full_state(other.model), full_state(pair.plain))
-        other.train(range(3, 5))
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("num_ranks", [4, 2, 3])
-def test_uneven_shards_of_the_largest_dim(run_ranks, num_ranks):
-    run_ranks(check_uneven_shards, num_ranks)
-
-
-# what is done, what torch's fully_shard gives, what we give
+NUM_RANKS = 2
+# What is done with a library, and what every rank has then with ours: of an exception, its class.
 BY_HAND = [[4, 0], [4, 1], [4, 1], [4, 4]]
 AFTER_FORWARD = [[4, 3], [4, 2], [4, 3], [4, 0], [4, 2], [4, 4]]
 AFTER_BACKWARD = [*[[4, 3], [3, 3], [3, 3]] * 3, [4, 3], [1, 3], [1, 3]]
 UNUSED = [*[[3, 2]] * 3, *[[3, 0]] * 3]
-STAYS_UNSHARDED = [[3, 0]] * 6
-JVP = Changed("NotImplementedError", {"2.13": "right"})
-DUAL = Changed("NotImplementedError", {"2.13": "RuntimeError"})
 ARE_SHARDED = [*[[False, False]] * 2, [True, True]] * 2
 SHARD_MESH = (1, 2, ("shard",), True)
-ROWS = [
-    (units_inside_torchs_replicate, ("right", [True, False]), ("right", [True, False])),
-    (torchs_replicate_of_a_unit, "RuntimeError", "RuntimeError"),
-    (two_modules_of_a_unit_unsharded_ahead, ARE_SHARDED, ARE_SHARDED),
-    (units_resharded_by_hand, BY_HAND, BY_HAND),
-    (resharding_after_forward_toggled_for_some, AFTER_FORWARD, AFTER_FORWARD),
-    (resharding_after_backward_toggled_for_some, AFTER_BACKWARD, AFTER_BACKWARD),
-    (a_module_of_a_unit_is_not_used, Changed(STAYS_UNSHARDED, {"2.13": UNUSED}), UNUSED),
-    (forward_derivatives_of_kept_units, JVP, "right"),
-    (forward_derivatives_of_resharded_units, JVP, "right"),
-    (dual_numbers_through_kept_units, DUAL, "right"),
-    (dual_numbers_through_resharded_units, DUAL, "right"),
-    (the_mesh_that_subclasses_are_given, SHARD_MESH, SHARD_MESH),
-    (the_mesh_that_methods_of_shards_are_given, SHARD_MESH, SHARD_MESH),
-    (even_shards_of_the_largest_dim, "right", "right"),
-    (uneven_shards_of_the_largest_dim, "NotImplementedError", "right"),
+SITUATIONS = [
+    (units_inside_torchs_replicate, ("right", [True, False])),
+    (torchs_replicate_of_a_unit, "RuntimeError"),
+    (two_modules_of_a_unit_unsharded_ahead, ARE_SHARDED),
+    (units_resharded_by_hand, BY_HAND),
+    (resharding_after_forward_toggled_for_some, AFTER_FORWARD),
+    (resharding_after_backward_toggled_for_some, AFTER_BACKWARD),
+    (a_module_of_a_unit_is_not_used, UNUSED),
+    (forward_derivatives_of_kept_units, "right"),
+    (forward_derivatives_of_resharded_units, "right"),
+    (dual_numbers_through_kept_units, "right"),
+    (dual_numbers_through_resharded_units, "right"),
+    (the_mesh_that_subclasses_are_given, SHARD_MESH),
+    (the_mesh_that_methods_of_shards_are_given, SHARD_MESH),
+    (even_shards_of_the_largest_dim, "right"),
+    (uneven_shards_of_the_largest_dim, "right"),
 ]
-
-
-def test_we_are_right(run_ranks):
-    some = ROWS[:4]  # the second tier has all of them, beside the peer
-    found = run_ranks(run_ours, 2, [row for row, _, _ in some])
-    assert found == [[ours for _, _, ours in some]] * 2
-
-
-@pytest.mark.slow
-@parametrize_rows(ROWS)
-def test_the_peer_beside_us(run_ranks, row, peer, ours):
-    assert_row(run_ranks(run_both, 2, row), peer, ours)

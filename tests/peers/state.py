@@ -1,27 +1,21 @@
 """Parameters and their state, where torch's own fully_shard is wrong about them.
 
-The peer runs beside us: see ``tests.support.side_by_side``.
+Each runs with both libraries: see ``tests.peers.both``.
 """
 
 import copy
 
-import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
-from tests.support.models import MlpStack, seeded
-from tests.support.parity import assert_same, full_grads
-from tests.support.side_by_side import (
+from tests.peers.both import (
     BATCHES,
     Both,
-    assert_row,
-    parametrize_rows,
-    run_both,
-    run_ours,
 )
-from tests.support.torch_versions import Changed
+from tests.support.models import MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -197,39 +191,27 @@ def hooked(lib):
     return both.is_right()
 
 
-# what is done, what torch's fully_shard gives, what we give
-THAWED = Changed("RuntimeError", {"2.14": ("wrong", "wrong")})
-ROWS = [
-    (frozen_between_steps, ("wrong", "wrong"), ("right", "right")),
-    (frozen_while_whole, ("wrong", "wrong"), ("right", "right")),
-    (thawed_under_mixed_precision, THAWED, ("right", "right")),
-    (frozen_under_mixed_precision, "wrong", "right"),
-    (averages_swapped_in_after_an_evaluation, "right", "right"),
-    (stepped_after_an_evaluation, "stale", "right"),
-    (initialised_after_an_evaluation, "wrong", "right"),
-    (an_optimizer_built_after_an_evaluation, "wrong", "right"),
-    (a_part_first, "RuntimeError", ("right", "right")),
-    (inference_first, "RuntimeError", "right"),
-    (copied, "AssertionError", "right"),
-    (averaged, "AssertionError", "right"),
-    (loaded_from_whole_tensors, "RuntimeError", "right"),
-    (assigned_from_whole_tensors, "AttributeError", "right"),
-    (parameter_assigned, "wrong", "right"),
-    (part_cast, "wrong", "right"),
-    (cast_after_an_evaluation, "RuntimeError", "right"),
-    (cast_and_cast_back_after_an_evaluation, "wrong", "right"),
-    (channels_last, "NotImplementedError", "works"),
-    (hooked, "wrong", "right"),
+NUM_RANKS = 2
+# What is done with a library, and what every rank has then with ours: of an exception, its class.
+SITUATIONS = [
+    (frozen_between_steps, ("right", "right")),
+    (frozen_while_whole, ("right", "right")),
+    (thawed_under_mixed_precision, ("right", "right")),
+    (frozen_under_mixed_precision, "right"),
+    (averages_swapped_in_after_an_evaluation, "right"),
+    (stepped_after_an_evaluation, "right"),
+    (initialised_after_an_evaluation, "right"),
+    (an_optimizer_built_after_an_evaluation, "right"),
+    (a_part_first, ("right", "right")),
+    (inference_first, "right"),
+    (copied, "right"),
+    (averaged, "right"),
+    (loaded_from_whole_tensors, "right"),
+    (assigned_from_whole_tensors, "right"),
+    (parameter_assigned, "right"),
+    (part_cast, "right"),
+    (cast_after_an_evaluation, "right"),
+    (cast_and_cast_back_after_an_evaluation, "right"),
+    (channels_last, "works"),
+    (hooked, "right"),
 ]
-
-
-@pytest.mark.slow
-def test_we_are_right(run_ranks):
-    found = run_ranks(run_ours, 2, [row for row, _, _ in ROWS])
-    assert found == [[ours for _, _, ours in ROWS]] * 2
-
-
-@pytest.mark.slow
-@parametrize_rows(ROWS)
-def test_the_peer_beside_us(run_ranks, row, peer, ours):
-    assert_row(run_ranks(run_both, 2, row), peer, ours)

@@ -1,12 +1,11 @@
 """Calls that torch's own fully_shard refuses or ignores.
 
-The peer runs beside us: see ``tests.support.side_by_side``.
+Each runs with both libraries: see ``tests.peers.both``.
 """
 
 import copy
 import weakref
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,17 +14,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 import meshard
-from tests.support.models import Adapted, MlpStack, seeded
-from tests.support.parity import assert_same, full_grads
-from tests.support.side_by_side import (
+from tests.peers.both import (
     BATCHES,
     Both,
-    assert_row,
-    parametrize_rows,
-    run_both,
-    run_ours,
 )
-from tests.support.torch_versions import Changed
+from tests.support.models import Adapted, MlpStack, seeded
+from tests.support.parity import assert_same, full_grads
 
 
 def flat_mesh():
@@ -178,28 +172,17 @@ def norms_over_meshes(lib):
     return "right"
 
 
-# what is done, what torch's fully_shard gives, what we give
-LATE_LIMIT = Changed("AttributeError", {"2.13": [True, False]})
-ROWS = [
-    (replicas_that_start_apart, False, True),
-    (a_child_after_its_parent, "TypeError", "ValueError"),
-    (a_scalar_parameter, "ValueError", "ValueError"),
-    (an_adapter_beside_a_narrow_base, "right", "right"),
-    (an_adapter_beside_a_narrow_base_that_trains, "AssertionError", "right"),
-    (a_factor_on_a_root_without_parameters, 1.0, 2.0),
-    (a_late_limit_of_input_buffers, LATE_LIMIT, [True, True]),
-    (a_method_that_calls_the_module, "RuntimeError", "right"),
-    (gradients_by_autograd_grad, "RuntimeError", "RuntimeError"),
-    (norms_over_meshes, "RuntimeError", "right"),
+NUM_RANKS = 2
+# What is done with a library, and what every rank has then with ours: of an exception, its class.
+SITUATIONS = [
+    (replicas_that_start_apart, True),
+    (a_child_after_its_parent, "ValueError"),
+    (a_scalar_parameter, "ValueError"),
+    (an_adapter_beside_a_narrow_base, "right"),
+    (an_adapter_beside_a_narrow_base_that_trains, "right"),
+    (a_factor_on_a_root_without_parameters, 2.0),
+    (a_late_limit_of_input_buffers, [True, True]),
+    (a_method_that_calls_the_module, "right"),
+    (gradients_by_autograd_grad, "RuntimeError"),
+    (norms_over_meshes, "right"),
 ]
-
-
-def test_we_are_right(run_ranks):
-    found = run_ranks(run_ours, 2, [row for row, _, _ in ROWS])
-    assert found == [[ours for _, _, ours in ROWS]] * 2
-
-
-@pytest.mark.slow
-@parametrize_rows(ROWS)
-def test_the_peer_beside_us(run_ranks, row, peer, ours):
-    assert_row(run_ranks(run_both, 2, row), peer, ours)

@@ -27,7 +27,6 @@ NUM_STEPS = 2
 SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 LOOPED = ("ScheduleLoopedBFS", "ScheduleInterleaved1F1B", "ScheduleInterleavedZeroBubble")
 V_SHAPED = ("ScheduleZBVZeroBubble", "ScheduleDualPipeV")
-SPLIT = ("ScheduleInterleavedZeroBubble", *V_SHAPED)
 runs_on_gloo = pytest.mark.skipif(
     torch.__version__ < "2.12",
     reason="V-shaped schedules of torch 2.11 fail on gloo, of whatever library the stages are",
@@ -35,7 +34,11 @@ runs_on_gloo = pytest.mark.skipif(
 
 
 def by_name(*names: str) -> pytest.MarkDecorator:
-    rows = [pytest.param(each, marks=runs_on_gloo if each in V_SHAPED else ()) for each in names]
+    """Parametrize by schedules; all but the first are slow."""
+    rows = []
+    for index, name in enumerate(names):
+        marks = [runs_on_gloo] if name in V_SHAPED else []
+        rows.append(pytest.param(name, marks=[*marks, pytest.mark.slow] if index else marks))
     return pytest.mark.parametrize("name", rows)
 
 
@@ -86,9 +89,8 @@ class Step:
     reduced: list[str]  # the units that our library has reduced
 
 
-def in_pipeline(name: str, is_peer: bool, reshard: bool | None, **kwargs: bool) -> list[Step]:
+def in_pipeline(name: str, reshard: bool | None, **kwargs: bool) -> list[Step]:
     """Train by one schedule: a function for four ranks."""
-    fully_shard = torch_fsdp.fully_shard if is_peer else meshard.fully_shard
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
     indices = stages_of(name, pp.get_local_rank())
@@ -96,7 +98,7 @@ def in_pipeline(name: str, is_peer: bool, reshard: bool | None, **kwargs: bool) 
     own = {index: modules[index] for index in indices}
     for part in own.values():
         for unit in (*part.blocks, part):
-            fully_shard(unit, mesh=dp, reshard_after_forward=reshard)
+            meshard.fully_shard(unit, mesh=dp, reshard_after_forward=reshard)
     stages = [
         PipelineStage(part, index, len(modules), torch.device("cpu"), group=pp.get_group())
         for index, part in own.items()
@@ -161,9 +163,8 @@ def assert_right(of_ranks: list[list[Step]], name: str) -> None:
 
 @pytest.mark.extras
 @by_name("ScheduleZBVZeroBubble", *SINGLE, *LOOPED, "ScheduleDualPipeV")
-@pytest.mark.default_rows(1)
 def test_a_schedule_gives_the_gradients_of_the_whole_batch(run_ranks, name):
-    of_ranks = run_ranks(in_pipeline, 4, name, False, False)
+    of_ranks = run_ranks(in_pipeline, 4, name, False)
     assert_right(of_ranks, name)
     for steps in of_ranks:  # the first also finds out the shapes of what stages send
         stages = {key.split(".")[0] for key in steps[1].grads}
@@ -175,7 +176,7 @@ def test_a_schedule_gives_the_gradients_of_the_whole_batch(run_ranks, name):
 @pytest.mark.slow
 @by_name(*SINGLE, *LOOPED[:2])
 def test_a_schedule_that_splits_no_backward_may_reshard_after_forward(run_ranks, name):
-    assert_right(run_ranks(in_pipeline, 4, name, False, None), name)
+    assert_right(run_ranks(in_pipeline, 4, name, None), name)
 
 
 @pytest.mark.extras
@@ -183,23 +184,7 @@ def test_a_schedule_that_splits_no_backward_may_reshard_after_forward(run_ranks,
 @pytest.mark.skipif(torch.__version__ < "2.15", reason="schedules defer the wait since torch 2.15")
 @by_name("ScheduleInterleavedZeroBubble", "ScheduleDualPipeV")
 def test_a_schedule_may_wait_for_reductions_at_its_end(run_ranks, name):
-    assert_right(run_ranks(in_pipeline, 4, name, False, False, defer_reduce_grad_wait=True), name)
-
-
-@pytest.mark.extras
-@pytest.mark.slow
-@by_name(*SINGLE, *LOOPED, *V_SHAPED)
-def test_the_peer_gives_the_same(run_ranks, name):
-    assert_right(run_ranks(in_pipeline, 4, name, True, False), name)
-
-
-@pytest.mark.extras
-@pytest.mark.slow
-@by_name(*SPLIT)
-def test_the_peer_loses_gradients_in_silence_if_it_reshards_after_forward(run_ranks, name):
-    of_ranks = run_ranks(in_pipeline, 4, name, True, None)
-    with pytest.raises(AssertionError):
-        assert_right(of_ranks, name)
+    assert_right(run_ranks(in_pipeline, 4, name, False, defer_reduce_grad_wait=True), name)
 
 
 def in_a_split_backward(reshard: bool | None, is_manual: bool) -> tuple[str, bool]:

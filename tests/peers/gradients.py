@@ -1,25 +1,19 @@
 """Gradients, where torch's own fully_shard is wrong about them.
 
-The peer runs beside us: see ``tests.support.side_by_side``.
+Each runs with both libraries: see ``tests.peers.both``.
 """
 
 import copy
-from itertools import product
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-import meshard
+from tests.peers.both import CountOps
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.rank_pool import RankError, RankPool
-from tests.support.side_by_side import CountOps, assert_row, parametrize_rows, run_both, run_ours
-from tests.support.torch_versions import Changed, on_torch
 
 NAMES = ("replicate", "shard")
 
@@ -191,31 +185,6 @@ def a_head_in_the_loss_of_some_ranks(lib):
     return tuple(head.bias.grad.full_tensor()[0].item() for head in (net.main, net.auxiliary))
 
 
-def reductions(lib, net):
-    """Whether a backward reduces over the shard group, and over the replicas."""
-    net.zero_grad()
-    if lib is meshard:
-        with meshard.CommLedger(net) as ledger:
-            net(1.0, 1.0).backward()
-        return "reduce_scatter" in ledger.counts, "all_reduce" in ledger.counts
-    with CountOps("reduce_scatter") as scatters, CountOps("allreduce") as all_reduces:
-        net(1.0, 1.0).backward()
-    return scatters.count > 0, all_reduces.count > 0
-
-
-def setters_of_gradient_sync(lib):
-    """What is reduced after each sequence of three calls of the two boolean setters."""
-    net = Both(lib).net
-    calls = list(product(("set_requires_gradient_sync", "set_requires_all_reduce"), (False, True)))
-    found = {}
-    for sequence in product(range(len(calls)), repeat=3):
-        net.set_requires_gradient_sync(True)
-        for name, value in (calls[number] for number in sequence):
-            getattr(net, name)(value)
-        found[sequence] = reductions(lib, net)
-    return found
-
-
 def gathers_after_a_forward_alone(lib):
     """How many gathers a step has more, because a forward without backward came before it."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -264,69 +233,27 @@ def uneven_on_dim_one(lib):
     return like_plain(lib, seeded(nn.Linear(7, 8)), torch.ones(2, 7), shard_placement_fn=last_dim)
 
 
-# what is done, what torch's fully_shard gives, what we give
-ZEROS = Changed("AttributeError", {"2.13": (2.0, 4.0)})
-LEAKS, FLUSHED = ((None, None), (3.5, 2.0)), ((2.5, 1.0), (1.0, 1.0))
-ROWS = [
-    (other_parameter_of_same_size, Changed((None, 27.5), {"2.15": (2.5, 25.0)}), (2.5, 25.0)),
-    (set_grows, Changed("RuntimeError", {"2.15": (5.0, 25.0)}), (5.0, 25.0)),
-    (set_shrinks, Changed("RuntimeError", {"2.15": (5.0, 25.0)}), (5.0, 25.0)),
-    (nothing_at_the_end, Changed(LEAKS, {"2.15": FLUSHED}), FLUSHED),
-    (zero_grad_in_window, 5.0, 2.5),
-    (many_ones, 256.0, 512.0),
-    (one_shard_float16, 0.625, 2.5),
-    (divide_by_three, "RuntimeError", 3.33),
-    (first_used_at_the_end, Changed("AssertionError", {"2.15": (2.0, 3.0)}), (2.0, 3.0)),
-    (step_in_an_open_window, 0.0, "RuntimeError"),
-    (factor_of_zero, "ZeroDivisionError", "ValueError"),
-    (factor_of_nan, "nan", "ValueError"),
-    (different_parameters_with_zeros_for_others, ZEROS, (2.0, 4.0)),
-    (gathers_after_a_forward_alone, 1, 0),
-    (mixed_dtypes_in_a_unit, "AssertionError", "right"),
-    (uneven_on_dim_one, "NotImplementedError", "right"),
+NUM_RANKS = 4
+# What is done with a library, and what every rank has then with ours: of an exception, its class.
+FLUSHED = ((2.5, 1.0), (1.0, 1.0))
+SITUATIONS = [
+    (other_parameter_of_same_size, (2.5, 25.0)),
+    (set_grows, (5.0, 25.0)),
+    (set_shrinks, (5.0, 25.0)),
+    (nothing_at_the_end, FLUSHED),
+    (zero_grad_in_window, 2.5),
+    (many_ones, 512.0),
+    (one_shard_float16, 2.5),
+    (divide_by_three, 3.33),
+    (first_used_at_the_end, (2.0, 3.0)),
+    (step_in_an_open_window, "RuntimeError"),
+    (factor_of_zero, "ValueError"),
+    (factor_of_nan, "ValueError"),
+    (different_parameters_with_zeros_for_others, (2.0, 4.0)),
+    (gathers_after_a_forward_alone, 0),
+    (mixed_dtypes_in_a_unit, "right"),
+    (uneven_on_dim_one, "right"),
+    (different_parameters_of_the_same_size, (2.0, 4.0)),
+    (different_parameters_of_other_sizes, (2.0, 4.0)),
+    (a_head_in_the_loss_of_some_ranks, (1.0, 0.5)),
 ]
-
-# Of all ranks. 4 for one parameter, 8 for the other: neither mean is 6, and all ranks have both.
-DIVERGENT = [
-    (different_parameters_of_the_same_size, [(None, 6.0), (6.0, None)] * 2, [(2.0, 4.0)] * 4),
-    (different_parameters_of_other_sizes, "RankError", [(2.0, 4.0)] * 4),
-    (a_head_in_the_loss_of_some_ranks, "RankError", [(1.0, 0.5)] * 4),
-]
-
-
-@pytest.mark.slow
-@parametrize_rows(ROWS)
-def test_the_peer_beside_us(run_ranks, row, peer, ours):
-    assert_row(run_ranks(run_both, 4, row), peer, ours)
-
-
-@pytest.mark.slow
-def test_every_order_of_the_boolean_setters_means_what_it_means_to_the_peer(run_ranks):
-    for peer, ours in run_ranks(run_both, 4, setters_of_gradient_sync):
-        assert len(peer) == 64
-        assert ours == peer
-        assert ours[1, 2, 1] == (True, True)  # the last call turns everything on
-
-
-@parametrize_rows(DIVERGENT)
-def test_ranks_that_use_different_parameters(run_ranks, row, peer, ours):
-    assert run_ranks(run_ours, 4, [row]) == [[each] for each in ours]
-
-
-def run_peer(row):
-    return row(torch_fsdp)
-
-
-@pytest.mark.slow
-@parametrize_rows(DIVERGENT)
-def test_the_peer_mixes_parameters_of_different_ranks_up_or_dies(row, peer, ours):
-    """Also a test that these two cases are what they are said to be. In processes of its own."""
-    pool = RankPool()
-    try:
-        found = pool.run(run_peer, 4, row, timeout=20)
-    except RankError as error:
-        ends = ("the process died with exit code -6", "no answer in 20 s")
-        found = "RankError" if any(each in str(error) for each in ends) else error
-    finally:
-        pool.close()
-    assert found == on_torch(peer), "the peer has changed"
