@@ -209,8 +209,6 @@ def test_units_made_by_hand_are_blocks_enough():
     assert fully_shard_units(model) == ["", "0"]
 
 
-
-
 def members(model):
     """Return the names of the modules of each unit, by that of its first."""
     found = {}
@@ -300,8 +298,6 @@ def test_what_several_modules_share_is_in_the_root():
     assert members(model)["0.0"] == ["0.0", "1.0"]
     assert ["0.0.up.weight", "1.0.up.weight"] in taken_by(model)[""]
     assert ["0.1.up.weight"] in taken_by(model)[""]
-
-
 
 
 @on_fake_ranks(4)
@@ -400,8 +396,6 @@ def test_trainable_parameters_in_less_than_float32_warn_once():
     assert len(seen) == 1 and seen[0].filename == __file__
     fully_shard_units(MlpStack().bfloat16().requires_grad_(False))
     fully_shard_units(MlpStack().double())
-
-
 
 
 LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm)
