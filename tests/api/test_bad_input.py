@@ -1,7 +1,6 @@
 """Wrong calls: each fails at once, in our words, and leaves the module as it was."""
 
 import inspect
-import re
 import traceback
 from pathlib import Path
 
@@ -14,8 +13,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Shard
 
 import meshard
-from meshard import CPUOffloadPolicy, FSDPModule, GradientSync, MixedPrecisionPolicy
-from meshard import ReplicateModule
+from meshard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    GradientSync,
+    MixedPrecisionPolicy,
+    ReplicateModule,
+)
 from tests.support.fake import fake_group
 from tests.support.ranks import on_fake_ranks
 
