@@ -18,7 +18,9 @@ from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
 
 BF16, FP32 = torch.bfloat16, torch.float32
-IN_TORCH = hasattr(torch_fsdp.MixedPrecisionPolicy(), "param_dtype_override_fn")
+POLICIES = [MixedPrecisionPolicy]
+if hasattr(torch_fsdp.MixedPrecisionPolicy(), "param_dtype_override_fn"):  # since torch 2.15
+    POLICIES.append(torch_fsdp.MixedPrecisionPolicy)
 
 
 class Net(nn.Module):
@@ -122,18 +124,13 @@ def test_tensor_subclasses_are_told_their_own_dtype(chosen, expected):
     assert Asked.policy.param_dtype_override_fn is None
 
 
+@pytest.mark.parametrize("cls", POLICIES)
 @on_ranks(1)
-def test_the_table_says_how_many_keep_theirs():
-    model = meshard.fully_shard(Net(), mp_policy=policy())
-    assert "param_dtype=bfloat16 (2 keep their own)" in meshard.describe(model)
-    alone = meshard.fully_shard(Ones(), mp_policy=policy())
-    assert "param_dtype" not in meshard.describe(alone)
-
-
-@pytest.mark.skipif(not IN_TORCH, reason="torch's policy has it since torch 2.15")
-@on_ranks(1)
-def test_torchs_own_policy_is_honoured():
-    theirs = torch_fsdp.MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=keep_vectors)
+def test_the_table_says_how_many_keep_theirs(cls):
+    theirs = cls(param_dtype=BF16, param_dtype_override_fn=keep_vectors)
     model = meshard.fully_shard(Net(), mp_policy=theirs)
+    assert "param_dtype=bfloat16 (2 keep their own)" in meshard.describe(model)
     model(torch.ones(1, 4))
     assert model.dtypes == [BF16, FP32, FP32]
+    alone = meshard.fully_shard(Ones(), mp_policy=theirs)
+    assert "param_dtype" not in meshard.describe(alone)
