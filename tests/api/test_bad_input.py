@@ -276,47 +276,28 @@ JUNK = {
     "module": nn.ReLU,  # made anew for each call, which may change it
 }
 CALLABLE = "None class module"
-# What of JUNK an argument of that name may be; one that is not listed, nothing.
-TAKES = {
-    "accumulate_dtype": "None",
-    "batches": "text list tensor",  # any iterable
-    "bucket_cap_mb": "3",
-    "buffer_dtype": "None",
-    "clip": "None",
-    "clip_value": "None 3",
-    "dp_mesh_dims": "None",
-    "factor": "3 None class module",  # a callable is read later
-    "foreach": "None",
-    "hook": CALLABLE,
-    "ignored_params": "None",
-    "init": CALLABLE,
-    "max_input_buffers": "3",
-    "max_norm": "3",
-    "max_unit_norm": "None 3",
-    "mesh": "None",
-    "min_params": "0 3",
-    "norm_type": "3",
-    "offload_policy": "None",
-    "optimizer": "None",
-    "output_dtype": "None",
-    "overrides": CALLABLE,
-    "param_dtype": "None",
-    "param_dtype_override_fn": CALLABLE,
-    "param_groups": "None",
-    "parameters": "tensor module",
-    "process_group": "None",
-    "reduce_dtype": "None",
-    "replicate": "None text",
-    "reshard_after_forward": "None 3",  # 3 of the 3 ranks
-    "shard": "None text",
-    "shard_placement_fn": "None",
-    "state": " ".join(JUNK),  # the hook's own
-    "stream": "None",
-    "tensors": "tensor",
-    "growth_interval": "3",
-    "growth_factor": "3",
-    "init_scale": "3",
+# Names of arguments by what of JUNK they may be; what is not listed takes nothing of it.
+TAKES_BY_JUNK = {
+    "3": (
+        "bucket_cap_mb growth_factor growth_interval init_scale max_input_buffers "
+        "max_norm norm_type"
+    ),
+    "0 3": "min_params",
+    "None": (
+        "accumulate_dtype buffer_dtype clip dp_mesh_dims foreach ignored_params mesh "
+        "offload_policy optimizer output_dtype param_dtype param_groups process_group "
+        "reduce_dtype shard_placement_fn stream"
+    ),
+    "None 3": "clip_value max_unit_norm reshard_after_forward",
+    "tensor": "tensors",
+    "None text": "replicate shard",
+    "tensor module": "parameters",
+    "text list tensor": "batches",
+    CALLABLE: "hook init overrides param_dtype_override_fn",
+    "3 None class module": "factor",
+    " ".join(JUNK): "state",
 }
+TAKES = {name: junk for junk, names in TAKES_BY_JUNK.items() for name in names.split()}
 # Where an argument means something else than elsewhere.
 EXCEPT = {
     ("CommLedger", "module"): "None module",
