@@ -111,10 +111,10 @@ def check_values(mesh_shape, to_empty_first):
     if not to_empty_first:  # nothing is gathered: one broadcast per axis of the mesh
         assert ledger.counts == {"broadcast": len(mesh_shape)}
     if mesh_shape == (2, 2):  # replicas hold the same bits
-        for param in model.parameters():
+        for name, param in model.named_parameters():
             copies = [None, None]
             dist.all_gather_object(copies, param.to_local(), param.device_mesh.get_group(0))
-            assert torch.equal(*copies)
+            assert torch.equal(*copies), name
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ def check_synced(mesh_shape):
     assert max(event.payload_bytes for event in ledger.events) == largest
     assert {event.unit for event in ledger.events} == {"(sync_init)"}
     if mesh_shape == (2, 2):  # replicas hold the same bits
-        for param in model.parameters():
+        for name, param in model.named_parameters():
             copies = [None, None]
             dist.all_gather_object(copies, param.to_local(), mesh.get_group(0))
-            assert torch.equal(*copies)
+            assert torch.equal(*copies), name
     with CommLedger() as ledger:  # a second call sends nothing
         fully_shard_units(model, sync_init=True)
     assert not ledger.counts

@@ -81,9 +81,8 @@ def test_gradients_of_whole_parameters_are_reduced(mode, inside, mesh_shape):
             loss = loss + (rank + 1) * model.blocks[1].linear.bias.sum()
             if inside:
                 loss.backward()
-        if not inside:
-            loss.backward()
-        case.loss(model(case.batch(5, rank))).backward()
+        ordinary = case.loss(model(case.batch(5, rank)))
+        (ordinary if inside else ordinary + loss).backward()
     for k in range(2):
         for r in range(num_ranks):
             loss = case.loss(plain(case.batch(k, r))) + case.loss(plain(case.batch(5, r)))

@@ -50,10 +50,10 @@ def read_edit_and_train(name, mesh_shape, **kwargs):
     if here:
         assert_same(dict(state), dict(plain.state_dict()), bitwise=True)
     if mesh_shape == (2, 2):  # replicas hold the same bits
-        for param in model.parameters():
+        for name, param in model.named_parameters():
             copies = [None, None]
             dist.all_gather_object(copies, param.to_local(), param.device_mesh.get_group(0))
-            assert torch.equal(*copies)
+            assert torch.equal(*copies), name
     dtype = case.dtype
     assert_same(model(batch), plain(batch), dtype)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
