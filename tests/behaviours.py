@@ -214,7 +214,7 @@ FAILS = (
         situation="load_state_dict of whole tensors, also with assign=True",
         ours=(
             "api/test_loading.py::test_whole_tensors_are_loaded_without_communication",
-            "api/test_loading_tools.py::test_a_model_on_meta_is_filled_by_assigning",
+            "api/test_loading.py::test_a_model_on_meta_is_filled_by_assigning",
         ),
         peer=_rows(_STATE, "loaded_from_whole_tensors", "assigned_from_whole_tensors"),
     ),
@@ -288,7 +288,7 @@ READS = (
             "api/test_forward_methods.py::test_whatever_is_called_trains_like_the_plain_model",
             "engine/test_on_access.py::test_an_attention_whose_out_proj_is_a_unit_trains",
             "engine/test_on_access.py::test_what_was_read_is_given_back_with_the_parent",
-            "api/test_auto_parity.py::test_attention_may_be_inside_units_or_be_one",
+            "api/test_auto_units.py::test_attention_may_be_inside_units_or_be_one",
         ),
         no_peer="it has neither unsharded_params nor unshard_on_access",
     ),

@@ -1,6 +1,8 @@
-"""Wrong calls: each fails at once, says what to do, and leaves the module as it was."""
+"""Wrong calls: each fails at once, in our words, and leaves the module as it was."""
 
-import re
+import inspect
+import traceback
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,14 +13,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Shard
 
 import meshard
-from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
+from meshard import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    GradientSync,
+    MixedPrecisionPolicy,
+    ReplicateModule,
+)
 from tests.support.fake import fake_group
-
-
-@pytest.fixture(autouse=True)
-def eight_ranks():
-    with fake_group(8):
-        yield
+from tests.support.ranks import on_fake_ranks
 
 
 def snapshot(module):
@@ -28,121 +31,102 @@ def snapshot(module):
     ]
 
 
-def check_refused(error, text, module, *args, looked_at=None, **kwargs):
-    """The call raises, and the module (and what is in it) is what it was, object by object."""
-    before = [] if looked_at is None else snapshot(looked_at)
+def check_refused(error, text, module, *args, inside=None, **kwargs):
+    """The call raises, and the module (or what it is inside) is what it was, object by object."""
+    inside = inside or (module if isinstance(module, nn.Module) else nn.Module())
+    before = snapshot(inside)
     with pytest.raises(error, match=text):
         meshard.fully_shard(module, *args, **kwargs)
-    after = [] if looked_at is None else snapshot(looked_at)
-    assert len(before) == len(after)
-    for (cls, params, hooks, state), (cls_, params_, hooks_, state_) in zip(
-        before, after, strict=True
-    ):
-        assert cls is cls_ and hooks == hooks_ and state.keys() == state_.keys()
-        assert all(params[name] is params_[name] for name in params)
+    for (cls, params, hooks, state), now in zip(before, snapshot(inside), strict=True):
+        assert cls is now[0] and hooks == now[2] and state.keys() == now[3].keys()
+        assert all(params[name] is now[1][name] for name in params)
 
 
 def model():
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
 
 
+@on_fake_ranks(8)
 def test_a_3d_mesh_is_refused():
     mesh = init_device_mesh("cpu", (2, 2, 2))
-    net = model()
-    check_refused(ValueError, "1D mesh .* or a 2D mesh", net, mesh, looked_at=net)
-
-
-def test_something_else_than_a_mesh_is_refused():
-    check_refused(TypeError, "mesh must be a DeviceMesh or None, got int", model(), 8)
+    check_refused(ValueError, "1D mesh .* or a 2D mesh", model(), mesh)
 
 
 @pytest.mark.parametrize("container", [nn.ModuleList, lambda ms: nn.ModuleDict({"a": ms[0]})])
+@on_fake_ranks(8)
 def test_a_container_without_forward_is_refused(container):
     blocks = container([nn.Linear(8, 8)])
     name = type(blocks).__name__
-    check_refused(ValueError, f"{name}, because it has no forward", blocks, looked_at=blocks)
+    check_refused(ValueError, f"{name}, because it has no forward", blocks)
     check_refused(ValueError, f"{name}, because it has no forward", [model(), blocks])
 
 
+@on_fake_ranks(8)
 def test_a_module_list_with_a_forward_of_its_own_is_accepted():
     class Chain(nn.ModuleList):
         def forward(self, x):
-            for module in self:
-                x = module(x)
-            return x
+            return self[0](x)
 
-    chain = Chain([nn.Linear(8, 8)])
-    meshard.fully_shard(chain)
+    chain = meshard.fully_shard(Chain([nn.Linear(8, 8)]))
     chain(torch.ones(1, 8)).sum().backward()
 
 
-def test_applying_twice_is_refused():
-    net = meshard.fully_shard(model())
-    check_refused(ValueError, "applied to a Sequential that is sharded", net, looked_at=net)
-
-
+@on_fake_ranks(8)
 def test_a_child_after_its_parent_is_refused():
     net = meshard.fully_shard(model())
-    check_refused(
-        ValueError,
-        "'Linear.weight' already belongs to a unit .* children before",
-        net[0],
-        looked_at=net,
-    )
+    text = "'Linear.weight' already belongs to a unit .* children before"
+    check_refused(ValueError, text, net[0], inside=net)
+    check_refused(ValueError, "applied to a Sequential that is sharded", net)
 
 
-def test_an_empty_list_is_refused():
+@on_fake_ranks(8)
+def test_bad_lists_of_modules_are_refused():
+    net = model()
     check_refused(ValueError, "empty list of modules", [])
+    check_refused(ValueError, "or given twice", [net, net])
+    check_refused(ValueError, "a Linear is inside a Sequential", [net, net[0]])
+    for thing in (3, "linear", None, torch.ones(3)):
+        text = f"needs an nn.Module .* got {type(thing).__name__}"
+        check_refused(TypeError, text, [thing])
+        check_refused(TypeError, text, thing)
 
 
-def test_the_same_module_twice_in_a_list_is_refused():
-    layer = nn.Linear(8, 8)
-    check_refused(ValueError, "or given twice", [layer, layer], looked_at=layer)
-
-
-@pytest.mark.parametrize("thing", [3, "linear", None, torch.ones(3)])
-def test_something_else_than_a_module_is_refused(thing):
-    check_refused(TypeError, f"needs an nn.Module .* got {type(thing).__name__}", thing)
-    check_refused(TypeError, f"needs an nn.Module .* got {type(thing).__name__}", [thing])
-
-
+@on_fake_ranks(8)
 def test_a_parameter_on_another_device_is_refused():
     net = model()
     with FakeTensorMode():
         net[1][0].bias = nn.Parameter(torch.empty(8, device="cuda"))
-    check_refused(
-        ValueError, "'1.0.bias' is on cuda:0, but the mesh is on cpu; move", net, looked_at=net
-    )
+    check_refused(ValueError, "'1.0.bias' is on cuda:0, but the mesh is on cpu; move", net)
 
 
-@pytest.mark.parametrize("size", [3, 0, -2, 16])
-def test_a_group_size_that_does_not_divide_the_ranks_is_refused(size):
-    net = model()
-    check_refused(
-        ValueError,
-        re.escape(f"reshard_after_forward={size} must divide the 8 ranks"),
-        net,
-        reshard_after_forward=size,
-        looked_at=net,
-    )
+SIZE_TEXT = r"reshard_after_forward={} must divide the 8 ranks"
+PLACEMENT_TEXT = r"shard_placement_fn returned .* for parameter '0.weight'"
 
 
-def test_reshard_after_forward_must_be_a_bool_or_an_int():
-    check_refused(TypeError, "got 'yes'", model(), reshard_after_forward="yes")
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({"mesh": 8}, TypeError, "mesh must be a DeviceMesh or None, got int"),
+        ({"mp_policy": torch.bfloat16}, TypeError, "must be a MixedPrecisionPolicy"),
+        ({"offload_policy": True}, TypeError, "must be an OffloadPolicy"),
+        ({"offload_policy": CPUOffloadPolicy}, TypeError, "must be an OffloadPolicy"),
+        ({"reshard_after_forward": "yes"}, TypeError, "got 'yes'"),
+        *[
+            ({"reshard_after_forward": size}, ValueError, SIZE_TEXT.format(size))
+            for size in (3, 0, -2, 16)
+        ],
+        *[
+            ({"shard_placement_fn": lambda _, it=placement: it}, ValueError, PLACEMENT_TEXT)
+            for placement in (0, "rows", Partial(), (Shard(0),), Shard(2), Shard(-3))
+        ],
+    ],
+)
+@on_fake_ranks(8)
+def test_bad_arguments_are_refused(kwargs, error, text):
+    check_refused(error, text, model(), **kwargs)
 
 
-@pytest.mark.parametrize("placement", [0, "rows", Partial(), (Shard(0),), Shard(2), Shard(-3)])
-def test_a_bad_placement_is_refused_and_the_parameter_named(placement):
-    net = model()
-    check_refused(
-        ValueError,
-        r"shard_placement_fn returned .* for parameter '0.weight'",
-        net,
-        shard_placement_fn=lambda param: placement,
-        looked_at=net,
-    )
-
-
+@on_fake_ranks(8)
 def test_a_dtype_of_its_own_for_gradients_is_not_built_for_replicate():
     net = model()
     net[1][0].bias.grad_dtype = torch.float64
@@ -153,39 +137,26 @@ def test_a_dtype_of_its_own_for_gradients_is_not_built_for_replicate():
     meshard.replicate(net)
 
 
+@on_fake_ranks(8)
 def test_a_scalar_parameter_is_refused_and_named():
     net = model()
     net[1].register_parameter("temperature", nn.Parameter(torch.tensor(1.0)))
-    check_refused(ValueError, r"'1.temperature' is a scalar .* shape \(1,\)", net, looked_at=net)
-    meshard.fully_shard(net, ignored_params={net[1].temperature})
+    check_refused(ValueError, r"'1.temperature' is a scalar .* shape \(1,\)", net)
+    meshard.fully_shard(net, ignored_params=iter([net[1].temperature]))
     assert type(net[1].temperature) is nn.Parameter
+    assert type(net[0].weight) is not nn.Parameter
 
 
+@on_fake_ranks(8)
 def test_parameters_tied_across_units_are_refused_and_both_named():
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     net[1].weight = net[0].weight
     meshard.fully_shard(net[0])
-    check_refused(
-        ValueError,
-        r"'Sequential.1.weight' is tied to 'Linear.weight', .*\.fully_shard_units",
-        net,
-        looked_at=net,
-    )
+    text = r"'Sequential.1.weight' is tied to 'Linear.weight', .*\.fully_shard_units"
+    check_refused(ValueError, text, net)
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "error", "text"),
-    [
-        ({"mp_policy": torch.bfloat16}, TypeError, "must be a MixedPrecisionPolicy"),
-        ({"offload_policy": True}, TypeError, "must be an OffloadPolicy"),
-        ({"offload_policy": CPUOffloadPolicy}, TypeError, "must be an OffloadPolicy"),
-    ],
-)
-def test_a_bad_policy_is_refused(kwargs, error, text):
-    net = model()
-    check_refused(error, text, net, looked_at=net, **kwargs)
-
-
+@on_fake_ranks(8)
 def test_a_meta_parameter_at_the_first_forward_is_named():
     with torch.device("meta"):
         net = model()
@@ -196,53 +167,46 @@ def test_a_meta_parameter_at_the_first_forward_is_named():
     net(torch.ones(1, 8))
 
 
-def test_a_failure_while_sharding_leaves_the_module_as_it_was(monkeypatch):
+@on_fake_ranks(8)
+def test_a_failure_while_sharding_leaves_the_module_as_it_was():
     net = model()
 
     def no_memory(*args, **kwargs):
         raise torch.OutOfMemoryError("no memory")
 
-    monkeypatch.setattr("meshard._params.flat_params.UnshardedMemoryPool", no_memory)
-    check_refused(torch.OutOfMemoryError, "no memory", net, looked_at=net)
-    monkeypatch.undo()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("meshard._params.flat_params.UnshardedMemoryPool", no_memory)
+        check_refused(torch.OutOfMemoryError, "no memory", net)
     meshard.fully_shard(net)
     net(torch.ones(1, 8)).sum().backward()
 
 
 def test_policies_check_their_dtypes():
-    with pytest.raises(TypeError, match=r"param_dtype must be a torch\.dtype or None, got 'bf16'"):
-        MixedPrecisionPolicy(param_dtype="bf16")
-    with pytest.raises(ValueError, match="reduce_dtype must be a floating-point dtype"):
-        MixedPrecisionPolicy(reduce_dtype=torch.int32)
+    for name in ("param_dtype", "buffer_dtype"):
+        with pytest.raises(TypeError, match=rf"{name} must be a torch\.dtype or None, got 'bf16'"):
+            MixedPrecisionPolicy(**{name: "bf16"})
+    for name in ("reduce_dtype", "buffer_dtype"):
+        with pytest.raises(ValueError, match=f"{name} must be a floating-point dtype"):
+            MixedPrecisionPolicy(**{name: torch.int32})
 
 
-def test_a_parameter_replaced_by_something_else_is_named_at_the_next_use():
+@on_fake_ranks(8)
+def test_a_parameter_replaced_or_removed_after_sharding_is_named_at_the_next_use():
     net = meshard.fully_shard(model())
     net[0].weight = nn.Parameter(torch.ones(4, 8))
-    with pytest.raises(
-        RuntimeError,
-        match=r"'0.weight' of unit '\(root\)' was replaced .* \(4, 8\); .* shape \(8, 8\)",
-    ):
+    text = r"'0.weight' of unit '\(root\)' was replaced .* \(4, 8\); .* shape \(8, 8\)"
+    with pytest.raises(RuntimeError, match=text):
         net(torch.ones(1, 8))
-
-
-def test_a_parameter_removed_after_sharding_is_named_at_the_next_use():
     net = meshard.fully_shard(model())
     net[0].bias = None
     with pytest.raises(RuntimeError, match=r"'0.bias' was removed from its module"):
         net(torch.ones(1, 8))
 
 
-def test_a_list_with_a_module_inside_another_is_refused():
-    net = model()
-    check_refused(ValueError, "a Linear is inside a Sequential", [net, net[0]], looked_at=net)
-
-
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
         (lambda m: m.set_gradient_divide_factor(0), ValueError, "positive and finite, got 0"),
-        (lambda m: m.set_gradient_divide_factor(-1.0), ValueError, "positive and finite"),
         (lambda m: m.set_gradient_divide_factor(float("nan")), ValueError, "positive and finite"),
         (lambda m: m.set_gradient_divide_factor("8"), TypeError, "must be a number, a callable"),
         (lambda m: m.set_gradient_sync("full"), TypeError, "must be a meshard.GradientSync"),
@@ -263,6 +227,7 @@ def test_a_list_with_a_module_inside_another_is_refused():
         (lambda m: meshard.share_comm_ctx([m, nn.ReLU()]), ValueError, "got ReLU"),
     ],
 )
+@on_fake_ranks(8)
 def test_setters_refuse_what_they_cannot_mean(call, error, text):
     net = meshard.fully_shard(model())
     with pytest.raises(error, match=text):
@@ -270,10 +235,219 @@ def test_setters_refuse_what_they_cannot_mean(call, error, text):
 
 
 def test_no_group_is_made_by_a_call_that_is_refused():
-    dist.destroy_process_group()
     with pytest.raises(ValueError, match="empty list"):
         meshard.fully_shard([])
     assert not dist.is_initialized()
-    with fake_group(8):
+
+
+@pytest.mark.parametrize("build", [meshard.overlap_optimizer, meshard.flat_optimizer])
+@on_fake_ranks(3)
+def test_an_optimizer_in_the_place_of_its_class_is_explained(build):
+    layer = meshard.fully_shard(nn.Linear(2, 2))
+    wanted = rf"pass the class .* {build.__name__}\(module, AdamW, lr=\.\.\.\)"
+    with pytest.raises(TypeError, match=wanted):
+        build(layer, torch.optim.AdamW(layer.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "expected"), [(float("inf"), 2.0), (0, 0.0), (torch.tensor(1.0), 1.0)]
+)
+def test_limits_that_torch_takes_are_taken(max_norm, expected):
+    param = nn.Parameter(torch.ones(4))
+    param.grad = torch.ones(4)
+    assert meshard.clip_grad_norm_([param], max_norm, norm_type="2") == 2.0
+    assert param.grad.norm().item() == pytest.approx(expected, abs=1e-5)
+
+
+# Junk in every argument of every public function, class and method.
+
+SRC = str(Path(meshard.__file__).parent)
+JUNK = {
+    "None": None,
+    "0": 0,
+    "3": 3,
+    "-1": -1,
+    "nan": float("nan"),
+    "text": "junk",
+    "object": object(),
+    "list": [object()],
+    "tensor": torch.ones(3),
+    "class": nn.Linear,
+    "module": nn.ReLU,  # made anew for each call, which may change it
+}
+CALLABLE = "None class module"
+# Names of arguments by what of JUNK they may be; what is not listed takes nothing of it.
+TAKES_BY_JUNK = {
+    "3": (
+        "bucket_cap_mb growth_factor growth_interval init_scale max_input_buffers "
+        "max_norm norm_type"
+    ),
+    "0 3": "min_params",
+    "None": (
+        "accumulate_dtype buffer_dtype clip dp_mesh_dims foreach ignored_params mesh "
+        "offload_policy optimizer output_dtype param_dtype param_groups process_group "
+        "reduce_dtype shard_placement_fn stream"
+    ),
+    "None 3": "clip_value max_unit_norm reshard_after_forward",
+    "tensor": "tensors",
+    "None text": "replicate shard",
+    "tensor module": "parameters",
+    "text list tensor": "batches",
+    CALLABLE: "hook init overrides param_dtype_override_fn",
+    "3 None class module": "factor",
+    " ".join(JUNK): "state",
+}
+TAKES = {name: junk for junk, names in TAKES_BY_JUNK.items() for name in names.split()}
+# Where an argument means something else than elsewhere.
+EXCEPT = {
+    ("CommLedger", "module"): "None module",
+    ("ShardPlacementResult", "mesh"): "",
+    ("clip_grad_norm_", "max_norm"): "0 3",
+    ("fully_shard", "module"): "module",
+    ("fully_shard_units", "model"): "module",
+    ("fully_shard_units", "units"): "module class",  # a predicate
+    ("flat_optimizer", "optimizer"): "",
+    ("get_total_norm", "tensors"): "tensor",
+    ("materialize", "module"): "module",
+    ("describe", "module"): "module",
+    ("overlap_optimizer", "max_norm"): "None",
+    ("overlap_optimizer", "optimizer"): "",
+    ("register_fsdp_forward_method", "module"): "module",
+    ("register_reduce_hook", "hook"): "",
+    ("register_reduce_hook", "wire_dtype"): "None",
+    ("replicate", "module"): "module",
+    ("OverlappedOptimizer.attached_to", "module"): "module",
+    ("FSDPModule.set_reshard_after_forward", "reshard_after_forward"): "",
+    ("FSDPModule.set_custom_all_gather", "comm"): "None",
+    ("FSDPModule.set_custom_reduce_scatter", "comm"): "None",
+    ("FSDPModule.set_custom_all_reduce", "comm"): "None class module",
+    ("ReplicateModule.set_custom_all_reduce", "comm"): "None class module",
+    ("ReplicateModule.register_comm_hook", "hook"): "class module",
+    ("FSDPModule.set_symm_mem_for_comm", "backend"): " ".join(JUNK),  # refused in any case
+}
+
+
+class Wide(nn.Linear):
+    def extra(self, x):
+        return self(x)
+
+
+class Useful:
+    """A communication, and a hook of either kind."""
+
+    def __call__(self, *args, **kwargs):
         pass
-    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+    def allocate(self, *args, **kwargs):
+        pass
+
+    after = __call__
+
+
+def sharded():
+    return meshard.fully_shard(Wide(2, 2))
+
+
+# Arguments that must be given, and are not the one that is junk. Others are True.
+VALID = {
+    "backend": lambda: "NCCL",
+    "batches": lambda: torch.ones(3, 2),
+    "comm": Useful,
+    "dtype": lambda: torch.bfloat16,
+    "event": lambda: torch.Event(),
+    "factor": lambda: 2.0,
+    "hook": Useful,
+    "max_input_buffers": lambda: 2,
+    "max_norm": lambda: 1.0,
+    "mesh": lambda: init_device_mesh("cpu", (3,)),
+    "method_name": lambda: "extra",
+    "mode": lambda: GradientSync.FULL,
+    "model": lambda: nn.Sequential(Wide(2, 2), Wide(2, 2)),
+    "modules": lambda: [sharded()],
+    "optimizer": lambda: torch.optim.SGD,
+    "parameters": sharded,
+    "placement": lambda: Shard(0),
+    "shard": lambda: "data",
+    "tensors": lambda: torch.ones(3),
+}
+
+
+NOT_CALLED_BY_USERS = {
+    "FSDPModule", "GradientReductionHandle", "GradientSync", "OffloadPolicy", "OverlappedOptimizer",
+    "ReplicateModule", "UnshardHandle",
+}  # fmt: skip
+NAMES = [name for name in meshard.__all__ if name not in NOT_CALLED_BY_USERS]
+NAMES += [
+    f"{cls.__name__}.{name}"
+    for cls in (FSDPModule, ReplicateModule)
+    for name in dir(cls)
+    if not name.startswith("_")
+    and inspect.isfunction(getattr(cls, name))
+    and getattr(cls, name).__module__.startswith("meshard")
+]
+NAMES += ["OverlappedOptimizer.attached_to"]
+
+
+def made(name):
+    """Return what to call, and the parameters of its signature."""
+    owner, _, method = name.partition(".")
+    if owner == "FSDPModule":
+        called = getattr(sharded(), method)
+    elif owner == "ReplicateModule":
+        called = getattr(meshard.replicate(Wide(2, 2)), method)
+    else:
+        called = getattr(meshard, owner)
+        called = getattr(called, method) if method else called
+    parameters = [*inspect.signature(called).parameters.values()]
+    if owner == "ShardedGradScaler":  # it passes them on
+        parameters += inspect.signature(torch.amp.GradScaler).parameters.values()
+    return called, [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+
+
+def module_for(name):
+    if name == "uneven_batches":
+        return meshard.replicate(Wide(2, 2))
+    return Wide(2, 2) if name in ("fully_shard", "replicate") else sharded()
+
+
+def problem(name, argument, junk):
+    """Return what is wrong with how junk is refused; None if nothing is."""
+    called, parameters = made(name)
+    given = {
+        each.name: VALID.get(each.name, lambda: True)()
+        for each in parameters
+        if (each.default is each.empty or each.name == "hook") and each.name != "module"
+    }
+    if any(each.name == "module" for each in parameters):
+        given.setdefault("module", module_for(name))
+    given[argument] = junk() if junk is nn.ReLU else junk
+    try:
+        result = called(**given)
+        if hasattr(result, "__enter__"):
+            with result:
+                pass
+        elif hasattr(result, "__next__"):
+            next(result)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        if not last.filename.startswith(SRC):
+            return f"{last.filename} says {error}"
+        is_python = any(text in str(error) for text in ("has no attribute", "is not iterable"))
+        return f"Python says {error}" if is_python else None
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "accepted"
+
+
+@pytest.mark.filterwarnings("ignore:call set_gradient_divide_factor:DeprecationWarning")
+@pytest.mark.parametrize("name", NAMES)
+def test_junk_is_refused_by_us_in_words(name):
+    problems = []
+    with fake_group(3):
+        for argument in (each.name for each in made(name)[1]):
+            taken = EXCEPT.get((name, argument), TAKES.get(argument, "")).split()
+            for label in [label for label in JUNK if label not in taken]:
+                found = problem(name, argument, JUNK[label])
+                if found is not None:
+                    problems.append(f"{argument}={label}: {found}")
+    assert not problems, "\n".join(problems)

@@ -11,21 +11,15 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 import meshard
 from meshard import MixedPrecisionPolicy, fully_shard, replicate
-from tests.support.fake import fake_group
 from tests.support.models import seeded
 from tests.support.parity import assert_same
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.spread import spread
 
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICY = MixedPrecisionPolicy(param_dtype=BF16)
 WITH_BUFFERS = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16)
 APPLIED = pytest.mark.parametrize("apply", [fully_shard, replicate])
-
-
-@pytest.fixture(autouse=True)
-def one_rank():
-    with fake_group(1):
-        yield
 
 
 class Convolutions(nn.Module):
@@ -71,10 +65,11 @@ CASES = {
     "positions": (Positional, torch.ones(2, 6), ["positions.angles"]),
 }
 BOTH = pytest.mark.parametrize("case", list(CASES))
+EACH = spread(apply=[fully_shard, replicate], case=list(CASES))
 
 
-@APPLIED
-@BOTH
+@EACH
+@on_fake_ranks(1)
 def test_without_it_an_error_names_the_buffers_and_what_helps(apply, case):
     build, x, names = CASES[case]
     model = apply(build(), mp_policy=POLICY)
@@ -89,6 +84,7 @@ def test_without_it_an_error_names_the_buffers_and_what_helps(apply, case):
 
 
 @BOTH
+@on_fake_ranks(1)
 def test_units_around_and_inside_add_nothing_to_the_error(case):
     build, x, names = CASES[case]
     inner = fully_shard(build(), mp_policy=POLICY)
@@ -101,6 +97,7 @@ def test_units_around_and_inside_add_nothing_to_the_error(case):
     assert "of_outer" not in str(caught.value)
 
 
+@on_fake_ranks(1)
 def test_other_errors_and_other_dtypes_stay_as_they_are():
     class Fails(Positions):
         def forward(self, x):
@@ -119,8 +116,8 @@ def test_other_errors_and_other_dtypes_stay_as_they_are():
     assert str(caught.value) == "wrong dtype"
 
 
-@APPLIED
-@BOTH
+@EACH
+@on_fake_ranks(1)
 def test_it_computes_as_the_module_does_in_that_dtype(apply, case):
     build, x, _ = CASES[case]
     plain, model = seeded(build()), seeded(build())
@@ -151,15 +148,18 @@ def test_they_are_broadcast_in_it():
 
 
 @APPLIED
+@on_fake_ranks(1)
 def test_a_norm_in_a_unit_of_its_own_stays_in_float32(apply):
     model = Convolutions()
     fully_shard(model.norm)
     apply(model, mp_policy=WITH_BUFFERS)  # of what is in no unit inside
+    assert "param_dtype=bfloat16, buffer_dtype=bfloat16" in meshard.describe(model)
     model(torch.ones(3, 2, 5)).sum().backward()
     assert model.norm.running_mean.dtype == FP32 and model.norm.running_mean.any()
     assert model.norm.weight.grad is not None
 
 
+@on_fake_ranks(1)
 def test_the_first_remedy_is_enough_for_what_is_cast_in_forward():
     class Casts(Positions):
         def forward(self, x):
@@ -171,6 +171,7 @@ def test_the_first_remedy_is_enough_for_what_is_cast_in_forward():
 
 
 @pytest.mark.parametrize("policy", [POLICY, TorchPolicy(param_dtype=BF16)])
+@on_fake_ranks(1)
 def test_without_it_buffers_stay_the_tensors_that_they_were(policy):
     model = Convolutions()
     before = list(model.buffers())
@@ -178,15 +179,7 @@ def test_without_it_buffers_stay_the_tensors_that_they_were(policy):
     assert all(a is b for a, b in zip(model.buffers(), before, strict=True))
 
 
-def test_a_buffer_of_several_units_stays_one_tensor():
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2))
-    model[1].running_mean = model[0].running_mean
-    for layer in model:
-        fully_shard(layer, mp_policy=WITH_BUFFERS)
-    assert model[0].running_mean is model[1].running_mean
-    assert model[0].running_mean.dtype == BF16
-
-
+@on_fake_ranks(1)
 def test_what_is_no_float_and_what_is_shared_stays_so():
     model = nn.Sequential(Positions(), Positions(), nn.Linear(6, 6))
     model[1].angles = model[0].angles
@@ -196,10 +189,16 @@ def test_what_is_no_float_and_what_is_shared_stays_so():
     assert model[0].angles.dtype == BF16 and model[1].angles is model[0].angles
     assert model[0].index is index and model.rotation.dtype == torch.complex64
     assert "angles" in dict(model[0].named_buffers()) and model[0].nothing is None
+    norms = nn.BatchNorm1d(2), nn.BatchNorm1d(2)
+    norms[1].running_mean = norms[0].running_mean
+    for unit in norms:
+        fully_shard(unit, mp_policy=WITH_BUFFERS)
+    assert norms[0].running_mean is norms[1].running_mean
+    assert norms[0].running_mean.dtype == BF16
 
 
-@APPLIED
-@pytest.mark.parametrize("assign", [False, True])
+@spread(apply=[fully_shard, replicate], assign=[False, True])
+@on_fake_ranks(1)
 def test_state_dicts_hold_that_dtype_and_load_from_any(apply, assign):
     plain = seeded(Convolutions())
     plain.norm.running_mean.fill_(1 / 3)
@@ -218,6 +217,7 @@ def test_state_dicts_hold_that_dtype_and_load_from_any(apply, assign):
 
 
 @APPLIED
+@on_fake_ranks(1)
 def test_copies_keep_it(apply):
     model = apply(seeded(Convolutions()), mp_policy=WITH_BUFFERS)
     copied = copy.deepcopy(model)
@@ -228,6 +228,7 @@ def test_copies_keep_it(apply):
     assert not model.norm.running_mean.any()
 
 
+@on_fake_ranks(1)
 def test_buffers_on_meta_are_materialised_in_it():
     with torch.device("meta"):
         model = Convolutions()
@@ -235,15 +236,3 @@ def test_buffers_on_meta_are_materialised_in_it():
     assert model.norm.running_var.is_meta and model.norm.running_var.dtype == BF16
     meshard.materialize(model)
     assert model.norm.running_var.tolist() == [1.0] * 4 and model.norm.running_var.dtype == BF16
-
-
-def test_the_table_of_units_says_so():
-    model = fully_shard(Convolutions(), mp_policy=WITH_BUFFERS)
-    assert "param_dtype=bfloat16, buffer_dtype=bfloat16" in meshard.describe(model)
-
-
-def test_it_must_be_a_floating_point_dtype():
-    with pytest.raises(ValueError, match=r"buffer_dtype must be a floating-point dtype"):
-        MixedPrecisionPolicy(buffer_dtype=torch.int32)
-    with pytest.raises(TypeError, match=r"buffer_dtype must be a torch\.dtype or None"):
-        MixedPrecisionPolicy(buffer_dtype="bfloat16")

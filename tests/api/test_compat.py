@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard.compat import patch_torch
-from tests.support.fake import fake_group
 from tests.support.ranks import on_fake_ranks, on_threads
 
 
@@ -23,13 +22,13 @@ def trainer(model):
     return isinstance(model, FSDPModule)
 
 
+@on_fake_ranks(2)
 def test_a_library_that_imports_from_torch_gets_ours_inside_the_block():
     theirs = torch_fsdp.fully_shard
-    with fake_group(2):
-        ours, peers = nn.Linear(4, 4), nn.Linear(4, 4)
-        with patch_torch():
-            assert trainer(ours)
-        assert trainer(peers)
+    ours, peers = nn.Linear(4, 4), nn.Linear(4, 4)
+    with patch_torch():
+        assert trainer(ours)
+    assert trainer(peers)
     assert isinstance(ours, meshard.FSDPModule)
     assert not isinstance(peers, meshard.FSDPModule)
     assert torch_fsdp.fully_shard is theirs
@@ -73,9 +72,6 @@ def test_both_replicates_of_torch_stay_torchs():
         from torch.distributed._composable.replicate_with_fsdp import replicate as patched_by_fsdp
     assert patched is replicate
     assert patched_by_fsdp is by_fsdp
-
-
-# --- what trainers pass and read -------------------------------------------------------------
 
 
 @on_threads(2)

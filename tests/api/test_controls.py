@@ -12,15 +12,16 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.support.fake import fake_group
-from tests.support.models import MlpStack, seeded
+from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.models import MlpStack
+from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_fake_ranks, on_threads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 
 
 def sharded(mesh_shape=(2, 2)):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = MlpStack()
-    return shard_blocks(model, mesh)
+    return shard_blocks(MlpStack(), init_device_mesh("cpu", mesh_shape))
 
 
 def counts_of_a_step(model):
@@ -30,15 +31,7 @@ def counts_of_a_step(model):
     return tuple(counts.get(op, 0) for op in ("all_gather", "reduce_scatter", "all_reduce"))
 
 
-@pytest.fixture
-def four_ranks():
-    with fake_group(4):
-        yield
-
-
-pytestmark = pytest.mark.usefixtures("four_ranks")
-
-
+@on_fake_ranks(4)
 def test_the_last_call_of_the_boolean_setters_counts():
     model = sharded()
     assert counts_of_a_step(model) == (7, 4, 4)
@@ -58,6 +51,7 @@ def test_the_last_call_of_the_boolean_setters_counts():
 
 
 @pytest.mark.parametrize("mode", GradientSync)
+@on_fake_ranks(4)
 def test_a_mode_does_what_it_says(mode):
     model = sharded()
     model.set_gradient_sync(mode)
@@ -68,8 +62,8 @@ def test_a_mode_does_what_it_says(mode):
     assert pickle.loads(pickle.dumps(mode)) is GradientSync(mode.value) is mode
 
 
-@pytest.mark.parametrize("inside", GradientSync)
-@pytest.mark.parametrize("before", GradientSync)
+@spread(before=list(GradientSync), inside=[GradientSync.FULL, GradientSync.NONE])
+@on_fake_ranks(4)
 def test_gradient_sync_restores_the_mode_of_each_unit(before, inside):
     model = sharded()
     model.blocks[1].set_gradient_sync(before)
@@ -79,6 +73,7 @@ def test_gradient_sync_restores_the_mode_of_each_unit(before, inside):
     assert counts_of_a_step(model) == expected
 
 
+@on_fake_ranks(4)
 def test_setters_recurse_unless_told_not_to():
     model = sharded()
     model.set_gradient_sync(GradientSync.NONE, recurse=False)
@@ -87,6 +82,7 @@ def test_setters_recurse_unless_told_not_to():
     assert counts_of_a_step(model) == (7, 2, 2)
 
 
+@on_fake_ranks(4)
 def test_resharding_is_set_at_any_time():
     model = sharded()
     model.set_reshard_after_forward(False)
@@ -99,6 +95,7 @@ def test_resharding_is_set_at_any_time():
     assert counts_of_a_step(model) == (0, 4, 4)
 
 
+@on_fake_ranks(4)
 def test_unshard_and_reshard_by_hand():
     model = sharded()
     block = model.blocks[1]
@@ -114,17 +111,14 @@ def test_unshard_and_reshard_by_hand():
     block.reshard()
     assert isinstance(block.up.weight, DTensor)
     assert counts_of_a_step(model) == (7, 4, 4)
-
-
-def test_an_unshard_ahead_saves_the_gather_in_forward():
-    model = sharded()
-    model.blocks[0].unshard(async_op=True)
+    model.blocks[0].unshard(async_op=True)  # saves the gather in forward
     with CommLedger(model) as ledger:
         model(torch.ones(1, 6))
     assert [event.unit for event in ledger.events] == ["(root)", "blocks.1", "blocks.2"]
 
 
-def test_the_class_is_both_the_old_and_the_new():
+@on_fake_ranks(4)
+def test_classes_names_and_placements_are_those_of_a_plain_model_and_of_torch():
     model = sharded()
     assert isinstance(model, MlpStack)
     assert isinstance(model, meshard.FSDPModule)
@@ -132,24 +126,20 @@ def test_the_class_is_both_the_old_and_the_new():
     assert type(model).__name__ == "FSDPMlpStack"
     stack = meshard.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
     assert type(stack[:2]) is nn.Sequential
-
-
-def test_names_and_placements_are_those_of_a_plain_model():
-    plain = [name for name, _ in MlpStack().named_parameters()]
-    model = sharded()
-    assert [name for name, _ in model.named_parameters()] == plain
+    names = [name for name, _ in MlpStack().named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
     for param in model.parameters():
         assert isinstance(param, DTensor) and isinstance(param, nn.Parameter)
         assert [str(placement) for placement in param.placements] == ["R", "S(0)"]
         assert param.device_mesh.shape == (2, 2)
 
 
+@on_fake_ranks(4)
 def test_a_list_of_modules_is_one_unit():
-    mesh = init_device_mesh("cpu", (4,))
     first, second = nn.Linear(4, 4), nn.Linear(4, 4)
     model = nn.Sequential(first, nn.ReLU(), second)
-    assert meshard.fully_shard([first, second], mesh) == [first, second]
-    meshard.fully_shard(model, mesh)
+    assert meshard.fully_shard([first, second]) == [first, second]
+    meshard.fully_shard(model)
     with CommLedger(model) as ledger:
         model(torch.ones(1, 4)).sum().backward()
         first(torch.ones(1, 4))  # only one of the two
@@ -157,19 +147,19 @@ def test_a_list_of_modules_is_one_unit():
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
+@on_fake_ranks(4)
 def test_a_root_without_parameters_still_orders_its_units():
-    mesh = init_device_mesh("cpu", (4,))
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for layer in model:
-        meshard.fully_shard(layer, mesh)
-    meshard.fully_shard(model, mesh)
+    for module in (*model, model):
+        meshard.fully_shard(module)
     for _ in range(2):
         with CommLedger(model) as ledger:
             model(torch.ones(1, 4)).sum().backward()
-    order = [(event.op, event.unit) for event in ledger.events if event.op == "all_gather"]
-    assert [unit for _, unit in order] == ["0", "1", "1", "0"]
+    gathered = [event.unit for event in ledger.events if event.op == "all_gather"]
+    assert gathered == ["0", "1", "1", "0"]
 
 
+@on_fake_ranks(4)
 def test_units_without_parameters_communicate_nothing():
     mesh = init_device_mesh("cpu", (2, 2))
     model = nn.Sequential(nn.ReLU(), nn.Tanh())
@@ -192,24 +182,20 @@ def test_units_without_parameters_communicate_nothing():
     assert ledger.events == []
 
 
-def skip_waiting(num_microbatches):
-    model = seeded(MlpStack())
-    mesh = init_device_mesh("cpu", (2,))
-    shard_blocks(model, mesh)
-    x = torch.ones(1, 6) * (1 + dist.get_rank())
-    for number in range(num_microbatches):
-        model.set_is_last_backward(number == num_microbatches - 1)
-        model(x).sum().backward()
-    return {name: param.grad.full_tensor() for name, param in model.named_parameters()}
-
-
-def test_reductions_may_outlast_a_backward_that_is_not_the_last(run_ranks):
-    one, three = run_ranks(skip_waiting, 2, 1)[0], run_ranks(skip_waiting, 2, 3)[0]
-    for name, grad in one.items():
-        torch.testing.assert_close(three[name], 3 * grad)
+@on_threads(2)
+def test_reductions_may_outlast_a_backward_that_is_not_the_last():
+    model, plain = shard_blocks(IntegerModel()), IntegerModel()
+    model.set_gradient_divide_factor(1.0)
+    for step in range(3):
+        model.set_is_last_backward(step == 2)
+        integer_loss(model(integer_batch(step, dist.get_rank()))).backward()
+        for rank in range(2):
+            integer_loss(plain(integer_batch(step, rank))).backward()
+    assert_same(full_grads(model), full_grads(plain), bitwise=True)
 
 
 @pytest.mark.parametrize("reshards", [False, True])
+@on_fake_ranks(4)
 def test_unshard_lasts_until_a_forward_or_backward_reshards(reshards):
     model = sharded()
     block = model.blocks[0]

@@ -10,31 +10,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
-from tests.support.cases import CASES
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks
-from tests.support.sharding import shard_blocks
+from tests.support.ranks import on_ranks, on_threads
+from tests.support.sharding import shard_blocks, sharded_case
+from tests.support.spread import spread
 
-
-def sharded(mesh_shape=(2,), **kwargs):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = seeded(MlpStack())
-    return shard_blocks(model, mesh, **kwargs)
-
-
-CONVERSIONS = {
-    "half": lambda module: module.half(),
-    "bfloat16": lambda module: module.bfloat16(),
-    "double": lambda module: module.double(),
-    "to": lambda module: module.to(torch.float64),
-    "to_device": lambda module: module.to("cpu", torch.bfloat16),
-}
-PARTS = {
-    "root": lambda model: model,
-    "unit": lambda model: model.blocks[1],
-    "inside": lambda model: model.blocks[1].up,
-}
+BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
 
 
 def check_same_step(model, plain, batches, dtype):
@@ -49,22 +31,23 @@ def check_same_step(model, plain, batches, dtype):
         assert isinstance(param, DTensor) and isinstance(param, nn.Parameter)
 
 
-class BlocksInUnits(nn.Module):
-    """The same, with a forward of its own for each block, which is a unit."""
-
-    class Block(nn.Module):
-        def __init__(self, dim, hidden):
-            super().__init__()
-            self.up, self.down = nn.Linear(dim, hidden), nn.Linear(hidden, dim)
-
-        def forward(self, x):
-            up = torch.tanh(self.up(x.to(self.up.weight.dtype)))
-            return x + self.down(up.to(self.down.weight.dtype)).to(x.dtype)
+class AnyDtypeBlock(nn.Module):
+    """A block that computes in the dtypes of its layers."""
 
     def __init__(self):
         super().__init__()
+        self.up, self.down = nn.Linear(6, 10), nn.Linear(10, 6)
+
+    def forward(self, x):
+        up = torch.tanh(self.up(x.to(self.up.weight.dtype)))
+        return x + self.down(up.to(self.down.weight.dtype)).to(x.dtype)
+
+
+class AnyDtype(nn.Module):
+    def __init__(self):
+        super().__init__()
         self.scale = nn.Parameter(torch.empty(6))
-        self.blocks = nn.ModuleList(self.Block(6, 10) for _ in range(2))
+        self.blocks = nn.ModuleList(AnyDtypeBlock() for _ in range(2))
 
     def forward(self, x):
         x = x.to(self.scale.dtype) * self.scale
@@ -73,48 +56,55 @@ class BlocksInUnits(nn.Module):
         return x.float()
 
 
-def convert(how, part, when, reshard_after_forward):
-    mesh = init_device_mesh("cpu", (2,))
-    plain = seeded(BlocksInUnits())
+CONVERSIONS = {
+    "half": (lambda module: module.half(), torch.float16),
+    "bfloat16": (lambda module: module.bfloat16(), torch.bfloat16),
+    "double": (lambda module: module.double(), torch.float32),
+    "to": (lambda module: module.to(torch.float64), torch.float32),
+    "to_device": (lambda module: module.to("cpu", torch.bfloat16), torch.bfloat16),
+}
+PARTS = {
+    "root": lambda model: model,
+    "unit": lambda model: model.blocks[1],
+    "inside": lambda model: model.blocks[1].up,
+}
+
+
+@spread(
+    how=list(CONVERSIONS),
+    part=["inside", "unit", "root"],
+    after_a_step=[True, False],
+    reshards=[None, False],
+)
+@on_threads(2)
+def test_a_cast_reaches_the_next_forward(how, part, after_a_step, reshards):
+    convert, dtype = CONVERSIONS[how]
+    plain = seeded(AnyDtype())
     model = copy.deepcopy(plain)
-    shard_blocks(model, mesh, reshard_after_forward=reshard_after_forward)
-    batches = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    if when == "forward":
+    shard_blocks(model, init_device_mesh("cpu", (2,)), reshard_after_forward=reshards)
+    if after_a_step:
+        check_same_step(model, plain, BATCHES, torch.float32)
+    else:
         with torch.no_grad():
-            model(batches[0]), plain(batches[0])
-    elif when == "step":
-        check_same_step(model, plain, batches, torch.float32)
+            model(BATCHES[0])
     objects = list(model.parameters())
     for each in (model, plain):
-        CONVERSIONS[how](PARTS[part](each))
+        convert(PARTS[part](each))
     # An optimizer that was built before goes on to hold the right objects.
     assert all(new is old for new, old in zip(model.parameters(), objects, strict=True))
     assert_same(full_state(model), full_state(plain), bitwise=True)
-    if how == "half":
-        dtype = torch.float16
-    else:
-        dtype = torch.bfloat16 if how in ("bfloat16", "to_device") else torch.float32
-    check_same_step(model, plain, batches, dtype)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for optimizer in optimizers:
-        optimizer.step()
-    assert_same(full_state(model), full_state(plain), dtype)
-    check_same_step(model, plain, batches, dtype)
-
-
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize("how", CONVERSIONS)
-def test_a_cast_reaches_the_next_forward(run_ranks, how, part):
-    when = {"root": "step", "unit": "forward", "inside": "step"}[part]
-    keeps = {"root": None, "unit": False, "inside": False}[part]
-    run_ranks(convert, 2, how, part, when, keeps)
+    for _ in range(2):
+        check_same_step(model, plain, BATCHES, dtype)
+        for each in (model, plain):
+            torch.optim.SGD(each.parameters(), lr=0.1).step()
+        assert_same(full_state(model), full_state(plain), dtype)
 
 
 @on_ranks(2)
 def test_a_cast_of_the_shards_leaves_the_compute_dtype():
     """The whole parameters stay in param_dtype, whatever the shards are."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    model = sharded(mp_policy=policy)
+    _, model, _ = sharded_case("mlp_stack", mp_policy=policy)
     batch = torch.ones(2, 6)
     model(batch).float().sum().backward()
     before = full_grads(model)
@@ -125,28 +115,25 @@ def test_a_cast_of_the_shards_leaves_the_compute_dtype():
     assert_same(full_grads(model), {k: v.double() for k, v in before.items()}, torch.bfloat16)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_memory_is_taken_part_by_part():
     """to_empty on a submodule, on a unit, and on the root, each then filled."""
-    case = CASES["mlp_stack"]
-    mesh = init_device_mesh("cpu", (2,))
     with torch.device("meta"):
-        model = case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh)
+        case, model, _ = sharded_case("mlp_stack")
     plain = case.build()
-    model.blocks[0].up.to_empty(device="cpu")
-    model.blocks[0].up.load_state_dict(plain.blocks[0].up.state_dict())
-    model.blocks[1].to_empty(device="cpu")
-    model.blocks[1].load_state_dict(plain.blocks[1].state_dict())
+
+    def fill(name):
+        model.get_submodule(name).to_empty(device="cpu")
+        model.get_submodule(name).load_state_dict(plain.get_submodule(name).state_dict())
+
+    fill("blocks.0.up")
+    fill("blocks.1")
     with pytest.raises(RuntimeError, match=r"'scale' .* still on the meta device"):
         model(case.batch(0, 0))
     assert_same(full_state(model.blocks[1]), full_state(plain.blocks[1]), bitwise=True)
-    model.blocks[0].down.to_empty(device="cpu")
-    model.blocks[0].down.load_state_dict(plain.blocks[0].down.state_dict())
+    fill("blocks.0.down")
     assert_same(model.blocks[0](torch.ones(1, 6)), plain.blocks[0](torch.ones(1, 6)))
-    model.to_empty(device="cpu")  # also what had memory
-    model.load_state_dict(plain.state_dict())
+    fill("")  # also what had memory
     assert_same(model(case.batch(0, 0)), plain(case.batch(0, 0)))
 
 
@@ -161,8 +148,8 @@ class Conv(nn.Module):
         return torch.einsum("bchw,ck->bkhw", x, self.matrix)
 
 
-@on_ranks(2)
 @pytest.mark.parametrize(("shard_dim", "after"), [(0, False), (1, False), (0, True)])
+@on_threads(2)
 def test_parameters_of_any_memory_format_are_sharded(shard_dim, after):
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(Conv()).to(memory_format=torch.channels_last)
@@ -193,13 +180,12 @@ def test_parameters_of_any_memory_format_are_sharded(shard_dim, after):
 @on_ranks(2)
 def test_every_way_of_converting_is_followed():
     """torch.__future__'s ways of Module.to."""
-    batches = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     for switch in (
         torch.__future__.set_swap_module_params_on_conversion,
         torch.__future__.set_overwrite_module_params_on_conversion,
     ):
-        model, plain = sharded(), seeded(MlpStack())
-        check_same_step(model, plain, batches, torch.float32)
+        _, model, plain = sharded_case("mlp_stack")
+        check_same_step(model, plain, BATCHES, torch.float32)
         switch(True)
         try:
             for each in (model, plain):
@@ -209,4 +195,4 @@ def test_every_way_of_converting_is_followed():
         finally:
             switch(False)
         assert_same(full_state(model), full_state(plain), bitwise=True)
-        check_same_step(model, plain, batches.double(), torch.float64)
+        check_same_step(model, plain, BATCHES.double(), torch.float64)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from meshard._engine.unit import unit_of
 from meshard.api import default_mesh
 
 
@@ -22,27 +21,23 @@ def start_world():
     dist.destroy_process_group()
 
 
-def mesh_of(module):
-    return unit_of(module).group.spec.mesh_info.mesh
-
-
 def test_units_of_one_world_share_a_mesh(start_world):
     start_world()
     first, second = (meshard.fully_shard(nn.Linear(2, 2)) for _ in range(2))
-    assert mesh_of(first) is mesh_of(second) is default_mesh()
+    assert first.weight.device_mesh is second.weight.device_mesh is default_mesh()
 
 
 def test_a_new_world_gets_a_new_mesh_while_the_old_one_is_alive(start_world):
     start_world()
     old_model = meshard.fully_shard(nn.Linear(2, 2))
     old_mesh, old_world = default_mesh(), dist.group.WORLD
-    assert mesh_of(old_model) is old_mesh
+    assert old_model.weight.device_mesh is old_mesh
     dist.destroy_process_group()
 
     start_world()
     assert dist.group.WORLD is not old_world
     model = meshard.fully_shard(nn.Linear(2, 2))
-    assert mesh_of(model) is default_mesh() is not old_mesh
+    assert model.weight.device_mesh is default_mesh() is not old_mesh
     model(torch.ones(1, 2)).sum().backward()
 
 

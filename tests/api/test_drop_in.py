@@ -4,7 +4,6 @@ One script as text is run as it is with torch's library and with ours, on the sa
 """
 
 import warnings
-from itertools import product
 
 import pytest
 import torch
@@ -12,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.covering import covering
 from tests.support.parity import assert_same
+from tests.support.ranks import on_ranks
 
 SCRIPT = """
 import torch
@@ -118,19 +117,30 @@ def run_script(library, mesh, reshard, dtypes, recompute):
 
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-MESHES = [((4,), True), ((2, 2), True), ((2, 2), False)]  # False: they read one another's memory
 
 
-def compare(mesh_and_sends, reshard, dtypes, recompute):
-    mesh_shape, sends = mesh_and_sends
-    mesh = init_device_mesh(
-        "cpu", mesh_shape, mesh_dim_names=("replicate", "shard")[-len(mesh_shape) :]
-    )
+@pytest.mark.parametrize(
+    ("mesh_shape", "sends", "reshard", "dtypes", "recompute"),
+    [
+        ((2, 2), True, 2, BF16, True),
+        # Ranks that read one another's memory send nothing.
+        pytest.param((4,), False, True, {}, False, marks=pytest.mark.slow),
+        pytest.param((2, 2), False, True, BF16, True, marks=pytest.mark.slow),
+        pytest.param((4,), True, False, {}, True, marks=pytest.mark.slow),
+    ],
+)
+@on_ranks(4)
+def test_one_changed_import_gives_the_same_training_with_no_more_communication(
+    mesh_shape, sends, reshard, dtypes, recompute
+):
+    names = ("replicate", "shard")[-len(mesh_shape) :]
+    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the peer warns of outputs that are views
         theirs, peer = run_script("torch.distributed.fsdp", mesh, reshard, dtypes, recompute)
-    ours, mine = run_script("meshard", mesh, reshard, dtypes, recompute)
-    assert len(ours) == len(theirs)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHARD_SHARED_MEMORY", str(int(not sends)))
+        ours, mine = run_script("meshard", mesh, reshard, dtypes, recompute)
     dtype = torch.bfloat16 if dtypes else torch.float32
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(one, other, dtype, what=f"value {number}")
@@ -139,15 +149,3 @@ def compare(mesh_and_sends, reshard, dtypes, recompute):
         assert mine.bytes[kind] <= peer.bytes[kind], f"{mine.bytes} {peer.bytes}"
     if sends:
         assert mine.counts["gather"] > 6
-
-
-@pytest.mark.default_rows(1)
-@covering(
-    "mesh_and_sends, reshard, dtypes, recompute",
-    product(MESHES, [True, False, 2], [{}, BF16], [False, True]),
-)
-def test_one_changed_import_gives_the_same_training_with_no_more_communication(
-    run_ranks, mesh_and_sends, reshard, dtypes, recompute, monkeypatch
-):
-    monkeypatch.setenv("MESHARD_SHARED_MEMORY", str(int(not mesh_and_sends[1])))
-    run_ranks(compare, 4, mesh_and_sends, reshard, dtypes, recompute)

@@ -1,4 +1,4 @@
-"""Loading of whole tensors, and of shards from elsewhere, into a sharded module."""
+"""Loading into a sharded module: whole tensors, shards from elsewhere, and as libraries do it."""
 
 import copy
 import gc
@@ -7,23 +7,31 @@ import sys
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.fsdp as torch_fsdp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import meshard
 from meshard import CommLedger
-from tests.support.cases import CASES
-from tests.support.models import seeded
-from tests.support.normed import BATCH, same_models, values
+from tests.support.models import MlpBlock, seeded
+from tests.support.normed import BATCH, Normed, same_models, values
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
-from tests.support.sharding import shard_blocks
+from tests.support.sharding import shard_blocks, sharded_case
+
+ASSIGN = pytest.mark.parametrize("assign", [False, True])
 
 
 def load_whole(assign, mesh_shape):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = shard_blocks(values(1), mesh)
+    model = shard_blocks(values(1), init_device_mesh("cpu", mesh_shape))
     model(BATCH)  # leaves a root, and a graph, with the old values
     wanted = values(2)
     given = {name: value.clone() for name, value in wanted.state_dict().items()}
@@ -44,28 +52,30 @@ def load_whole(assign, mesh_shape):
     assert model.head.weight is model.second_head.weight
 
 
-@pytest.mark.parametrize("assign", [False, True])
-def test_whole_tensors_are_loaded_without_communication(run_ranks, assign):
-    run_ranks(load_whole, 2, assign, (2,))
+@ASSIGN
+@on_ranks(2)
+def test_whole_tensors_are_loaded_without_communication(assign):
+    load_whole(assign, (2,))
 
 
-def test_whole_tensors_are_loaded_on_a_2d_mesh(run_ranks):
-    run_ranks(load_whole, 4, False, (2, 2))
+@on_ranks(4)
+def test_whole_tensors_are_loaded_on_a_2d_mesh():
+    load_whole(False, (2, 2))
 
 
+@ASSIGN
 @on_ranks(3)
-@pytest.mark.parametrize("assign", [False, True])
 def test_whole_tensors_are_cut_on_any_dim(assign):
-    mesh = init_device_mesh("cpu", (3,))
-    model, wanted = CASES["uneven"].build(), seeded(CASES["uneven"].build(), 4)
-    for layer in (*model.layers, model):
-        meshard.fully_shard(layer, mesh, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    case, model, wanted = sharded_case(
+        "uneven", (3,), shard_placement_fn=lambda param: Shard(param.dim() - 1)
+    )
+    seeded(wanted, 4)
     model.load_state_dict(wanted.state_dict(), assign=assign)
     assert_same(full_state(model), full_state(wanted), bitwise=True)
     for param, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
         # Not a view, which would keep the whole tensor, or see its edits.
         assert param.to_local().untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
-    batch = CASES["uneven"].batch(0, 0)
+    batch = case.batch(0, 0)
     assert_same(model(batch), wanted(batch))
 
 
@@ -100,23 +110,25 @@ def test_what_does_not_fit_is_reported_as_torch_does():
     same_models(model, values(5), BATCH)
 
 
+@ASSIGN
 @on_ranks(4)
-@pytest.mark.parametrize("assign", [False, True])
 def test_shards_of_another_mesh_are_loaded(assign):
-    line = init_device_mesh("cpu", (4,))
-    grid = init_device_mesh("cpu", (2, 2))
+    line, grid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
     model = shard_blocks(values(1), grid)
-    wanted = values(2)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    for mesh, placements in (
-        (line, [Shard(0)]),
-        (line, [Replicate()]),
-        (grid, [Shard(0), Replicate()]),
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for seed, (mesh, placements) in enumerate(
+        [
+            (line, [Shard(0)]),
+            (line, [Replicate()]),
+            (grid, [Shard(0), Replicate()]),
+            (grid, [Replicate(), Shard(0)]),  # as they are here
+        ]
     ):
-        wanted = values(wanted.norm.num_batches_tracked.item() + 1)
+        wanted = values(seed + 2)
         given = copy.deepcopy(wanted.state_dict())
-        for name in parameters:
+        for name in names:
             given[name] = distribute_tensor(given[name], mesh, placements)
+        model(BATCH)  # leaves the root whole, with the old values
         model.load_state_dict(given, assign=assign)
         assert all(param.device_mesh == grid for param in model.parameters())
         same_models(model, wanted, BATCH)
@@ -135,8 +147,8 @@ def test_shards_of_a_mesh_without_this_rank_are_refused():
         model.load_state_dict(given)
 
 
+@ASSIGN
 @on_ranks(2)
-@pytest.mark.parametrize("assign", [False, True])
 def test_what_is_loaded_while_a_unit_is_whole_is_not_lost(assign):
     """While a unit is whole by hand, what is loaded is in the shards all the same."""
     model = shard_blocks(values(1), init_device_mesh("cpu", (2,)))
@@ -172,7 +184,6 @@ def test_a_whole_parameter_that_is_assigned_becomes_a_shard():
 
 @on_ranks(2)
 def test_loading_keeps_no_whole_tensor():
-    """Loading keeps nothing of the whole tensors."""
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
     for assign in (False, True):
@@ -186,3 +197,132 @@ def test_loading_keeps_no_whole_tensor():
             local = param.to_local()
             assert local.untyped_storage().nbytes() == local.nbytes
             assert torch.equal(param.full_tensor(), torch.ones(param.shape))
+
+
+@on_ranks(2)
+def test_a_model_on_meta_is_filled_by_assigning():
+    """As accelerate does: shard on meta, place each whole tensor like its parameter, assign."""
+    wanted = values(2)
+    with torch.device("meta"):
+        model = Normed()
+    shard_blocks(model, init_device_mesh("cpu", (2,)))
+    shards = {}
+    for name, value in wanted.state_dict().items():
+        target = model.state_dict()[name]
+        if isinstance(target, DTensor):
+            value = distribute_tensor(value, target.device_mesh, target.placements)
+        shards[name] = value.clone()
+    first = {name: value for name, value in shards.items() if "blocks" in name}
+    model.load_state_dict({**first}, strict=False, assign=True)
+    # Not everything is there yet; what is there must not get lost.
+    model.train(True)
+    for unit in (model.blocks[0], model):
+        unit._apply(lambda tensor: tensor)
+    rest = {name: value for name, value in shards.items() if name not in first}
+    model.load_state_dict(rest, strict=False, assign=True)
+    same_models(model, wanted, BATCH)
+    # The optimizer of a model loaded in this way steps it.
+    for each in (model, wanted):
+        torch.optim.SGD(each.parameters(), lr=0.1).step()
+    assert_same(full_state(model), full_state(wanted))
+    same_models(model, wanted, BATCH)
+
+
+@on_ranks(2)
+def test_a_unit_on_meta_may_be_filled_in_parts():
+    wanted = seeded(MlpBlock(6, 7))
+    with torch.device("meta"):
+        model = MlpBlock(6, 7)
+    meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
+    model.load_state_dict({"up.weight": wanted.up.weight.detach()}, strict=False, assign=True)
+    with pytest.raises(RuntimeError, match=r"'up.bias' of unit '\(root\)' is still on the meta"):
+        model(BATCH)
+    rest = {name: value for name, value in wanted.state_dict().items() if name != "up.weight"}
+    for each in (copy.deepcopy(model), model):
+        each.load_state_dict(rest, strict=False, assign=True)
+        assert_same(each(BATCH), wanted(BATCH))
+
+
+class Adapted(nn.Module):
+    """A layer on the meta device, and an adapter with values; both of uneven sizes."""
+
+    def __init__(self, device="meta"):
+        super().__init__()
+        self.base = nn.Linear(6, 7, device=device)
+        self.down, self.up = nn.Linear(6, 3, bias=False), nn.Linear(3, 7, bias=False)
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize(("lib", "assign"), [("ours", False), ("ours", True), ("the peer", False)])
+@on_ranks(2)
+def test_values_beside_a_layer_on_meta_are_kept(lib, assign):
+    fully_shard = (meshard if lib == "ours" else torch_fsdp).fully_shard
+    mesh = init_device_mesh("cpu", (2,))
+    model, wanted = Adapted(), seeded(Adapted("cpu"))
+    values = {name: value.clone() for name, value in wanted.state_dict().items()}
+    base = {name: values.pop(name) for name in ("base.weight", "base.bias")}
+    model.load_state_dict(values, strict=False)
+    fully_shard(model, mesh=mesh)
+    adapter = [param for param in model.parameters() if not param.is_meta]
+    optimizer = torch.optim.SGD(adapter, lr=0.5)
+    if lib == "ours":
+        with pytest.raises(RuntimeError, match="on the module that holds it"):
+            model(BATCH)
+    assert_same({name: model.get_parameter(name).full_tensor() for name in values}, values)
+    if assign:
+        sharded = {name: distribute_tensor(value, mesh) for name, value in base.items()}
+        model.load_state_dict(sharded, strict=False, assign=True)
+    else:
+        model.base.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, value in base.items():
+                model.get_parameter(name).copy_(distribute_tensor(value, mesh))
+    for each in (model, wanted):
+        each(BATCH).square().mean().backward()
+    optimizer.step()
+    torch.optim.SGD([wanted.get_parameter(name) for name in values], lr=0.5).step()
+    assert_same(full_state(model), full_state(wanted))
+
+
+@pytest.mark.extras
+@pytest.mark.filterwarnings("ignore")
+@on_ranks(2)
+def test_whole_state_dicts_go_through_torchs_checkpoint_functions():
+    """Of model and optimizer, there and back."""
+    rank = dist.get_rank()
+
+    def build():
+        case, model, _ = sharded_case("transformer_tied")
+        return case, model, torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(model, optimizer, number):
+        case.loss(model(case.batch(number, rank))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    case, model, optimizer = build()
+    step(model, optimizer, 0)
+    given = StateDictOptions(full_state_dict=True, cpu_offload=True)
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=given)
+    assert bool(model_state) is (rank == 0)
+    assert not any(isinstance(value, DTensor) for value in model_state.values())
+    _, other, its = build()
+    other.load_state_dict(seeded(case.build(), 7).state_dict())
+    taken = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    # set_state_dict would let a rank with an empty dict out of the broadcast of the model.
+    set_model_state_dict(other, model_state, options=taken)
+    # On rank 0 the two optimizers would share the tensors that count steps.
+    set_optimizer_state_dict(other, its, copy.deepcopy(optimizer_state), options=taken)
+    for each in ((model, optimizer), (other, its)):
+        step(*each, 1)
+        step(*each, 2)
+    assert_same(full_state(other), full_state(model), bitwise=True)
+    # Every rank holds the whole, and no broadcast is needed.
+    everywhere = full_state(model)
+    everywhere["head.weight"] = everywhere["embedding.weight"]
+    set_model_state_dict(other, everywhere, options=StateDictOptions(full_state_dict=True))
+    assert_same(full_state(other), full_state(model), bitwise=True)
+    sharded = get_model_state_dict(other)
+    assert all(isinstance(value, DTensor) for value in sharded.values())

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger, CPUOffloadPolicy, GradientReductionHandle, GradientSync
@@ -18,11 +19,9 @@ from tests.support.models import Tables
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
-
-MESHES = [(2,), (2, 2)]
-SCHEDULES = ["F", "N", "NF", "RF", "FF", "NRN", "RR"]
 
 
 def sharded(mesh_shape=None, **kwargs):
@@ -33,6 +32,10 @@ def sharded(mesh_shape=None, **kwargs):
 def replicated(mesh_shape=None):
     mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
     return by_hand(meshard.replicate(IntegerModel(), mesh))
+
+
+def offloaded(mesh_shape):
+    return sharded(mesh_shape, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 def by_hand(model):
@@ -61,13 +64,12 @@ def window(model, step, schedule, is_async=False):
     finalize(model, is_async)
 
 
-def plain_window(model, step, schedule):
+def check_window(model, plain, step, schedule):
+    """Compare gradients with those of one process that has run the same window."""
     for place in range(len(schedule)):
         for rank in range(dist.get_world_size()):
-            backward(model, 10 * step + place, rank)
-
-
-# --- gradients -------------------------------------------------------------------------------
+            backward(plain, 10 * step + place, rank)
+    assert_same(full_grads(model), full_grads(plain), bitwise=True)
 
 
 def steps(make, mesh_shape, schedule, is_async):
@@ -75,45 +77,42 @@ def steps(make, mesh_shape, schedule, is_async):
     optimizers = [torch.optim.SGD(each.parameters(), lr=LEARNING_RATE) for each in (model, plain)]
     for step in range(3):
         window(model, step, schedule, is_async)
-        plain_window(plain, step, schedule)
-        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+        check_window(model, plain, step, schedule)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
     assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("mesh_shape", MESHES)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@spread(
+    schedule=["F", "N", "NF", "RF", "FF", "NRN", "RR"],
+    mesh_shape=[(4,), (2, 2)],
+    is_async=[False, True, True],
+)
+@on_threads(4)
 def test_gradients_are_those_of_one_process(mesh_shape, schedule, is_async):
-    ranks = 2 * len(mesh_shape)
-    run_threads(steps, ranks, sharded, mesh_shape, schedule, is_async)
+    steps(sharded, mesh_shape, schedule, is_async)
 
 
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("schedule", ["F", "NF", "NN"])
+@spread(schedule=["F", "NF", "NN"], is_async=[False, True])
+@on_threads(2)
 def test_gradients_of_a_replicated_module_are_those_of_one_process(schedule, is_async):
-    run_threads(steps, 2, replicated, (2,), schedule, is_async)
+    steps(replicated, (2,), schedule, is_async)
 
 
 @on_ranks(2)
 def test_on_processes_too():
     steps(sharded, (2,), "NF", True)
     steps(replicated, (2,), "NF", True)
-
-    def offloaded(mesh_shape):
-        return sharded(mesh_shape, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
     steps(offloaded, (2,), "NF", False)
 
 
-def a_unit_rests():
+@on_ranks(2)
+def test_a_unit_that_has_not_run_is_left_to_finalization():
     shapes = [[(5,)], [(4,)], [(3,)]]
     model, gradients = Tables(shapes), [[torch.ones(shape)] for (shape,) in shapes]
-    mesh = init_device_mesh("cpu", (2,))
     for module in (*model.units, model):
-        meshard.fully_shard(module, mesh)
+        meshard.fully_shard(module)
     model.set_manual_backward_finalization(True)
     with meshard.no_sync(model):
         model(gradients).backward()
@@ -121,65 +120,49 @@ def a_unit_rests():
         model([None, *gradients[1:]]).backward()
     with CommLedger(model) as finally_:
         model.finalize_backward()
-    first = model.units[0].params[0].grad.full_tensor()
-    return [
+    reduced = [
         [each.unit for each in ledger.events if each.op == "reduce_scatter"]
         for ledger in (in_backward, finally_)
-    ], first.tolist()
-
-
-def test_a_unit_that_has_not_run_is_left_to_finalization():
-    for units, first in run_threads(a_unit_rests, 2):
-        assert units == [["units.1", "(root)"], ["units.0"]]
-        assert first == [1.0] * 5
+    ]
+    assert reduced == [["units.1", "(root)"], ["units.0"]]
+    assert model.units[0].params[0].grad.full_tensor().tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("mode", ["N", "R"])
+@on_threads(4)
 def test_what_is_not_fully_reduced_stays_pending(mode):
-    def run():
-        model, plain = sharded((2, 2)), IntegerModel()
-        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-        model.set_gradient_sync(MODES[mode])
-        backward(model)
-        finalize(model, True)
-        assert meshard.pending_gradients(model)
-        with pytest.raises(RuntimeError, match=r"finalize_backward\(\)"):
-            optimizer.step()
-        model.set_gradient_sync(GradientSync.FULL)
-        finalize(model, False)
+    model, plain = sharded((2, 2)), IntegerModel()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model.set_gradient_sync(MODES[mode])
+    backward(model)
+    finalize(model, True)
+    assert meshard.pending_gradients(model)
+    with pytest.raises(RuntimeError, match=r"finalize_backward\(\)"):
         optimizer.step()
-        plain_window(plain, 0, "F")
-        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+    model.set_gradient_sync(GradientSync.FULL)
+    finalize(model, False)
+    check_window(model, plain, 0, "F")
+    optimizer.step()
 
-    run_threads(run, 4)
 
-
+@on_threads(2)
 def test_several_backwards_before_and_after_the_mode_is_changed():
-    def run():
-        model, plain = sharded((2,)), IntegerModel()
-        for is_manual in (True, False, True):
-            model.set_manual_backward_finalization(is_manual)
-            model.zero_grad()
-            plain.zero_grad()
-            for place in range(2):
-                backward(model, place)
-            if is_manual:
-                model.finalize_backward()
-            plain_window(plain, 0, "FF")
-            assert_same(full_grads(model), full_grads(plain), bitwise=True)
-
-    run_threads(run, 2)
+    model, plain = sharded((2,)), IntegerModel()
+    for is_manual in (True, False, True):
+        model.set_manual_backward_finalization(is_manual)
+        model.zero_grad(), plain.zero_grad()
+        for place in range(2):
+            backward(model, place)
+        if is_manual:
+            model.finalize_backward()
+        check_window(model, plain, 0, "FF")
 
 
-# --- optimizers in backward ------------------------------------------------------------------
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("is_replicated", [False, True])
-@pytest.mark.parametrize("is_async", [False, True])
-@pytest.mark.parametrize("schedule", ["F", "NF", "FF"])
-def test_optimizers_step_at_finalization(schedule, is_async, is_replicated):
-    make = replicated if is_replicated else sharded
+@spread(
+    schedule=["F", "NF", "FF", "NF"], is_async=[False, True], make=[sharded, sharded, replicated]
+)
+@on_threads(2)
+def test_optimizers_step_at_finalization(schedule, is_async, make):
     ours, theirs = make((2,)), make((2,))
     theirs.set_manual_backward_finalization(False)
     optimizers = [
@@ -189,8 +172,7 @@ def test_optimizers_step_at_finalization(schedule, is_async, is_replicated):
     for step in range(3):
         before = full_state(ours)
         for place, letter in enumerate(schedule):
-            is_last = place == len(schedule) - 1
-            theirs.set_is_last_backward(is_last)
+            theirs.set_is_last_backward(place == len(schedule) - 1)
             for model in (ours, theirs):
                 model.set_gradient_sync(MODES[letter])
                 backward(model, 10 * step + place)
@@ -202,25 +184,20 @@ def test_optimizers_step_at_finalization(schedule, is_async, is_replicated):
         assert all(param.grad is None for param in ours.parameters())
 
 
+@on_threads(2)
 def test_a_unit_that_is_not_fully_reduced_is_stepped_by_a_later_finalization():
-    def run():
-        models = [sharded((2,)), sharded((2,))]
-        optimizers = [
-            meshard.overlap_optimizer(each, torch.optim.SGD, lr=LEARNING_RATE) for each in models
-        ]
-        models[0].blocks[1].set_gradient_sync(GradientSync.NONE)
-        for model, optimizer in zip(models, optimizers, strict=True):
-            backward(model)
-            finalize(model, True)
-            model.set_gradient_sync(GradientSync.FULL)
-            finalize(model, True)
-            optimizer.step()
-        assert_same(*map(full_state, models), bitwise=True)
-
-    run_threads(run, 2)
-
-
-# --- the handle ------------------------------------------------------------------------------
+    models = [sharded((2,)), sharded((2,))]
+    optimizers = [
+        meshard.overlap_optimizer(each, torch.optim.SGD, lr=LEARNING_RATE) for each in models
+    ]
+    models[0].blocks[1].set_gradient_sync(GradientSync.NONE)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        backward(model)
+        finalize(model, True)
+        model.set_gradient_sync(GradientSync.FULL)
+        finalize(model, True)
+        optimizer.step()
+    assert_same(*map(full_state, models), bitwise=True)
 
 
 @on_ranks(2)
@@ -246,8 +223,7 @@ def test_nothing_may_begin_until_the_handle_is_waited_for():
         model.blocks[1](torch.ones(1, 5))
     handle.wait()
     handle.wait()
-    plain_window(plain, 0, "F")
-    assert_same(full_grads(model), full_grads(plain), bitwise=True)
+    check_window(model, plain, 0, "F")
     optimizer.step()
 
 
@@ -262,8 +238,7 @@ def test_a_reset_invalidates_the_handle(make):
             with pytest.raises(RuntimeError, match=r"reset_iter_state\(\) was called"):
                 handle.wait()
         window(model, 0, "F", True)  # the mode is still there
-        plain_window(plain, 0, "F")
-        assert_same(full_grads(model), full_grads(plain), bitwise=True)
+        check_window(model, plain, 0, "F")
         handle = model.finalize_backward(async_op=True)
         handle.wait()
         model.reset_iter_state()
@@ -273,57 +248,101 @@ def test_a_reset_invalidates_the_handle(make):
     run_threads(run, 2, may_leave_unwaited=True)
 
 
+@on_threads(4)
+def test_microbatches_need_one_finalization():
+    model, plain = sharded((2, 2)), IntegerModel()
+    for place in meshard.microbatches(model, range(3)):
+        backward(model, place)
+    model.finalize_backward()
+    check_window(model, plain, 0, "FFF")
+
+
+@on_threads(4)
+def test_finalize_gradients_reduces_everything_in_this_mode_too():
+    model, plain = sharded((2, 2)), IntegerModel()
+    model.set_gradient_sync(GradientSync.NONE)
+    backward(model)
+    meshard.finalize_gradients(model)
+    check_window(model, plain, 0, "F")
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    model.finalize_backward()
+
+
+@on_threads(2)
+def test_units_whose_backward_is_to_come_stay_unsharded():
+    model, plain = sharded((2,), reshard_after_forward=False), IntegerModel()
+    backward(model, 0)
+    loss = integer_loss(model(integer_batch(1, dist.get_rank())))
+    finalize(model, True)
+    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    loss.backward()
+    finalize(model, True)
+    check_window(model, plain, 0, "FF")
+
+
+@on_threads(2)
+def test_zero_grad_drops_what_is_not_finalized():
+    model, plain = sharded((2,)), IntegerModel()
+    for schedule in ("F", "N"):
+        model.set_gradient_sync(MODES[schedule])
+        backward(model, 5)
+        model.zero_grad()
+        window(model, 0, "NF")
+        check_window(model, plain, 0, "NF")
+        model.zero_grad(), plain.zero_grad()
+
+
+@on_threads(2)
+def test_a_unit_around_the_root_keeps_the_mode():
+    layer = nn.Linear(4, 4, bias=False)
+    nn.init.ones_(layer.weight)
+    outer = nn.Sequential(meshard.fully_shard(layer))
+    layer.set_manual_backward_finalization(True)
+    meshard.fully_shard(outer)
+    with meshard.no_sync(outer):
+        outer(torch.ones(1, 4)).sum().backward()
+    outer(torch.ones(1, 4)).sum().backward()
+    outer.finalize_backward()
+    assert torch.equal(layer.weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+
+
+@on_ranks(1)
 def test_before_the_first_backward_there_is_nothing_to_finalize():
     model = sharded()
-    try:
-        model.finalize_backward()
-        handle = model.finalize_backward(async_op=True)
-        backward(model)  # although the handle is not waited for
-        handle.wait()
-        model.finalize_backward()
-        model.finalize_backward()
-        assert all(param.grad is not None for param in model.parameters())
-    finally:
-        dist.destroy_process_group()
+    model.finalize_backward()
+    handle = model.finalize_backward(async_op=True)
+    backward(model)  # although the handle is not waited for
+    handle.wait()
+    model.finalize_backward()
+    model.finalize_backward()
+    assert all(param.grad is not None for param in model.parameters())
+    handle = model.finalize_backward(async_op=True)
+    del model  # which the handle does not keep
+    handle.wait()
 
 
-def test_a_handle_does_not_keep_the_model():
-    try:
-        model = sharded()
-        backward(model)
-        handle = model.finalize_backward(async_op=True)
-        del model
-        handle.wait()
-    finally:
-        dist.destroy_process_group()
-
-
-# --- errors ----------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def model():
-    yield sharded()
-    dist.destroy_process_group()
-
-
-def test_only_the_root_is_finalized(model):
+@on_ranks(1)
+def test_only_the_root_is_finalized_and_only_in_the_mode():
+    model = sharded()
     inner = model.blocks[0]
     with pytest.raises(RuntimeError, match=r"on the root, and unit 'blocks.0'"):
         inner.set_manual_backward_finalization(True)
     backward(model)
     with pytest.raises(RuntimeError, match=r"on the root, and unit 'blocks.0'"):
         inner.finalize_backward()
-
-
-def test_without_the_mode_nothing_is_finalized(model):
-    model.set_manual_backward_finalization(False)
-    backward(model)
+    model.finalize_backward()
+    copied = copy.deepcopy(model)
+    copied.finalize_backward()
+    copied.set_manual_backward_finalization(False)
+    backward(copied)
     with pytest.raises(RuntimeError, match=r"needs set_manual_backward_finalization\(True\)"):
-        model.finalize_backward()
+        copied.finalize_backward()
+    model.finalize_backward()
 
 
-def test_nothing_is_finalized_inside_a_step(model):
+@on_ranks(1)
+def test_nothing_is_finalized_inside_a_step():
+    model = sharded()
     model.blocks[0].register_forward_hook(lambda *_: model.finalize_backward())
     with pytest.raises(RuntimeError, match="called inside the forward or backward"):
         backward(model)
@@ -338,157 +357,62 @@ def test_nothing_is_finalized_inside_a_step(model):
         loss.backward()
 
 
-def test_the_mode_stays_as_it_is_until_a_backward_is_finalized(model):
+@on_ranks(1)
+def test_the_mode_stays_as_it_is_until_a_backward_is_finalized():
+    model = sharded()
+
+    def check_refused(change):
+        with pytest.raises(RuntimeError, match="cannot change the mode"):
+            change()
+
     loss = integer_loss(model(integer_batch(0, 0)))
     loss.register_hook(lambda _: model.set_manual_backward_finalization(False))
-    with pytest.raises(RuntimeError, match="cannot change the mode"):
-        loss.backward()
+    check_refused(loss.backward)
     model.reset_iter_state()
     backward(model)
-    with pytest.raises(RuntimeError, match="cannot change the mode"):
-        model.set_manual_backward_finalization(False)
+    check_refused(lambda: model.set_manual_backward_finalization(False))
     model.set_manual_backward_finalization(True)
-    model.finalize_backward()
-    model.set_manual_backward_finalization(False)
-
-
-# --- together with others --------------------------------------------------------------------
-
-
-def test_microbatches_need_one_finalization():
-    def run():
-        model, plain = sharded((2, 2)), IntegerModel()
-        for place in meshard.microbatches(model, range(3)):
-            backward(model, place)
-        model.finalize_backward()
-        plain_window(plain, 0, "FFF")
-        assert_same(full_grads(model), full_grads(plain), bitwise=True)
-
-    run_threads(run, 4)
-
-
-def test_finalize_gradients_reduces_everything_in_this_mode_too():
-    def run():
-        model, plain = sharded((2, 2)), IntegerModel()
-        model.set_gradient_sync(GradientSync.NONE)
-        backward(model)
-        meshard.finalize_gradients(model)
-        plain_window(plain, 0, "F")
-        assert_same(full_grads(model), full_grads(plain), bitwise=True)
-        torch.optim.SGD(model.parameters(), lr=1.0).step()
-        model.finalize_backward()
-
-    run_threads(run, 4)
-
-
-def test_gradients_of_finalize_gradients_survive_a_forward_that_raises(model):
-    backward(model)
-    meshard.finalize_gradients(model)
-    with pytest.raises(RuntimeError, match="shapes"):
-        model(torch.ones(1, 3))
-    assert all(param.grad is not None for param in model.parameters())
-
-
-def test_units_whose_backward_is_to_come_stay_unsharded():
-    def run():
-        model, plain = sharded((2,), reshard_after_forward=False), IntegerModel()
-        backward(model, 0)
-        loss = integer_loss(model(integer_batch(1, dist.get_rank())))
-        finalize(model, True)
-        states = [each._meshard_unit.group.state.name for each in (model, *model.blocks)]
-        assert states == ["INSTALLED"] * 4
-        loss.backward()
-        finalize(model, True)
-        plain_window(plain, 0, "FF")
-        assert_same(full_grads(model), full_grads(plain), bitwise=True)
-
-    run_threads(run, 2)
-
-
-def test_uneven_batches_do_not_work_with_it():
-    try:
-        model = replicated()
-        with pytest.raises(RuntimeError, match="uneven_batches does not work with set_manual"):
-            next(meshard.uneven_batches(model, [1]))
-        model.set_manual_backward_finalization(False)
-        for _ in meshard.uneven_batches(model, [1]):
-            with pytest.raises(RuntimeError, match="in a loop over uneven_batches"):
-                model.set_manual_backward_finalization(True)
-            backward(model)
-    finally:
-        dist.destroy_process_group()
-
-
-def test_zero_grad_drops_what_is_not_finalized():
-    def run():
-        model, plain = sharded((2,)), IntegerModel()
-        for schedule in ("F", "N"):
-            model.set_gradient_sync(MODES[schedule])
-            backward(model, 5)
-            model.zero_grad()
-            window(model, 0, "NF")
-            plain_window(plain, 0, "NF")
-            assert_same(full_grads(model), full_grads(plain), bitwise=True)
-            model.zero_grad()
-            plain.zero_grad()
-
-    run_threads(run, 2)
-
-
-def test_a_forward_that_raises_drops_what_is_not_finalized(model):
-    backward(model)
-    with pytest.raises(RuntimeError, match="shapes"):
-        model(torch.ones(1, 3))
-    model.finalize_backward()
-    assert all(param.grad is None for param in model.parameters())
-
-
-def test_units_are_resharded_as_their_settings_say(model):
-    model.set_reshard_after_backward(False)
-    backward(model)
-    assert model.blocks[0]._meshard_unit.group.is_stale is False
-    model.finalize_backward()
-    states = [each._meshard_unit.group.state.name for each in (model, *model.blocks)]
-    assert states == ["UNSHARDED"] * 4
-    backward(model)
-    model.set_reshard_after_backward(True)
-    model.finalize_backward()
-    states = [each._meshard_unit.group.state.name for each in (model, *model.blocks)]
-    assert states == ["SHARDED"] * 4
-
-
-def test_a_copy_has_the_mode(model):
-    copied = copy.deepcopy(model)
-    backward(copied)
-    copied.finalize_backward()
-    copied.set_manual_backward_finalization(False)
-    with pytest.raises(RuntimeError, match="needs set_manual"):
-        copied.finalize_backward()
-    model.finalize_backward()
-
-
-def test_the_mode_stays_while_a_finalization_is_not_waited_for(model):
     model.set_gradient_sync(GradientSync.NONE)
-    backward(model)
     model.finalize_backward()
     model.set_gradient_sync(GradientSync.FULL)
     handle = model.finalize_backward(async_op=True)
-    with pytest.raises(RuntimeError, match="cannot change the mode"):
-        model.set_manual_backward_finalization(False)
+    check_refused(lambda: model.set_manual_backward_finalization(False))
     handle.wait()
     model.set_manual_backward_finalization(False)
 
 
-@on_threads(2)
-def test_a_unit_around_the_root_keeps_the_mode():
-    mesh = init_device_mesh("cpu", (2,))
-    layer = nn.Linear(4, 4, bias=False)
-    nn.init.ones_(layer.weight)
-    outer = nn.Sequential(meshard.fully_shard(layer, mesh))
-    outer[0].set_manual_backward_finalization(True)
-    meshard.fully_shard(outer, mesh)
-    with meshard.no_sync(outer):
-        outer(torch.ones(1, 4)).sum().backward()
-    outer(torch.ones(1, 4)).sum().backward()
-    outer.finalize_backward()
-    assert torch.equal(outer[0].weight.grad.full_tensor(), torch.full((4, 4), 2.0))
+@on_ranks(1)
+def test_a_forward_that_raises_drops_what_is_not_finalized():
+    model = sharded()
+    for is_finalized in (False, True):
+        backward(model)
+        if is_finalized:
+            meshard.finalize_gradients(model)
+        with pytest.raises(RuntimeError, match="shapes"):
+            model(torch.ones(1, 3))
+        model.finalize_backward()
+        assert all((param.grad is not None) is is_finalized for param in model.parameters())
+
+
+@on_ranks(1)
+def test_uneven_batches_do_not_work_with_it():
+    model = replicated()
+    with pytest.raises(RuntimeError, match="uneven_batches does not work with set_manual"):
+        next(meshard.uneven_batches(model, [1]))
+    model.set_manual_backward_finalization(False)
+    for _ in meshard.uneven_batches(model, [1]):
+        with pytest.raises(RuntimeError, match="in a loop over uneven_batches"):
+            model.set_manual_backward_finalization(True)
+        backward(model)
+
+
+@on_ranks(1)
+def test_units_are_resharded_as_their_settings_say():
+    model = sharded()
+
+    for reshards in (False, True):
+        model.set_reshard_after_backward(reshards)
+        backward(model)
+        model.finalize_backward()
+        states = {each._meshard_unit.group.state.name for each in (model, *model.blocks)}
+        assert states == {"SHARDED" if reshards else "UNSHARDED"}

@@ -1,18 +1,20 @@
 """Mixed precision: each dtype is used where the policy says, and nowhere else."""
 
 import copy
+import math
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from tests.support.models import MlpStack, Ones, seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
@@ -20,23 +22,14 @@ from tests.support.threads import run_threads
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
-def shard(model, mesh, policy):
-    return shard_blocks(model, mesh, mp_policy=policy)
-
-
-def batches(count):
-    return torch.randn(count, 3, 6, generator=torch.Generator().manual_seed(0))
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("reduce_dtype", [None, FP32])
+@on_ranks(2)
 def test_bfloat16_compute_with_float32_masters_is_exact(reduce_dtype):
     """Two ranks against one process that computes each half in bfloat16 and adds in float32."""
-    mesh = init_device_mesh("cpu", (2,))
     master = seeded(MlpStack())
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
-    model = shard(copy.deepcopy(master), mesh, policy)
-    xs = batches(2)
+    model = shard_blocks(copy.deepcopy(master), mp_policy=policy)
+    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     oracle = torch.optim.SGD(master.parameters(), lr=0.1)
     for _ in range(5):
@@ -60,90 +53,73 @@ def test_bfloat16_compute_with_float32_masters_is_exact(reduce_dtype):
             each.zero_grad()
 
 
-def dtypes_on_the_wire():
-    mesh = init_device_mesh("cpu", (2, 2))
+@on_fake_ranks(4)
+def test_each_collective_travels_in_its_dtype():
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP16)
-    model = shard(seeded(MlpStack()), mesh, policy)
+    model = shard_blocks(MlpStack(), init_device_mesh("cpu", (2, 2)), mp_policy=policy)
     with CommLedger(model) as ledger:
-        model(batches(1)[0]).sum().backward()
-    return {event.op: event.dtype for event in ledger.events}
+        model(torch.ones(1, 6)).sum().backward()
+    dtypes = {event.op: event.dtype for event in ledger.events}
+    assert dtypes == {"all_gather": BF16, "reduce_scatter": FP16, "all_reduce": FP16}
 
 
-def test_each_collective_travels_in_its_dtype(run_ranks):
-    expected = {"all_gather": BF16, "reduce_scatter": FP16, "all_reduce": FP16}
-    assert run_ranks(dtypes_on_the_wire, 4) == [expected] * 4
-
-
-def add_ones(mesh_shape, mode, count, policy, param_dtype=FP32):
-    model = meshard.fully_shard(
-        Ones(6, param_dtype), init_device_mesh("cpu", mesh_shape), mp_policy=policy
-    )
+def sum_of_ones(mesh_shape, mode, count, policy, param_dtype=FP32):
+    """Return the gradient of ``count`` microbatches of ones."""
+    model = Ones(6, param_dtype)
+    meshard.fully_shard(model, init_device_mesh("cpu", mesh_shape), mp_policy=policy)
     for number in range(count):
         model.set_gradient_sync(MODES["F"] if number == count - 1 else MODES[mode])
         model(1.0).backward()
-    return full_grads(model)["a"]
+    grad = full_grads(model)["a"]
+    assert grad.dtype == param_dtype
+    return grad.tolist()
 
 
 @pytest.mark.slow
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("mode", ["N", "R", "F"])
-def test_512_microbatches_of_ones_reduced_in_bfloat16_add_up_to_512(run_ranks, mode):
+@on_threads(4)
+def test_512_microbatches_of_ones_add_up_to_512(mode):
     policy = MixedPrecisionPolicy(reduce_dtype=BF16)
-    for grad in run_ranks(add_ones, 4, (2, 2), mode, 512, policy):
-        assert grad.tolist() == [512.0] * 6
+    assert sum_of_ones((2, 2), mode, 512, policy) == [512.0] * 6
+    # Parameters in bfloat16 accumulate in float32 too.
+    assert sum_of_ones((2, 2), mode, 512, MixedPrecisionPolicy(), BF16) == [512.0] * 6
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["N", "R", "F"])
-def test_bfloat16_parameters_accumulate_in_float32_too(mode):
-    grads = run_threads(add_ones, 4, (2, 2), mode, 512, MixedPrecisionPolicy(), BF16)
-    assert [grad.tolist() for grad in grads] == [[512.0] * 6] * 4
-    assert grads[0].dtype == BF16
-
-
-def toggle_while_adding(count):
+@on_threads(2)
+def test_sums_stay_wide_when_parameters_are_frozen_and_thawed():
     model = Ones(6, BF16)
     model.b.requires_grad_(False)
-    model = meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
-    for number in range(count):
+    meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
+    for number in range(600):
         model.b.requires_grad_(number % 4 < 2)
         model(1.0, 1.0).backward()
-    return full_grads(model)
+    grads = full_grads(model)
+    # added up in bfloat16, ones stop at 256
+    assert grads["a"].tolist() == [600.0] * 6
+    assert grads["b"].tolist() == [300.0] * 6
 
 
-@pytest.mark.slow
-def test_sums_stay_wide_when_parameters_are_frozen_and_thawed():
-    for grads in run_threads(toggle_while_adding, 2, 600):
-        # added up in bfloat16, ones stop at 256
-        assert grads["a"].tolist() == [600.0] * 6
-        assert grads["b"].tolist() == [300.0] * 6
-
-
+@on_threads(2)
 def test_the_accumulate_dtype_is_the_users_choice():
     policy = MixedPrecisionPolicy(accumulate_dtype=BF16)
-    grads = run_threads(add_ones, 2, (2,), "F", 300, policy, BF16)
-    assert grads[0].tolist() == [256.0] * 6  # where bfloat16 stops counting
-
-
-def large_gradients(mesh_shape, value):
-    policy = MixedPrecisionPolicy(reduce_dtype=FP16)
-    model = meshard.fully_shard(Ones(6), init_device_mesh("cpu", mesh_shape), mp_policy=policy)
-    model(value).backward()
-    return full_grads(model)["a"]
+    assert sum_of_ones((2,), "F", 300, policy, BF16) == [256.0] * 6  # where bfloat16 stops counting
+    assert sum_of_ones((2,), "R", 3, MixedPrecisionPolicy(), FP64) == [3.0] * 6
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (4, 1), (8,)])
 def test_float16_neither_overflows_nor_loses_what_it_could_keep(mesh_shape):
     """Four ranks of 20000 sum to 80000, which float16 has not; the mean is 20000 all the same."""
-    num_ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) == 2 else 1)
-    for value in (20000.0, 2.0**-14):
-        for grad in run_threads(large_gradients, num_ranks, mesh_shape, value):
-            assert grad.tolist() == [value] * 6
 
+    def run():
+        policy = MixedPrecisionPolicy(reduce_dtype=FP16)
+        model = meshard.fully_shard(Ones(6), init_device_mesh("cpu", mesh_shape), mp_policy=policy)
+        for value in (20000.0, 2.0**-14):
+            model.zero_grad()
+            model(value).backward()
+            assert full_grads(model)["a"].tolist() == [value] * 6
 
-def test_float64_parameters_accumulate_in_float64():
-    grads = run_threads(add_ones, 2, (2,), "R", 3, MixedPrecisionPolicy(), FP64)
-    assert grads[0].dtype == FP64
+    run_threads(run, math.prod(mesh_shape))
 
 
 @on_ranks(1)
@@ -170,8 +146,6 @@ def test_inputs_and_outputs_are_cast_wherever_they_are():
 
 @on_ranks(1)
 def test_torchs_own_policy_is_accepted():
-    from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
-
     layer = meshard.fully_shard(nn.Linear(3, 3), mp_policy=TorchPolicy(param_dtype=BF16))
     assert layer(torch.ones(1, 3)).dtype == BF16
     assert isinstance(MixedPrecisionPolicy(), TorchPolicy)

@@ -14,10 +14,13 @@ from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.extensions import Wrapper, linear
 from tests.support.models import Ones
 from tests.support.parity import full_grads
-from tests.support.threads import run_threads
+from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import spread
 
 BF16, FP32 = torch.bfloat16, torch.float32
-IN_TORCH = hasattr(torch_fsdp.MixedPrecisionPolicy(), "param_dtype_override_fn")
+POLICIES = [MixedPrecisionPolicy]
+if hasattr(torch_fsdp.MixedPrecisionPolicy(), "param_dtype_override_fn"):  # since torch 2.15
+    POLICIES.append(torch_fsdp.MixedPrecisionPolicy)
 
 
 class Net(nn.Module):
@@ -43,28 +46,24 @@ def policy(fn=keep_vectors, **kwargs):
     return MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=fn, **kwargs)
 
 
-def train(apply, mesh_shape):
-    model = apply(Net(), init_device_mesh("cpu", mesh_shape), mp_policy=policy())
-    x = torch.full((2, 4), 1.0 + dist.get_rank())
-    with CommLedger(model) as ledger:
-        model(x).backward()
-    assert model.dtypes == [BF16, FP32, FP32]
-    assert all(param.dtype == param.grad.dtype == FP32 for param in model.parameters())
-    reductions = {each.dtype for each in ledger.events if each.op != "all_gather"}
-    return reductions, {name: grad.tolist() for name, grad in full_grads(model).items()}
-
-
 @pytest.mark.parametrize(
     ("apply", "mesh_shape"),
     [(meshard.fully_shard, (2,)), (meshard.fully_shard, (2, 1)), (meshard.replicate, (2,))],
 )
+@on_threads(2)
 def test_each_computes_in_its_dtype_and_gradients_are_sent_in_the_widest(apply, mesh_shape):
-    for reductions, grads in run_threads(train, 2, apply, mesh_shape):
-        assert reductions == {FP32}
-        assert grads["norm.bias"] == [2.0] * 4  # of two rows, on each rank
-        assert grads["linear.weight"] == [[3.0] * 4] * 4  # the mean of 2 * 1 and 2 * 2
+    model = apply(Net(), init_device_mesh("cpu", mesh_shape), mp_policy=policy())
+    with CommLedger(model) as ledger:
+        model(torch.full((2, 4), 1.0 + dist.get_rank())).backward()
+    assert model.dtypes == [BF16, FP32, FP32]
+    assert all(param.dtype == param.grad.dtype == FP32 for param in model.parameters())
+    assert {each.dtype for each in ledger.events if each.op != "all_gather"} == {FP32}
+    grads = full_grads(model)
+    assert grads["norm.bias"].tolist() == [2.0] * 4  # of two rows, on each rank
+    assert grads["linear.weight"].tolist() == [[3.0] * 4] * 4  # the mean of 2 * 1 and 2 * 2
 
 
+@on_ranks(1)
 def test_it_is_called_once_per_parameter_and_not_in_copies():
     called = []
 
@@ -75,32 +74,29 @@ def test_it_is_called_once_per_parameter_and_not_in_copies():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight
     params = list(model.parameters())
-    try:
-        meshard.fully_shard(model, mp_policy=policy(fn, cast_forward_inputs=False))
-        copied = copy.deepcopy(model)
-        for each in (model, copied):
-            assert each(torch.ones(1, 2)).dtype == FP32
-            each.double()
-            assert each(torch.ones(1, 2).double()).dtype == torch.float64  # in its own dtype still
-    finally:
-        dist.destroy_process_group()
+    meshard.fully_shard(model, mp_policy=policy(fn, cast_forward_inputs=False))
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        assert each(torch.ones(1, 2)).dtype == FP32
+        each.double()
+        assert each(torch.ones(1, 2).double()).dtype == torch.float64  # in its own dtype still
     assert [id(param) for param in called] == [id(param) for param in params]
 
 
-@pytest.mark.parametrize("apply", [meshard.fully_shard, meshard.replicate])
-@pytest.mark.parametrize("returned", [torch.float16, 3, "bfloat16", torch.ones(2)])
+@spread(
+    apply=[meshard.fully_shard, meshard.replicate],
+    returned=[torch.float16, 3, "bfloat16", torch.ones(2)],
+)
+@on_ranks(1)
 def test_anything_else_is_refused_and_changes_nothing(apply, returned):
     layer = nn.Linear(2, 2)
-    try:
-        with pytest.raises(ValueError, match=r"param_dtype_override_fn returned .* 'weight'"):
-            apply(layer, mp_policy=policy(lambda _: returned))
-        assert type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
-        # param_dtype itself, and integers
-        layer.steps = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
-        apply(layer, mp_policy=policy(lambda _: BF16))
-        assert layer(torch.ones(1, 2)).dtype == BF16
-    finally:
-        dist.destroy_process_group()
+    with pytest.raises(ValueError, match=r"param_dtype_override_fn returned .* 'weight'"):
+        apply(layer, mp_policy=policy(lambda _: returned))
+    assert type(layer) is nn.Linear and type(layer.weight) is nn.Parameter
+    # param_dtype itself, and integers
+    layer.steps = nn.Parameter(torch.ones(2, dtype=torch.int64), requires_grad=False)
+    apply(layer, mp_policy=policy(lambda _: BF16))
+    assert layer(torch.ones(1, 2)).dtype == BF16
 
 
 class Asked(Wrapper):
@@ -119,33 +115,22 @@ class Asked(Wrapper):
 
 
 @pytest.mark.parametrize(("chosen", "expected"), [(None, BF16), (FP32, FP32)])
+@on_ranks(1)
 def test_tensor_subclasses_are_told_their_own_dtype(chosen, expected):
-    try:
-        layer = linear(Asked)
-        meshard.fully_shard(layer, mp_policy=policy(lambda _: chosen))
-        layer.unshard()
-        assert layer.weight.dtype == Asked.param_dtype == Asked.policy.param_dtype == expected
-        assert Asked.policy.param_dtype_override_fn is None
-    finally:
-        dist.destroy_process_group()
+    layer = linear(Asked)
+    meshard.fully_shard(layer, mp_policy=policy(lambda _: chosen))
+    layer.unshard()
+    assert layer.weight.dtype == Asked.param_dtype == Asked.policy.param_dtype == expected
+    assert Asked.policy.param_dtype_override_fn is None
 
 
-def test_the_table_says_how_many_keep_theirs():
-    try:
-        model = meshard.fully_shard(Net(), mp_policy=policy())
-        assert "param_dtype=bfloat16 (2 keep their own)" in meshard.describe(model)
-        alone = meshard.fully_shard(Ones(), mp_policy=policy())
-        assert "param_dtype" not in meshard.describe(alone)
-    finally:
-        dist.destroy_process_group()
-
-
-@pytest.mark.skipif(not IN_TORCH, reason="torch's policy has it since torch 2.15")
-def test_torchs_own_policy_is_honoured():
-    theirs = torch_fsdp.MixedPrecisionPolicy(param_dtype=BF16, param_dtype_override_fn=keep_vectors)
-    try:
-        model = meshard.fully_shard(Net(), mp_policy=theirs)
-        model(torch.ones(1, 4))
-        assert model.dtypes == [BF16, FP32, FP32]
-    finally:
-        dist.destroy_process_group()
+@pytest.mark.parametrize("cls", POLICIES)
+@on_ranks(1)
+def test_the_table_says_how_many_keep_theirs(cls):
+    theirs = cls(param_dtype=BF16, param_dtype_override_fn=keep_vectors)
+    model = meshard.fully_shard(Net(), mp_policy=theirs)
+    assert "param_dtype=bfloat16 (2 keep their own)" in meshard.describe(model)
+    model(torch.ones(1, 4))
+    assert model.dtypes == [BF16, FP32, FP32]
+    alone = meshard.fully_shard(Ones(), mp_policy=theirs)
+    assert "param_dtype" not in meshard.describe(alone)

@@ -15,111 +15,53 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshard
-from tests.support.cases import CASES
+from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
+from tests.support.sharding import sharded_case
 
 
-def shard(case, model, mesh):
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh)
-    return model
+def share_one_buffer(unit):
+    """Tell whether the shards of a unit are views of the same memory, as its collectives need."""
+    group = unit._meshard_unit.group
+    buffer = group.unit_params.flat_shard.buffer
+    shards = [param.sharded.to_local() for param in group.params]
+    starts = [shard.data_ptr() - buffer.data_ptr() for shard in shards if shard.numel()]
+    return all(0 <= start < buffer.nbytes for start in starts)
 
 
-def reseed(model, seed):
-    """Give every parameter values that depend on its name only, shard by shard."""
-    for number, param in enumerate(model.parameters()):
-        generator = torch.Generator().manual_seed(seed + number)
-        whole = torch.randn(param.shape, generator=generator) * 0.3
-        if isinstance(param, DTensor):
-            with torch.no_grad():
-                param.copy_(
-                    torch.distributed.tensor.distribute_tensor(
-                        whole, param.device_mesh, param.placements
-                    )
-                )
-        else:
-            param.data.copy_(whole)
-
-
-def views_of_one_buffer(model):
-    for module in model.modules():
-        unit = vars(module).get("_meshard_unit")
-        if unit is not None:
-            buffer = unit.group.unit_params.flat_shard.buffer
-            first, last = buffer.data_ptr(), buffer.data_ptr() + buffer.nbytes
-            for param in unit.group.params:
-                local = param.sharded._local_tensor
-                assert not local.numel() or first <= local.data_ptr() < last
-
-
-def make_on_meta(mesh_shape):
-    case = CASES["transformer"]
-    mesh = init_device_mesh("cpu", mesh_shape)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+@on_threads(4)
+def test_a_model_made_on_meta_trains_like_one_made_here(mesh_shape):
     with torch.device("meta"):
-        model = case.build()
-    shard(case, model, mesh)
+        case, model, _ = sharded_case("transformer", mesh_shape)
     assert all(param.is_meta for param in model.parameters())
     model.to_empty(device="cpu")
-    views_of_one_buffer(model)
-    reseed(model, 5)
+    assert all(map(share_one_buffer, model.blocks))
     plain = case.build()
-    reseed(plain, 5)
-    rank = dist.get_rank()
-    case.loss(model(case.batch(0, rank))).backward()
-    case.loss(plain(case.whole_batch(0, dist.get_world_size()))).backward()
+    model.load_state_dict(plain.state_dict())
+    case.loss(model(case.batch(0, dist.get_rank()))).backward()
+    case.loss(plain(case.whole_batch(0, 4))).backward()
     assert_same(full_state(model), full_state(plain), bitwise=True)
     assert_same(full_grads(model), full_grads(plain))
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
-def test_a_model_made_on_meta_trains_like_one_made_here(run_ranks, mesh_shape):
-    num_ranks = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) == 2 else 1)
-    run_ranks(make_on_meta, num_ranks, mesh_shape)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_state_dict_of_shards_is_loaded(assign):
-    case = CASES["transformer"]
-    mesh = init_device_mesh("cpu", (2,))
-    first, second = (shard(case, case.build(), mesh) for _ in range(2))
-    reseed(first, 1)
-    reseed(second, 2)
-    batch = case.batch(0, dist.get_rank())
-    second(batch)  # leaves the root whole, with the old values
-    state = {name: value.clone() for name, value in first.state_dict().items()}
-    assert all(isinstance(value, DTensor) for value in state.values())
-    second.load_state_dict(state, assign=assign)
-    assert torch.equal(first(batch), second(batch))
-    for model in (first, second):
-        case.loss(model(batch)).backward()
-    assert_same(full_grads(second), full_grads(first), bitwise=True)
-    views_of_one_buffer(second)
-
-
 @on_ranks(2)
 def test_a_model_is_cast_after_a_step():
-    case = CASES["mlp_stack"]
-    mesh = init_device_mesh("cpu", (2,))
-    model = shard(case, case.build(), mesh)
+    case, model, plain = sharded_case("mlp_stack")
     batch = case.batch(0, dist.get_rank())
     case.loss(model(batch)).backward()
     before = full_state(model)
-    names = [name for name, _ in model.named_parameters()]
     model.double()
-    assert [name for name, _ in model.named_parameters()] == names
     assert_same(full_state(model), {k: v.double() for k, v in before.items()}, bitwise=True)
-    views_of_one_buffer(model)
+    assert all(map(share_one_buffer, model.blocks))
     model.zero_grad()
     case.loss(model(batch.double())).backward()
     assert all(param.grad.dtype == torch.float64 for param in model.parameters())
-    plain = case.build().double()
+    plain.double()
     case.loss(plain(case.whole_batch(0, 2).double())).backward()
     assert_same(full_grads(model), full_grads(plain), torch.float64)
 
@@ -127,10 +69,7 @@ def test_a_model_is_cast_after_a_step():
 @on_ranks(2)
 def test_edits_of_shards_reach_a_forward_that_would_reuse_whole_parameters():
     """Evaluation leaves the root whole; edits of the shards must reach the next forward."""
-    case = CASES["mlp_stack"]
-    mesh = init_device_mesh("cpu", (2,))
-    model = shard(case, case.build(), mesh)
-    plain = case.build()
+    case, model, plain = sharded_case("mlp_stack")
     batch = case.batch(0, 0)
 
     def edits(module):
@@ -151,33 +90,34 @@ def test_edits_of_shards_reach_a_forward_that_would_reuse_whole_parameters():
 
 def save_on_every_rank(state, file):
     with warnings.catch_warnings():
-        warnings.filterwarnings(
-            "ignore", "rank 0 pickles a sharded state_dict"
-        )  # each saves its own
+        # each saves its own
+        warnings.filterwarnings("ignore", "rank 0 pickles a sharded state_dict")
         torch.save(state, file)
+    file.seek(0)
 
 
 @on_ranks(2)
 def test_a_state_dict_is_pickled_and_copied():
-    case = CASES["transformer"]
-    model = shard(case, case.build(), init_device_mesh("cpu", (2,)))
+    _, model, _ = sharded_case("transformer")
     state = model.state_dict()
     file = io.BytesIO()
     save_on_every_rank(state, file)
     sharded_bytes = sum(value.to_local().nbytes for value in state.values())
-    assert file.tell() < 2 * sharded_bytes + 50_000  # not the whole buffer with every parameter
-    file.seek(0)
+    num_bytes = len(file.getvalue())
+    assert num_bytes < 2 * sharded_bytes + 50_000  # not the whole buffer with every parameter
     for loaded in (torch.load(file), copy.deepcopy(state)):
         for name, value in state.items():
             assert torch.equal(loaded[name].to_local(), value.to_local())
             assert loaded[name].placements == value.placements
 
 
-def saved_by(what, mesh_shape=(2,)):
-    """Return what this rank is warned about when it saves, and what another process loads."""
-    model = CASES["mlp_stack"].build()
-    for unit in CASES["mlp_stack"].units(model):
-        meshard.fully_shard(unit, init_device_mesh("cpu", mesh_shape))
+@pytest.mark.parametrize(
+    ("what", "mesh_shape"),
+    [("sharded", (2,)), ("sharded", (2, 1)), ("copied", (2,)), ("full", (2,)), ("made full", (2,))],
+)
+@on_ranks(2)
+def test_rank_0_is_warned_that_it_saves_its_shards_only(what, mesh_shape):
+    _, model, _ = sharded_case("mlp_stack", mesh_shape)
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options) if what == "full" else model.state_dict()
     if what == "copied":
@@ -194,59 +134,25 @@ def saved_by(what, mesh_shape=(2,)):
     file.seek(0)
     if "full" not in what:
         model.load_state_dict(torch.load(file)["model"])
-    return [str(each.message) for each in caught]
-
-
-@pytest.mark.parametrize("what", ["sharded", "copied", "full", "made full"])
-def test_rank_0_is_warned_that_it_saves_its_shards_only(run_ranks, what):
-    first, second = run_ranks(saved_by, 2, what)
-    assert second == [] and len(first) == ("full" not in what)
-    for text in first:
+    is_part = "full" not in what and mesh_shape == (2,)  # replicas have all
+    assert len(caught) == (is_part and dist.get_rank() == 0)
+    for text in (str(each.message) for each in caught):
         assert "not those of the other 1 ranks" in text and "full_state_dict=True" in text
-
-
-def test_replicas_of_whole_parameters_are_saved_without_a_warning(run_ranks):
-    assert run_ranks(saved_by, 2, "sharded", (2, 1)) == [[], []]
 
 
 @on_ranks(4)
 def test_a_state_dict_of_a_mesh_with_groups_beside_its_own_is_pickled_and_copied():
     """What a mesh has got for neighbours, or for reductions, is not part of what is saved."""
-    case = CASES["mlp_stack"]
-    mesh = init_device_mesh("cpu", (2, 2))
-    model = case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh, reshard_after_forward=2)
+    case, model, plain = sharded_case("mlp_stack", (2, 2), reshard_after_forward=2)
     model.set_separate_reduce_scatter_group()
     case.loss(model(case.batch(0, 0))).backward()
     state = model.state_dict()
     file = io.BytesIO()
     save_on_every_rank(state, file)
     assert b"meshard" not in file.getvalue().replace(b"_meshard_tag", b"")
-    file.seek(0)
     for loaded in (torch.load(file), copy.deepcopy(state)):
         model.load_state_dict(loaded)
-        assert_same(full_state(model), full_state(case.build()), bitwise=True)
-
-
-def save_sharded(path):
-    case = CASES["transformer"]
-    model = shard(case, case.build(), init_device_mesh("cpu", (3,)))
-    reseed(model, 9)
-    checkpoint.save(get_model_state_dict(model), checkpoint_id=path)
-
-
-def load_sharded(path):
-    case = CASES["transformer"]
-    model = shard(case, case.build(), init_device_mesh("cpu", (2, 2)))
-    state = get_model_state_dict(model)
-    checkpoint.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state)
-    plain = case.build()
-    reseed(plain, 9)
-    assert_same(full_state(model), full_state(plain), bitwise=True)
-    batch = case.batch(0, dist.get_rank())
-    assert_same(model(batch), plain(batch))
+        assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
 @pytest.mark.extras
@@ -256,15 +162,30 @@ def test_distributed_checkpoints_move_to_another_mesh(run_ranks, tmp_path):
     run_ranks(load_sharded, 4, str(tmp_path / "checkpoint"))
 
 
+def save_sharded(path):
+    _, model, plain = sharded_case("transformer", (3,))
+    model.load_state_dict(seeded(plain, 9).state_dict())
+    checkpoint.save(get_model_state_dict(model), checkpoint_id=path)
+
+
+def load_sharded(path):
+    case, model, plain = sharded_case("transformer", (2, 2))
+    state = get_model_state_dict(model)
+    checkpoint.load(state, checkpoint_id=path)
+    set_model_state_dict(model, state)
+    seeded(plain, 9)
+    assert_same(full_state(model), full_state(plain), bitwise=True)
+    batch = case.batch(0, dist.get_rank())
+    assert_same(model(batch), plain(batch))
+
+
 def test_one_rank_without_a_group_or_a_mesh_is_enough():
     try:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
-        for layer in model:
+        for layer in (*model, model):
             meshard.fully_shard(layer)
-        meshard.fully_shard(model)
         assert dist.get_world_size() == 1
-        policies = {param.placements for param in model.parameters()}
-        assert len(policies) == 1
+        assert all(isinstance(param, DTensor) for param in model.parameters())
         model(torch.ones(2, 4)).sum().backward()
         assert model[0].weight.grad.full_tensor().shape == (4, 4)
     finally:

@@ -9,17 +9,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshard import fully_shard, fully_shard_units
-from tests.support.fake import fake_group
 from tests.support.models import MlpBlock, Transformer, TransformerBlock
+from tests.support.ranks import on_fake_ranks
 from tests.support.units_made import sharded_modules, taken_by
 
 
-@pytest.fixture(autouse=True)
-def four_ranks():
-    with fake_group(4):
-        yield
-
-
+@on_fake_ranks(4)
 def test_an_embedding_tied_with_the_head_goes_to_the_root():
     model = Transformer(tied=True)
     fully_shard_units(model, units=(nn.Embedding, nn.Linear, TransformerBlock))
@@ -42,6 +37,7 @@ class Pair(nn.Module):
         return x
 
 
+@on_fake_ranks(4)
 def test_a_tie_goes_to_the_lowest_unit_around_all_uses_past_containers():
     model = nn.Sequential(Pair(), Pair(), nn.Linear(4, 4))
     fully_shard_units(model, units=(Pair, MlpBlock))
@@ -50,12 +46,14 @@ def test_a_tie_goes_to_the_lowest_unit_around_all_uses_past_containers():
     assert "up.weight" not in str(taken["0.blocks.0"]) + str(taken[""])
 
 
+@on_fake_ranks(4)
 def test_a_tie_goes_past_modules_that_are_no_units():
     model = nn.Sequential(Pair(), nn.Linear(4, 4))
     fully_shard_units(model, units=MlpBlock)
     assert ["0.blocks.0.up.weight", "0.blocks.1.up.weight"] in taken_by(model)[""]
 
 
+@on_fake_ranks(4)
 def test_a_manual_unit_may_use_a_tie_that_was_left_out_for_the_root():
     model = Pair()
     tied = model.blocks[0].up.weight
@@ -65,6 +63,7 @@ def test_a_manual_unit_may_use_a_tie_that_was_left_out_for_the_root():
     assert model.blocks[0].up.weight is model.blocks[1].up.weight
 
 
+@on_fake_ranks(4)
 def test_a_manual_unit_that_has_cut_a_tie_is_an_error():
     model = Pair()
     fully_shard(model.blocks[0])
@@ -72,6 +71,7 @@ def test_a_manual_unit_that_has_cut_a_tie_is_an_error():
         fully_shard_units(model)
 
 
+@on_fake_ranks(4)
 def test_a_tie_of_a_list_names_the_modules_in_it():
     model = nn.ModuleDict({"embedding": nn.Embedding(8, 4), "norm": nn.LayerNorm(4)})
     model["head"] = nn.Linear(4, 8, bias=False)
@@ -83,6 +83,7 @@ def test_a_tie_of_a_list_names_the_modules_in_it():
         fully_shard([nn.LayerNorm(4), model["embedding"]])
 
 
+@on_fake_ranks(4)
 def test_a_module_registered_twice_is_one_unit_that_keeps_its_parameters():
     shared = MlpBlock(4, 4)
     model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared))
@@ -90,6 +91,7 @@ def test_a_module_registered_twice_is_one_unit_that_keeps_its_parameters():
     assert len(taken_by(model)["0.0"]) == 4
 
 
+@on_fake_ranks(4)
 def test_a_shared_module_that_is_no_unit_is_owned_around_both_uses():
     shared = nn.Linear(4, 4)
     model = nn.Sequential(*[nn.Sequential(nn.LayerNorm(4), shared) for _ in range(2)])
@@ -97,6 +99,7 @@ def test_a_shared_module_that_is_no_unit_is_owned_around_both_uses():
     assert taken_by(model)[""] == [["0.1.weight"], ["0.1.bias"]]
 
 
+@on_fake_ranks(4)
 def test_modules_that_hold_the_same_child_twice_may_be_nested_deep():
     model = nn.Linear(4, 4)
     for _ in range(25):  # 2**25 paths lead to the innermost layer
@@ -105,13 +108,6 @@ def test_modules_that_hold_the_same_child_twice_may_be_nested_deep():
     names = fully_shard_units(model, units=lambda fqn, _: fqn == "0.0.0.0.0")
     assert names == ["", "0.0.0.0.0"] and len(list(model.parameters())) == 2
     assert time.perf_counter() - start < 5
-
-
-def test_marks_do_not_outlive_the_call():
-    model = Pair()
-    tied = model.blocks[0].up.weight
-    fully_shard_units(model)
-    assert not hasattr(tied, "_meshard_home")
 
 
 @st.composite
@@ -131,6 +127,7 @@ def trees(draw):
 
 
 @given(trees(), st.sets(st.integers(0, 30)), st.sampled_from([0, 10, 18, 40]))
+@on_fake_ranks(4)
 def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chosen, min_params):
     numbers = {module: number for number, module in enumerate(model.modules())}
     holders = [

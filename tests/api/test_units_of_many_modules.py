@@ -5,7 +5,6 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from tests.support.ranks import on_fake_ranks, on_ranks
@@ -27,63 +26,34 @@ def python_events(run):
     return count
 
 
-@on_fake_ranks(8)
-def test_sharding_a_list_of_modules_is_linear_in_its_length():
-    mesh = init_device_mesh("cpu", (8,))
-
-    def events(num_modules):
-        modules = [nn.Linear(2, 2, bias=False) for _ in range(num_modules)]
-        return python_events(lambda: meshard.fully_shard(modules, mesh))
-
-    events(2)  # imports and caches
-    assert events(200) < 5 * events(50)
+def layers(count):
+    return [nn.Linear(2, 2, bias=False) for _ in range(count)]
 
 
-def a_list_of(num_modules, mesh):
-    """Return a root around one unit of many layers."""
-    modules = [nn.Linear(2, 2, bias=False) for _ in range(num_modules)]
-    meshard.fully_shard(modules, mesh)
-    return meshard.fully_shard(nn.Sequential(*modules), mesh)
+def sharding(count):
+    modules = layers(count)
+    return lambda: meshard.fully_shard(modules)
 
 
-@on_fake_ranks(8)
-def test_a_step_of_a_list_of_modules_is_linear_in_its_length():
-    mesh = init_device_mesh("cpu", (8,))
+def a_step(count):
+    """Of a root around one unit of many layers."""
+    modules = layers(count)
+    meshard.fully_shard(modules)
+    model = meshard.fully_shard(nn.Sequential(*modules))
 
-    def events(num_modules):
-        model = a_list_of(num_modules, mesh)
+    def step():
+        model(torch.ones(1, 2)).sum().backward()
+        model.zero_grad()
 
-        def step():
-            model(torch.ones(1, 2)).sum().backward()
-            model.zero_grad()
-
-        step()
-        step()
-        return python_events(step)
-
-    assert events(200) < 5 * events(50)
+    step()
+    step()
+    return step
 
 
-@on_fake_ranks(8)
-@pytest.mark.parametrize("case", ["overlap_optimizer", "list", "frozen"])
-def test_what_is_done_per_unit_is_linear_in_their_number(case):
-    mesh = init_device_mesh("cpu", (8,))
-
-    def events(count):
-        return python_events(LOOK_UPS[case](mesh, count))
-
-    events(2)  # imports and caches
-    assert events(200) < 5 * events(50)
-
-
-def units(count, mesh, make=lambda: nn.Linear(2, 2, bias=False)):
-    return [meshard.fully_shard(make(), mesh) for _ in range(count)]
-
-
-def overlapped_per_unit(mesh, count):
-    layers = units(count, mesh)
+def an_overlapped_optimizer_per_unit(count):
+    modules = [meshard.fully_shard(layer) for layer in layers(count)]
     optim = torch.optim.SGD
-    return lambda: [meshard.overlap_optimizer(each, optim, lr=0.0) for each in layers]
+    return lambda: [meshard.overlap_optimizer(each, optim, lr=0.0) for each in modules]
 
 
 class Appending(nn.Linear):
@@ -92,8 +62,8 @@ class Appending(nn.Linear):
         return found[-1]
 
 
-def forward_with_a_list(mesh, count):
-    model = nn.ModuleList(units(count, mesh, lambda: Appending(2, 2, bias=False)))
+def a_forward_with_a_list(count):
+    model = [meshard.fully_shard(Appending(2, 2, bias=False)) for _ in range(count)]
 
     def forward():
         x, found = torch.ones(1, 2), []
@@ -104,20 +74,28 @@ def forward_with_a_list(mesh, count):
     return forward
 
 
-def backward_of_frozen(mesh, count):
-    model = nn.Sequential(*units(count, mesh))
-    for layer in model[: count // 2]:
-        layer.requires_grad_(False)
-    meshard.fully_shard(model, mesh)
+def a_backward_of_frozen_units(count):
+    model = nn.Sequential(*[meshard.fully_shard(layer) for layer in layers(count)])
+    model[: count // 2].requires_grad_(False)
+    meshard.fully_shard(model)
     loss = model(torch.ones(1, 2, requires_grad=True)).sum()
     return lambda: (loss.backward(), model)
 
 
-LOOK_UPS = {
-    "overlap_optimizer": overlapped_per_unit,
-    "list": forward_with_a_list,
-    "frozen": backward_of_frozen,
-}
+@pytest.mark.parametrize(
+    "prepare",
+    [
+        sharding,
+        a_step,
+        an_overlapped_optimizer_per_unit,
+        a_forward_with_a_list,
+        a_backward_of_frozen_units,
+    ],
+)
+@on_fake_ranks(8)
+def test_work_is_linear_in_the_number_of_modules(prepare):
+    python_events(prepare(2))  # imports and caches
+    assert python_events(prepare(200)) < 5 * python_events(prepare(50))
 
 
 @on_ranks(2)

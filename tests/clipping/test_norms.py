@@ -1,4 +1,4 @@
-"""Norms, clipping and loss scaling, against those of whole gradients."""
+"""Norms and clipping, against those of whole gradients."""
 
 import copy
 import math
@@ -20,8 +20,9 @@ import meshard
 from meshard import CommLedger, GradientSync
 from tests.support import strategies
 from tests.support.models import MlpStack, Table, UnevenMlp, seeded
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 NORMS = [0.5, 1, 2, 3, math.inf]
@@ -113,32 +114,24 @@ def test_norms_of_any_shapes_equal_those_of_whole_gradients(
                 assert_same(found.double(), gradient * scale, coarsest)
 
 
-def norm_of_float64_with_empty_shards():
+@on_threads(4)
+def test_ranks_with_empty_shards_take_part_in_the_norm():
     mesh = init_device_mesh("cpu", (4,))
     layer = meshard.fully_shard(seeded(nn.Linear(3, 1, bias=False).double()), mesh)
     layer(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
-    return meshard.clip_grad_norm_(layer, 100.0)
+    norm = meshard.clip_grad_norm_(layer, 100.0)
+    assert norm.dtype == torch.float64
+    torch.testing.assert_close(norm.item(), 3**0.5)
 
 
-def test_ranks_with_empty_shards_take_part_in_the_norm():
-    for norm in run_threads(norm_of_float64_with_empty_shards, 4):
-        assert norm.dtype == torch.float64
-        torch.testing.assert_close(norm.item(), 3**0.5)
-
-
-def clip(norm_type, max_norm):
+@spread(norm_type=NORMS, max_norm=[0.1, 1e6])
+@on_threads(4)
+def test_clipping_scales_every_shard_alike(norm_type, max_norm):
     model, plain = make()
     expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
     found = meshard.clip_grad_norm_(model, max_norm, norm_type)
     torch.testing.assert_close(found, expected)
     assert_same(full_grads(model), full_grads(plain))
-
-
-@pytest.mark.default_rows(2)
-@pytest.mark.parametrize("norm_type", NORMS)
-@pytest.mark.parametrize("max_norm", [0.1, 1e6])
-def test_clipping_scales_every_shard_alike(norm_type, max_norm):
-    run_threads(clip, 4, norm_type, max_norm)
 
 
 @on_threads(4)
@@ -157,49 +150,6 @@ def test_bad_norms_are_refused():
     model(torch.ones(3, 6), torch.ones(3, 7)).backward()
     with pytest.raises(RuntimeError, match=r"holds gradients that are not reduced yet"):
         meshard.clip_grad_norm_(model, 1.0)
-
-
-def scale(infinite_on):
-    model, _ = make()
-    model.zero_grad()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**10)
-    before = full_state(model)
-    loss = scaler.scale(model(torch.ones(3, 6), torch.ones(3, 7)))
-    loss.backward()
-    if dist.get_rank() == infinite_on:
-        model.stack.blocks[0].up.weight.grad.to_local()[0, 0] = math.inf
-    scaler.step(optimizer)
-    scaler.update()
-    if infinite_on is not None:
-        assert_same(full_state(model), before, bitwise=True)
-    return scaler.get_scale()
-
-
-@pytest.mark.parametrize("infinite_on", [0, 3])
-def test_an_inf_on_one_rank_skips_the_step_everywhere_and_backs_off_once(infinite_on):
-    assert run_threads(scale, 4, infinite_on) == [2.0**9] * 4
-
-
-def scaled_training(scale):
-    model, _ = make()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaler = meshard.ShardedGradScaler("cpu", init_scale=scale, enabled=scale != 1)
-    for _ in range(3):
-        optimizer.zero_grad()
-        scaler.scale(model(torch.ones(3, 6), torch.ones(3, 7))).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        scaler.update()
-    return full_state(model)
-
-
-@pytest.mark.slow
-def test_a_power_of_two_as_scale_changes_no_bit():
-    plain = run_threads(scaled_training, 4, 1)
-    scaled = run_threads(scaled_training, 4, 2.0**10)
-    for one, other in zip(plain, scaled, strict=True):
-        assert_same(one, other, bitwise=True)
 
 
 class WithHead(nn.Module):
@@ -231,25 +181,16 @@ def strays(how):
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize(
-    ("how", "named"),
-    [
-        ("clip", "'head.weight'"),
-        ("step", "'head.weight'"),
-        ("named", "'head.weight'"),
-        ("ignored", None),
-    ],
-)
-def test_parameters_in_no_unit_are_warned_about_once(run_ranks, how, named):
-    for told in run_ranks(strays, 2, how):
-        assert len(told) == (named is not None)
-        for text in told:
-            happens, remedy = text.split("\n")
-            assert (
-                happens.startswith("ranks drift apart") and "are in no unit (2 in all)" in happens
-            )
-            assert f"{named}, 'head.bias'" in happens
-            assert "fully_shard" in remedy and "ignored_params" in remedy and "describe" in remedy
+@pytest.mark.parametrize("how", ["clip", "step", "named", "ignored"])
+@on_ranks(2)
+def test_parameters_in_no_unit_are_warned_about_once(how):
+    told = strays(how)
+    assert len(told) == (how != "ignored")
+    for text in told:
+        happens, remedy = text.split("\n")
+        assert happens.startswith("ranks drift apart") and "are in no unit (2 in all)" in happens
+        assert "'head.weight', 'head.bias'" in happens
+        assert "fully_shard" in remedy and "ignored_params" in remedy and "describe" in remedy
 
 
 @on_ranks(2)
@@ -271,8 +212,9 @@ def test_a_warning_points_at_the_line_of_the_user():
     assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
 
 
-def test_on_one_rank_parameters_in_no_unit_are_trained_like_the_others(run_ranks):
-    assert run_ranks(strays, 1, "step") == [[]]
+@on_ranks(1)
+def test_on_one_rank_parameters_in_no_unit_are_trained_like_the_others():
+    assert strays("step") == []
 
 
 @pytest.mark.parametrize("norm_type", NORMS)

@@ -14,6 +14,7 @@ from meshard._shared_memory.segment import WHY_UNSUPPORTED
 from meshard.diagnostics import readable_bytes
 from tests.support.fake import fake_group
 from tests.support.models import Adapted, MixedDtype, Transformer
+from tests.support.ranks import on_fake_ranks, on_ranks
 
 
 def rows(table):
@@ -29,17 +30,17 @@ def rows(table):
     return cells, [line for line in lines if line.startswith("warning")]
 
 
+@on_fake_ranks(8)
 def test_a_table_of_a_transformer_on_eight_ranks():
-    with fake_group(8):
-        model = Transformer(vocab=16, dim=8, depth=2, tied=True)
-        fully_shard_units(model)
-        assert describe(model).splitlines() == [
-            "unit      parameters  dtype    unsharded  per rank  padding  mesh     policies",
-            "(root)           144  float32      576 B      72 B      0 B  shard 8",
-            "blocks.0         848  float32     3392 B     424 B      0 B  shard 8",
-            "blocks.1         848  float32     3392 B     424 B      0 B  shard 8",
-            "total          1,840              7360 B     920 B      0 B",
-        ]
+    model = Transformer(vocab=16, dim=8, depth=2, tied=True)
+    fully_shard_units(model)
+    assert describe(model).splitlines() == [
+        "unit      parameters  dtype    unsharded  per rank  padding  mesh     policies",
+        "(root)           144  float32      576 B      72 B      0 B  shard 8",
+        "blocks.0         848  float32     3392 B     424 B      0 B  shard 8",
+        "blocks.1         848  float32     3392 B     424 B      0 B  shard 8",
+        "total          1,840              7360 B     920 B      0 B",
+    ]
 
 
 @pytest.mark.parametrize("rank", [0, 63, 64, 255])
@@ -56,17 +57,17 @@ def test_sixty_four_rows_over_256_ranks_cost_four_times(rank):
     ]
 
 
+@on_fake_ranks(256)
 def test_another_dim_or_fewer_ranks_cure_it():
-    with fake_group(256):
-        wide = nn.Linear(256, 64, bias=False)
-        fully_shard(wide, shard_placement_fn=lambda param: Shard(1))
-        hybrid = nn.Linear(8, 64, bias=False)
-        fully_shard(hybrid, init_device_mesh("cpu", (4, 64)))
-        for layer in (wide, hybrid):
-            cells, warnings = rows(describe(layer))
-            assert not warnings and cells["(root)"][7:9] == ["0", "B"]
-        assert "replicate 4 x shard 64" in describe(hybrid)
-        assert cells["(root)"][5:7] == ["32", "B"]  # of 2048, over 64 ranks
+    wide = nn.Linear(256, 64, bias=False)
+    fully_shard(wide, shard_placement_fn=lambda param: Shard(1))
+    hybrid = nn.Linear(8, 64, bias=False)
+    fully_shard(hybrid, init_device_mesh("cpu", (4, 64)))
+    for layer in (wide, hybrid):
+        cells, warnings = rows(describe(layer))
+        assert not warnings and cells["(root)"][7:9] == ["0", "B"]
+    assert "replicate 4 x shard 64" in describe(hybrid)
+    assert cells["(root)"][5:7] == ["32", "B"]  # of 2048, over 64 ranks
 
 
 def test_bytes_are_those_that_are_sent():
@@ -108,92 +109,75 @@ def test_several_dtypes_and_policies():
         assert describe(frozen).splitlines()[1].endswith("accumulate_dtype=float64, frozen")
 
 
+@on_fake_ranks(2)
 def test_parameters_that_would_be_stepped_in_bfloat16_are_warned_of():
-    with fake_group(2):
-        model = MixedDtype(6)
-        fully_shard(model)
-        table = describe(model)
-        _, warnings = rows(table)
-        assert "float32 + bfloat16" in table
-        (warning,) = warnings
-        assert "less than float32 (first 'blocks.0.linear.weight')" in warning
-        assert not rows(describe(model.requires_grad_(False)))[1]
+    model = MixedDtype(6)
+    fully_shard(model)
+    table = describe(model)
+    _, warnings = rows(table)
+    assert "float32 + bfloat16" in table
+    (warning,) = warnings
+    assert "less than float32 (first 'blocks.0.linear.weight')" in warning
+    assert not rows(describe(model.requires_grad_(False)))[1]
 
 
-def last_lines(variable):
-    """Return the last line before and after the first collective, on ranks of one host."""
+@pytest.mark.parametrize("is_on", [True, False])
+@on_ranks(2)
+def test_the_last_line_states_whether_and_why_ranks_use_shared_memory(is_on):
+    reason = None if is_on else "MESHARD_SHARED_MEMORY=0"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("MESHARD_SHARED_MEMORY", variable)
+        patch.setenv("MESHARD_SHARED_MEMORY", str(int(is_on)))
         layer = fully_shard(nn.Linear(4, 4))
         before = describe(layer).splitlines()[-1]
         layer(torch.ones(1, 4))
-        return before, describe(layer).splitlines()[-1]
+        after = describe(layer).splitlines()[-1]
+    if WHY_UNSUPPORTED or reason:
+        assert before == after == f"shared memory: off: {WHY_UNSUPPORTED or reason}"
+    else:
+        assert before.endswith("not known before the first step")
+        assert after == "shared memory: on"
 
 
-def test_the_last_line_states_whether_ranks_use_shared_memory(run_ranks):
-    for before, after in run_ranks(last_lines, 2, "1"):
-        if WHY_UNSUPPORTED:
-            assert before == after == f"shared memory: off: {WHY_UNSUPPORTED}"
-        else:
-            assert before.endswith("not known before the first step")
-            assert after == "shared memory: on"
-
-
-def test_the_last_line_states_why_ranks_do_not_use_shared_memory(run_ranks):
-    for lines in run_ranks(last_lines, 2, "0"):
-        assert lines == (f"shared memory: off: {WHY_UNSUPPORTED or 'MESHARD_SHARED_MEMORY=0'}",) * 2
-
-
-def one_is_unable():
+@on_ranks(2)
+def test_one_rank_that_is_unable_is_a_reason():
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(channel, "WHY_UNSUPPORTED", "an example")
         layer = fully_shard(nn.Linear(4, 4))
         layer(torch.ones(1, 4))
-    return describe(layer).splitlines()[-1]
+    assert describe(layer).splitlines()[-1].startswith("shared memory: off: ")
 
 
-def test_one_rank_that_is_unable_is_a_reason(run_ranks):
-    for line in run_ranks(one_is_unable, 2):
-        assert line.startswith("shared memory: off: ")
-
-
+@on_fake_ranks(4)
 def test_parameters_in_no_unit_have_a_line():
-    with fake_group(4):
-        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-        fully_shard(model[1])
-        cells, _ = rows(describe(model))
-        assert cells["(no unit)"][2:7] == ["20", "float32", "80", "B", "80"]
-        assert cells["total"][1:] == ["40", "160", "B", "100", "B", "0", "B"]
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(model[1])
+    cells, _ = rows(describe(model))
+    assert cells["(no unit)"][2:7] == ["20", "float32", "80", "B", "80"]
+    assert cells["total"][1:] == ["40", "160", "B", "100", "B", "0", "B"]
+    fully_shard(model[0]), fully_shard(model)
+    assert rows(describe(model))[0]["(root)"][1] == "0"  # a unit without parameters
 
 
+@on_fake_ranks(4)
 def test_units_without_a_root_have_their_own_names_and_what_is_left_is_named():
-    with fake_group(4):
-        model = Transformer(vocab=16, dim=8, depth=2)
-        model.head.requires_grad_(False)
-        fully_shard_units(model.blocks[0], units=nn.Linear)
-        fully_shard(model.blocks[1])
-        cells, warnings = rows(describe(model))
-        names = [name for name in cells if name not in ("(no unit)", "total")]
-        assert names[0] == "blocks.0" and "blocks.1" in names and "(root)" not in names
-        assert all(name.startswith("blocks.0.") for name in names[1:-1]) and len(names) > 3
-        assert [line for line in warnings if "in no unit" in line] == [
-            "warning: 'embedding.weight', 'norm.weight', 'norm.bias' are trainable and in no unit: "
-            "each rank would train them apart. Apply fully_shard to the module around them too, or "
-            "name them in ignored_params."
-        ]
-        left = {*model.embedding.parameters(), *model.norm.parameters()}
-        fully_shard(model, ignored_params=left)
-        cells, warnings = rows(describe(model))
-        assert "(root)" in cells and not any("in no unit" in line for line in warnings)
-
-
-def test_a_unit_without_parameters_has_a_line():
-    with fake_group(2):
-        model = nn.Sequential(nn.Linear(4, 4))
-        fully_shard(model[0])
-        fully_shard(model)
-        assert rows(describe(model))[0]["(root)"][1] == "0"
+    model = Transformer(vocab=16, dim=8, depth=2)
+    model.head.requires_grad_(False)
+    fully_shard_units(model.blocks[0], units=nn.Linear)
+    fully_shard(model.blocks[1])
+    cells, warnings = rows(describe(model))
+    names = [name for name in cells if name not in ("(no unit)", "total")]
+    assert names[0] == "blocks.0" and "blocks.1" in names and "(root)" not in names
+    assert all(name.startswith("blocks.0.") for name in names[1:-1]) and len(names) > 3
+    assert [line for line in warnings if "in no unit" in line] == [
+        "warning: 'embedding.weight', 'norm.weight', 'norm.bias' are trainable and in no unit: "
+        "each rank would train them apart. Apply fully_shard to the module around them too, or "
+        "name them in ignored_params."
+    ]
+    left = {*model.embedding.parameters(), *model.norm.parameters()}
+    fully_shard(model, ignored_params=left)
+    cells, warnings = rows(describe(model))
+    assert "(root)" in cells and not any("in no unit" in line for line in warnings)
 
 
 def test_meta_models_are_described_like_others():

@@ -1,14 +1,19 @@
 """Counts and bytes of communication, against the mathematics."""
 
+import math
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshard
 from meshard import CommLedger
 from tests.support.fake import fake_group
+from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 from tests.support.strategies import MODES
 
 ROWS = 256  # divisible by every shard count used here: no padding
@@ -30,8 +35,7 @@ class Stack(nn.Module):
 
 
 def build(num_units, mesh, **kwargs):
-    model = Stack(num_units - 1)
-    return shard_blocks(model, mesh, **kwargs)
+    return shard_blocks(Stack(num_units - 1), mesh, **kwargs)
 
 
 def measure(mesh_shape, num_units, schedule, warm_up=1, **kwargs):
@@ -51,121 +55,87 @@ def measure(mesh_shape, num_units, schedule, warm_up=1, **kwargs):
     return ledger
 
 
-def expected_counts(mesh_shape, num_units, schedule, *, reshards):
-    gathers = (2 * num_units - 1 if reshards else num_units) * len(schedule)
-    counts = {"all_gather": gathers}
-    is_hybrid = len(mesh_shape) == 2
-    reduced = [sync for sync in schedule if sync != "N"]
-    counts["reduce_scatter"] = num_units * len(reduced)
-    if is_hybrid:
-        counts["all_reduce"] = num_units * schedule.count("F")
-    group_sizes = {
-        "all_gather": mesh_shape[-1],
-        "reduce_scatter": mesh_shape[-1],
-        "all_reduce": mesh_shape[0] if is_hybrid else 1,
-    }
-    return {op: n for op, n in counts.items() if n and group_sizes[op] > 1}
-
-
-def expected_bytes(mesh_shape, num_units, schedule, *, reshards):
-    root = 2 * ROWS * WIDTH * 4
-    blocks = (num_units - 1) * ROWS * WIDTH * 4
-    whole = root + blocks
-    shard_count = mesh_shape[-1]
-    totals = {
-        "all_gather": (root + blocks * (2 if reshards else 1)) * len(schedule),
-        "reduce_scatter": whole * sum(sync != "N" for sync in schedule),
-        "all_reduce": whole // shard_count * schedule.count("F"),
-    }
-    counts = expected_counts(mesh_shape, num_units, schedule, reshards=reshards)
-    return {op: totals[op] for op in counts}
-
-
 def check(ledger, mesh_shape, num_units, schedule, reshards):
-    assert ledger.counts == expected_counts(mesh_shape, num_units, schedule, reshards=reshards)
-    totals = expected_bytes(mesh_shape, num_units, schedule, reshards=reshards)
-    assert ledger.bytes == totals
+    """Compare counts, bytes of whole buffers, and bytes that a ring sends."""
+    root, blocks = 2 * ROWS * WIDTH * 4, (num_units - 1) * ROWS * WIDTH * 4
     shards, replicas = mesh_shape[-1], mesh_shape[0] if len(mesh_shape) == 2 else 1
-    ring = {
-        "all_gather": (shards - 1) / shards,
-        "reduce_scatter": (shards - 1) / shards,
-        "all_reduce": 2 * (replicas - 1) / replicas,
-    }
+    num_reduced = sum(sync != "N" for sync in schedule)
+    counts, totals, ring = {}, {}, {}
+    if shards > 1:
+        gathers = 2 * num_units - 1 if reshards else num_units
+        counts["all_gather"] = gathers * len(schedule)
+        totals["all_gather"] = (root + blocks * (2 if reshards else 1)) * len(schedule)
+        counts["reduce_scatter"] = num_units * num_reduced
+        totals["reduce_scatter"] = (root + blocks) * num_reduced
+        ring["all_gather"] = ring["reduce_scatter"] = (shards - 1) / shards
+    if replicas > 1:
+        counts["all_reduce"] = num_units * schedule.count("F")
+        totals["all_reduce"] = (root + blocks) // shards * schedule.count("F")
+        ring["all_reduce"] = 2 * (replicas - 1) / replicas
+    assert ledger.counts == counts
+    assert ledger.bytes == totals
     assert ledger.wire_bytes == sum(total * ring[op] for op, total in totals.items())
 
 
-@pytest.mark.parametrize("reshards", [True, False])
-@pytest.mark.parametrize("num_units", [1, 3, 8])
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (8,), (256,), (2, 2), (4, 64), (256, 1)])
-@pytest.mark.parametrize("schedule", ["F", "FFF", "RRF", "NNF"])
+@spread(
+    mesh_shape=[(1,), (2,), (8,), (256,), (2, 2), (4, 64), (256, 1), (2, 2)],
+    num_units=[1, 3, 8],
+    schedule=["F", "NNF", "RRF", "FFF", "RRF"],
+    reshards=[True, False],
+)
 def test_counts_and_bytes_are_exact(mesh_shape, num_units, schedule, reshards):
-    world_size = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) == 2 else 1)
-    with fake_group(world_size):
-        ledger = measure(
-            mesh_shape, num_units, schedule, reshard_after_forward=None if reshards else False
-        )
+    kwargs = {"reshard_after_forward": None if reshards else False}
+    with fake_group(math.prod(mesh_shape)):
+        ledger = measure(mesh_shape, num_units, schedule, **kwargs)
     check(ledger, mesh_shape, num_units, schedule, reshards)
 
 
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("reshards", [True, False])
-def test_real_ranks_issue_the_same_in_the_same_order(run_ranks, mesh_shape, reshards):
-    num_ranks = 2 * len(mesh_shape)
-    ledgers = run_ranks(
-        ledger_events,
-        num_ranks,
-        mesh_shape,
-        3,
-        "RNF",
-        reshard_after_forward=None if reshards else False,
-    )
-    for events, counts, totals, wire in ledgers:
-        assert events == ledgers[0][0]  # bytes and dtypes included
-        assert counts == expected_counts(mesh_shape, 3, "RNF", reshards=reshards)
-        assert totals == expected_bytes(mesh_shape, 3, "RNF", reshards=reshards)
-        assert wire == ledgers[0][3]
+@pytest.mark.parametrize(("mesh_shape", "reshards"), [((4,), False), ((2, 2), True)])
+@on_ranks(4)
+def test_real_ranks_issue_the_same_in_the_same_order(mesh_shape, reshards):
+    kwargs = {"reshard_after_forward": None if reshards else False}
+    ledger = measure(mesh_shape, 3, "RNF", **kwargs)
+    check(ledger, mesh_shape, 3, "RNF", reshards)
+    events = [None] * 4
+    dist.all_gather_object(events, ledger.events)
+    assert all(theirs == ledger.events for theirs in events)  # bytes and dtypes included
 
 
-def ledger_events(*args, **kwargs):
-    ledger = measure(*args, **kwargs)
-    return ledger.events, ledger.counts, ledger.bytes, ledger.wire_bytes
-
-
+@on_fake_ranks(8)
 def test_resharding_moves_one_and_a_half_times_the_bytes_of_data_parallelism():
     """8 ranks, root as small as the rest is large: 2.625 P and 1.750 P as in the ring formula."""
-    with fake_group(8):
-        kept = measure((8,), 3, "F", reshard_after_forward=False)
-        resharded = measure((8,), 3, "F", reshard_after_forward=True)
+    kept = measure((8,), 3, "F", reshard_after_forward=False)
+    resharded = measure((8,), 3, "F", reshard_after_forward=True)
     whole = 4 * ROWS * WIDTH * 4
     assert kept.wire_bytes == 1.750 * whole
     assert resharded.wire_bytes == 2.625 * whole
 
 
+@on_fake_ranks(4)
 def test_bytes_halve_with_the_dtype_on_the_wire():
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    with fake_group(4):
-        full = measure((4,), 3, "F")
-        half = measure((4,), 3, "F", mp_policy=policy)
+    full = measure((4,), 3, "F")
+    half = measure((4,), 3, "F", mp_policy=policy)
     assert half.bytes == {op: total // 2 for op, total in full.bytes.items()}
 
 
+@on_fake_ranks(256)
 def test_padding_is_counted():
-    with fake_group(256):
-        mesh = init_device_mesh("cpu", (256,))
-        layer = meshard.fully_shard(nn.Linear(4, 64, bias=False), mesh)
-        with CommLedger() as ledger:
-            layer(torch.ones(1, 4))
+    mesh = init_device_mesh("cpu", (256,))
+    layer = meshard.fully_shard(nn.Linear(4, 64, bias=False), mesh)
+    with CommLedger() as ledger:
+        layer(torch.ones(1, 4))
     assert ledger.bytes == {"all_gather": 4 * 64 * 4 * 4}
 
 
+@on_fake_ranks(2)
 def test_frozen_parameters_are_not_reduced():
-    with fake_group(2):
-        mesh = init_device_mesh("cpu", (2,))
-        layer = nn.Linear(4, 8)
-        layer.weight.requires_grad_(False)
-        meshard.fully_shard(layer, mesh)
-        with CommLedger() as ledger:
-            layer(torch.ones(1, 4)).sum().backward()
+    mesh = init_device_mesh("cpu", (2,))
+    layer = nn.Linear(4, 8)
+    layer.weight.requires_grad_(False)
+    meshard.fully_shard(layer, mesh)
+    with CommLedger() as ledger:
+        layer(torch.ones(1, 4)).sum().backward()
     assert ledger.bytes == {"all_gather": (32 + 8) * 4, "reduce_scatter": 8 * 4}
 
 
@@ -176,59 +146,57 @@ def reduced_bytes(layer, mode):
     return {op: total for op, total in ledger.bytes.items() if op != "all_gather"}
 
 
+@on_fake_ranks(4)
 def test_a_parameter_that_is_frozen_travels_once_more_if_something_of_it_is_pending():
-    with fake_group(4):
-        layer = meshard.fully_shard(nn.Linear(4, 8), init_device_mesh("cpu", (2, 2)))
-        both, bias = (32 + 8) * 4, 8 * 4
-        assert reduced_bytes(layer, "R") == {"reduce_scatter": both}
-        layer.weight.requires_grad_(False)
-        assert reduced_bytes(layer, "F") == {"reduce_scatter": both, "all_reduce": both // 2}
-        assert reduced_bytes(layer, "R") == {"reduce_scatter": bias}
-        assert reduced_bytes(layer, "F") == {"reduce_scatter": bias, "all_reduce": bias // 2}
-        layer.weight.requires_grad_(True)
-        assert reduced_bytes(layer, "F") == {"reduce_scatter": both, "all_reduce": both // 2}
+    layer = meshard.fully_shard(nn.Linear(4, 8), init_device_mesh("cpu", (2, 2)))
+    both, bias = (32 + 8) * 4, 8 * 4
+    assert reduced_bytes(layer, "R") == {"reduce_scatter": both}
+    layer.weight.requires_grad_(False)
+    assert reduced_bytes(layer, "F") == {"reduce_scatter": both, "all_reduce": both // 2}
+    assert reduced_bytes(layer, "R") == {"reduce_scatter": bias}
+    assert reduced_bytes(layer, "F") == {"reduce_scatter": bias, "all_reduce": bias // 2}
+    layer.weight.requires_grad_(True)
+    assert reduced_bytes(layer, "F") == {"reduce_scatter": both, "all_reduce": both // 2}
 
 
+@on_fake_ranks(2)
 def test_a_ledger_of_one_module_does_not_count_another():
-    with fake_group(2):
-        mesh = init_device_mesh("cpu", (2,))
-        ours, other = (meshard.fully_shard(nn.Linear(4, 4), mesh) for _ in range(2))
-        with CommLedger(ours) as ledger:
-            other(torch.ones(1, 4))
-            assert ledger.counts == {}
-            ours(torch.ones(1, 4))
+    mesh = init_device_mesh("cpu", (2,))
+    ours, other = (meshard.fully_shard(nn.Linear(4, 4), mesh) for _ in range(2))
+    with CommLedger(ours) as ledger:
+        other(torch.ones(1, 4))
+        assert ledger.counts == {}
         ours(torch.ones(1, 4))
-        assert ledger.counts == {"all_gather": 1}
-        assert [(e.op, e.unit, e.group_size, e.dtype) for e in ledger.events] == [
-            ("all_gather", "(root)", 2, torch.float32)
-        ]
+    ours(torch.ones(1, 4))
+    assert ledger.counts == {"all_gather": 1}
+    assert [(e.op, e.unit, e.group_size, e.dtype) for e in ledger.events] == [
+        ("all_gather", "(root)", 2, torch.float32)
+    ]
 
 
+@on_fake_ranks(4)
 def test_a_ledger_of_one_module_counts_what_blocks_in_its_groups():
-    with fake_group(4):
-        ours = meshard.fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2)))
-        elsewhere = meshard.fully_shard(nn.Linear(4, 4), DeviceMesh("cpu", [0, 2, 3]))
+    ours = meshard.fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2)))
+    elsewhere = meshard.fully_shard(nn.Linear(4, 4), DeviceMesh("cpu", [0, 2, 3]))
+    for module in (ours, elsewhere):
+        module(torch.ones(1, 4)).sum().backward()
+    with CommLedger(ours) as ledger, CommLedger() as everything:
         for module in (ours, elsewhere):
-            module(torch.ones(1, 4)).sum().backward()
-        with CommLedger(ours) as ledger, CommLedger() as everything:
-            for module in (ours, elsewhere):
-                meshard.clip_grad_norm_(module, 1.0)
-        assert [(e.op, e.unit, e.group_size) for e in ledger.events] == [
-            ("all_gather", "(norm)", 2)
-        ]
-        assert len(everything.events) == 2
+            meshard.clip_grad_norm_(module, 1.0)
+    assert [(e.op, e.unit, e.group_size) for e in ledger.events] == [("all_gather", "(norm)", 2)]
+    assert len(everything.events) == 2
 
 
+@on_fake_ranks(2)
 def test_a_ledger_of_a_part_counts_its_own_units():
-    with fake_group(2):
-        model = build(4, init_device_mesh("cpu", (2,)))
-        parts = (model, model.blocks[1], model.blocks[:2])
-        whole, of_one, of_two = (CommLedger(part) for part in parts)
-        with whole, of_one, of_two, CommLedger() as everything:
-            model(torch.ones(1, WIDTH)).sum().backward()
-            with meshard.unsharded_params(model):
-                pass
-            meshard.clip_grad_norm_(model, 1.0)
+    model = build(4, init_device_mesh("cpu", (2,)))
+    parts = (model, model.blocks[1], model.blocks[:2])
+    whole, of_one, of_two = (CommLedger(part) for part in parts)
+    with whole, of_one, of_two, CommLedger() as everything:
+        model(torch.ones(1, WIDTH)).sum().backward()
+        with meshard.unsharded_params(model):
+            pass
+        meshard.clip_grad_norm_(model, 1.0)
     assert whole.events == everything.events
     assert [(event.op, event.unit) for event in of_one.events] == [
         ("all_gather", "blocks.1"),
@@ -242,27 +210,27 @@ def test_a_ledger_of_a_part_counts_its_own_units():
     assert of_two.events == [event for event in everything.events if event.unit not in beside]
 
 
+@on_fake_ranks(2)
 def test_a_ledger_tells_roots_apart_that_share_streams():
-    with fake_group(2):
-        mesh = init_device_mesh("cpu", (2,))
-        stages = [build(2, mesh) for _ in range(2)]
-        meshard.share_comm_ctx(stages)
-        with CommLedger(stages[0]) as first, CommLedger(stages[1]) as second:
-            stages[0](torch.ones(1, WIDTH))
+    mesh = init_device_mesh("cpu", (2,))
+    stages = [build(2, mesh) for _ in range(2)]
+    meshard.share_comm_ctx(stages)
+    with CommLedger(stages[0]) as first, CommLedger(stages[1]) as second:
         stages[0](torch.ones(1, WIDTH))
-        with CommLedger(nn.ModuleList([stages[0], stages[1].blocks[0]])) as mixed:
-            for stage in stages:
-                stage(torch.ones(1, WIDTH))
+    stages[0](torch.ones(1, WIDTH))
+    with CommLedger(nn.ModuleList([stages[0], stages[1].blocks[0]])) as mixed:
+        for stage in stages:
+            stage(torch.ones(1, WIDTH))
     assert first.counts == {"all_gather": 2}
     assert second.counts == {}
     assert [event.unit for event in mixed.events] == ["(root)", "blocks.0", "blocks.0"]
 
 
+@on_fake_ranks(4)
 def test_a_ledger_prints_a_table():
-    with fake_group(4):
-        model = build(2, init_device_mesh("cpu", (4,)), reshard_after_forward=True)
-        with CommLedger() as ledger:
-            model(torch.ones(1, WIDTH)).sum().backward()
+    model = build(2, init_device_mesh("cpu", (4,)), reshard_after_forward=True)
+    with CommLedger() as ledger:
+        model(torch.ones(1, WIDTH)).sum().backward()
     assert str(ledger).splitlines() == [
         "collective      unit      count   payload      sent",
         "all_gather      (root)        2  16.0 KiB  12.0 KiB",

@@ -1,6 +1,9 @@
 """``materialize``: sharded models get the values of an unsharded initialization."""
 
+import gc
+import math
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -11,8 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
-from meshard import CommLedger, fully_shard, fully_shard_units, materialize
+from meshard import CommLedger, fully_shard, fully_shard_units, materialize, unsharded_params
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_fake_ranks, on_ranks
 
 SEED = 7
 
@@ -67,10 +71,9 @@ class Everything(nn.Module):
         return self.out[1](normed.bfloat16()).float()
 
 
-def on_one_process(build, seed=SEED):
+def seeded(build, seed=SEED):
     torch.manual_seed(seed)
-    model = build()
-    return model, torch.rand(3)  # where the generator is afterwards
+    return build()
 
 
 def meta(build):
@@ -78,61 +81,65 @@ def meta(build):
         return build()
 
 
-def materialised(mesh_shape, build, to_empty_first=False, seeds=(SEED,) * 4, **kwargs):
+def check_materialised(build, expected=None, mesh=None, seed=SEED, **kwargs):
+    """Compare with ``expected``, or with what ``build`` draws, bit for bit; return the model."""
     model = meta(build)
-    fully_shard_units(model, init_device_mesh("cpu", mesh_shape), **kwargs)
+    fully_shard_units(model, mesh, **kwargs)
+    torch.manual_seed(seed)
+    assert materialize(model) is model
+    after = torch.rand(3)
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    plain = expected or seeded(build)
+    assert_same(full_state(model), full_state(plain), bitwise=True)
+    flags = [param.requires_grad for param in plain.parameters()]
+    assert [param.requires_grad for param in model.parameters()] == flags
+    return model, after
+
+
+def check_values(mesh_shape, to_empty_first):
+    model = meta(Everything)
+    fully_shard_units(model, init_device_mesh("cpu", mesh_shape))
     if to_empty_first:
         model.to_empty(device="cpu")
-    torch.manual_seed(seeds[dist.get_rank()])
+    torch.manual_seed(SEED)
     with CommLedger() as ledger:
-        assert materialize(model) is model
+        materialize(model)
     after = torch.rand(3)
-    owned = {name: type(param) for name, param in model.named_parameters()}
-    assert set(owned.values()) == {DTensor} or set(owned.values()) == {nn.Parameter}
-    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-    flags = [param.requires_grad for param in model.parameters()]
-    local = [param.to_local() for param in model.parameters()]
-    return full_state(model), after, flags, ledger.counts, local
+    plain = seeded(Everything)
+    assert_same(after, torch.rand(3), bitwise=True)  # the generator went on like there
+    assert_same(full_state(model), full_state(plain), bitwise=True)
+    if not to_empty_first:  # nothing is gathered: one broadcast per axis of the mesh
+        assert ledger.counts == {"broadcast": len(mesh_shape)}
+    if mesh_shape == (2, 2):  # replicas hold the same bits
+        for name, param in model.named_parameters():
+            copies = [None, None]
+            dist.all_gather_object(copies, param.to_local(), param.device_mesh.get_group(0))
+            assert torch.equal(*copies), name
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "to_empty_first"), [((2,), False), ((3,), True), ((2, 2), False)]
 )
 def test_values_are_bit_for_bit_those_of_one_process(run_ranks, mesh_shape, to_empty_first):
-    num_ranks = 4 if mesh_shape == (2, 2) else mesh_shape[0]
-    plain, expected_after = on_one_process(Everything)
-    expected = full_state(plain)
-    runs = run_ranks(materialised, num_ranks, mesh_shape, Everything, to_empty_first)
-    for state, after, flags, counts, _ in runs:
-        assert_same(state, expected, bitwise=True)
-        assert_same(after, expected_after, bitwise=True)  # the generator went on like there
-        assert flags == [param.requires_grad for param in plain.parameters()]
-        if not to_empty_first:  # nothing is gathered: one broadcast per axis of the mesh
-            assert counts == {"broadcast": len(mesh_shape)}
-    if mesh_shape == (2, 2):  # replicas hold the same bits
-        for one, other in zip(runs[0][-1], runs[2][-1], strict=True):
-            assert torch.equal(one, other)
+    run_ranks(check_values, math.prod(mesh_shape), mesh_shape, to_empty_first)
 
 
-def test_any_units_and_shard_dims_give_the_same(run_ranks):
-    expected = full_state(on_one_process(Everything)[0])
-    for kwargs in ({"units": (nn.Linear, nn.Conv1d, Scale)}, {"shard_placement_fn": last_dim}):
-        for state, *_ in run_ranks(materialised, 2, (2,), Everything, **kwargs):
-            assert_same(state, expected, bitwise=True)
+@on_ranks(2)
+def test_any_units_and_shard_dims_give_the_same():
+    check_materialised(Everything, units=(nn.Linear, nn.Conv1d, Scale))
+    check_materialised(Everything, shard_placement_fn=lambda param: Shard(param.dim() - 1))
 
 
-def last_dim(param):
-    return Shard(param.dim() - 1)
-
-
-def test_the_generator_of_the_first_rank_counts_and_the_others_keep_theirs(run_ranks):
-    plain, first_after = on_one_process(Everything, seed=1)
-    runs = run_ranks(materialised, 2, (2,), Everything, seeds=(1, 2))
-    for state, *_ in runs:
-        assert_same(state, full_state(plain), bitwise=True)
-    torch.manual_seed(2)
-    assert_same(runs[0][1], first_after, bitwise=True)
-    assert_same(runs[1][1], torch.rand(3), bitwise=True)
+@on_ranks(2)
+def test_the_generator_of_the_first_rank_counts_and_the_others_keep_theirs():
+    rank = dist.get_rank()
+    plain = seeded(Everything, seed=0)
+    expected_after = torch.rand(3)
+    _, after = check_materialised(Everything, plain, seed=rank)
+    if rank:
+        torch.manual_seed(rank)
+        expected_after = torch.rand(3)
+    assert_same(after, expected_after, bitwise=True)
 
 
 class Whole(nn.Module):
@@ -148,11 +155,6 @@ class Whole(nn.Module):
             if param.dim() > 1:
                 nn.init.xavier_uniform_(param)
 
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
 
 def small_transformer():
     return nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
@@ -166,83 +168,63 @@ def reset_in_turn(module):
 
 
 @pytest.mark.parametrize("build", [Whole, small_transformer])
-def test_a_module_that_initialises_what_is_inside_has_it_whole(run_ranks, build):
+@on_ranks(2)
+def test_a_module_that_initialises_what_is_inside_has_it_whole(build):
     plain = build()
     torch.manual_seed(SEED)
     reset_in_turn(plain)
     if build is Whole:  # nn.Transformer copies its layers instead of drawing for each
-        assert_same(full_state(on_one_process(build)[0]), full_state(plain), bitwise=True)
-    for state, *_ in run_ranks(materialised, 2, (2,), build):
-        assert_same(state, full_state(plain), bitwise=True)
+        assert_same(full_state(seeded(build)), full_state(plain), bitwise=True)
+    check_materialised(build, plain)
 
 
 class Watching(nn.Linear):
     """Notes how much of the model is whole while it is initialised."""
 
-    root = None
-    seen = ()
-
     def reset_parameters(self):
         super().reset_parameters()
-        if Watching.root is not None:
-            params = Watching.root.parameters()
-            whole = sum(p.numel() for p in params if not isinstance(p, DTensor))
-            Watching.seen = (*Watching.seen, whole)
+        params = self.root.parameters() if hasattr(self, "root") else ()
+        seen = sum(p.numel() for p in params if not isinstance(p, DTensor))
+        self.__dict__["seen"] = seen
 
 
-def watched():
+@on_ranks(2)
+def test_one_unit_is_whole_at_a_time_beside_the_root():
     model = meta(lambda: nn.Sequential(*[Watching(6, 6, bias=False) for _ in range(5)]))
     fully_shard_units(model, units=lambda fqn, _: fqn in ("0", "1", "2", "3"))
-    Watching.root, Watching.seen = model, ()
-    try:
-        materialize(model)
-    finally:
-        Watching.root = None
-    return Watching.seen
+    for layer in model:
+        layer.__dict__["root"] = model
+    materialize(model)
+    assert [layer.seen for layer in model] == [72, 72, 72, 72, 36]  # "4" belongs to the root
 
 
-def test_one_unit_is_whole_at_a_time_beside_the_root(run_ranks):
-    for seen in run_ranks(watched, 2):
-        assert seen == (72, 72, 72, 72, 36)  # "4" belongs to the root
-
-
-def trained_then_again():
-    torch.manual_seed(0)
-    model = Everything()
+@on_ranks(2)
+def test_a_model_that_has_values_is_drawn_anew():
+    tokens = torch.ones(1, 4, dtype=torch.int64)
+    model = seeded(Everything, seed=0)
     fully_shard_units(model)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(3)
-    model.eval()(torch.ones(1, 4, dtype=torch.int64))  # leaves a whole copy behind
+    model.eval()(tokens)  # leaves a whole copy behind
     torch.manual_seed(SEED)
     materialize(model)
-    model(torch.ones(1, 4, dtype=torch.int64))
-    return full_state(model)
-
-
-def test_a_model_that_has_values_is_drawn_anew(run_ranks):
-    expected = full_state(on_one_process(Everything)[0])
-    for state in run_ranks(trained_then_again, 2):
-        assert_same(state, expected, bitwise=True)
+    model(tokens)
+    assert_same(full_state(model), full_state(seeded(Everything)), bitwise=True)
 
 
 def three_layers():
     return nn.Sequential(*[nn.Linear(5, 5) for _ in range(3)])
 
 
-def of_a_list():
+@on_ranks(2)
+def test_a_unit_of_several_modules_is_initialised_in_module_order():
     model = meta(three_layers)
     fully_shard([model[0], model[2]])
     fully_shard(model)
     torch.manual_seed(SEED)
     materialize(model)
-    return full_state(model)
-
-
-def test_a_unit_of_several_modules_is_initialised_in_module_order(run_ranks):
-    expected = full_state(on_one_process(three_layers)[0])
-    for state in run_ranks(of_a_list, 2):
-        assert_same(state, expected, bitwise=True)
+    assert_same(full_state(model), full_state(seeded(three_layers)), bitwise=True)
 
 
 class Tied(nn.Module):
@@ -254,74 +236,150 @@ class Tied(nn.Module):
         self.embedding.weight = self.head.weight
 
 
-def test_a_tied_parameter_has_what_its_last_owner_draws(run_ranks):
-    expected = full_state(on_one_process(Tied)[0])
+@on_ranks(2)
+def test_a_tied_parameter_has_what_its_last_owner_draws():
     for units in ("auto", (nn.Linear, nn.Embedding)):
-        for state, *_ in run_ranks(materialised, 2, (2,), Tied, units=units):
-            assert_same(state, expected, bitwise=True)
+        check_materialised(Tied, units=units)
 
 
-def normal(module):
-    """An init in the way of Hugging Face: it also writes to a child of what it is given."""
-    if isinstance(module, nn.Linear):
-        module.weight.data.normal_(std=0.02)
-    if isinstance(module, Attending):
-        for name, param in module.named_parameters():
-            if name.endswith("out_proj.weight"):
-                param.data.normal_(std=0.001)
+@on_ranks(2)
+def test_init_does_what_apply_does_on_one_process():
+    """In the way of Hugging Face: it also writes to a child of what it is given."""
 
+    def normal(module):
+        if isinstance(module, nn.Linear):
+            module.weight.data.normal_(std=0.02)
+        if isinstance(module, Attending):
+            for name, param in module.named_parameters():
+                if name.endswith("out_proj.weight"):
+                    param.data.normal_(std=0.001)
 
-def with_init():
-    torch.manual_seed(0)
-    model = Everything()
+    model, plain = (seeded(Everything, seed=0) for _ in range(2))
     fully_shard_units(model)
     torch.manual_seed(SEED)
     materialize(model, init=normal)
-    return full_state(model)
-
-
-def test_init_does_what_apply_does_on_one_process(run_ranks):
-    torch.manual_seed(0)
-    plain = Everything()
     torch.manual_seed(SEED)
     plain.apply(normal)
-    for state in run_ranks(with_init, 2):
-        assert_same(state, full_state(plain), bitwise=True)
+    assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
-# --- the peer ---------------------------------------------------------------------------------
-
-
-def drawn_by(lib):
+@on_ranks(2)
+def test_the_peer_draws_the_same_shard_on_every_rank():
+    expected = seeded(lambda: nn.Linear(4, 4)).weight.detach()
+    model, _ = check_materialised(lambda: nn.Sequential(nn.Linear(4, 4)), units=nn.Linear)
+    assert_same(model[0].weight.full_tensor(), expected, bitwise=True)
     layer = meta(lambda: nn.Linear(4, 4))
-    lib.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    torch_fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    layer.to_empty(device="cpu")
     torch.manual_seed(SEED)
-    if lib is meshard:
-        materialize(layer)
-    else:
-        layer.to_empty(device="cpu")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # "DTensor random operators may not have complete..."
-            layer.reset_parameters()
-    return layer.weight.full_tensor().detach()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # "DTensor random operators may not have complete..."
+        layer.reset_parameters()
+    drawn = layer.weight.full_tensor()
+    assert not torch.equal(drawn, expected)
+    assert torch.equal(drawn[:2], drawn[2:])
 
 
-def both():
-    return drawn_by(meshard), drawn_by(torch_fsdp)
+class Partly(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drawn = nn.Linear(4, 4)
+        self.gain = nn.Parameter(torch.full((4,), 2.0))  # nothing resets it
 
 
-def test_the_peer_draws_the_same_shard_on_every_rank(run_ranks):
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@on_ranks(2)
+def test_what_nothing_resets_keeps_its_values(device):
+    model = Partly()
+    model.drawn.to(device)
+    fully_shard(model)
     torch.manual_seed(SEED)
-    plain = nn.Linear(4, 4).weight.detach()
-    for ours, peer in run_ranks(both, 2):
-        assert_same(ours, plain, bitwise=True)
-        assert not torch.equal(peer, plain)
-        assert torch.equal(peer[:2], peer[2:])
+    materialize(model)
+    assert_same(full_state(model), full_state(seeded(Partly)), bitwise=True)
 
 
-def test_the_oracle_draws_everywhere():
-    one, other = (full_state(on_one_process(Everything, seed)[0]) for seed in (1, 2))
-    same = [name for name in one if torch.equal(one[name], other[name])]
-    constant = ("norm", "bias", "places", "out.0")
-    assert all(any(part in name for part in constant) for name in same), same
-    assert len(one) - len(same) > 20
+class RunsItself(nn.Linear):
+    """Looks at what it computes while it is initialised, as data-dependent schemes do."""
+
+    def reset_parameters(self):
+        super().reset_parameters()
+        self.of_ones = self(torch.ones(1, 4)).detach() if hasattr(self, "weight") else None
+
+
+@on_ranks(2)
+def test_a_module_may_run_while_it_is_initialised():
+    model = fully_shard(meta(lambda: RunsItself(4, 4)))
+    materialize(model)
+    assert_same(model.of_ones, model(torch.ones(1, 4)).detach(), bitwise=True)
+
+
+@on_ranks(2)
+def test_replicated_parameters_are_drawn_and_edited_as_they_are():
+    model, plain = (seeded(three_layers, seed) for seed in (0, SEED))
+    meshard.replicate(model)
+    torch.manual_seed(SEED)
+    materialize(model)
+    with unsharded_params(model), torch.no_grad():
+        model[0].weight.mul_(2), plain[0].weight.mul_(2)
+    with pytest.raises(ValueError, match="is replicated: every rank has ordinary parameters"):
+        unsharded_params(model, rank0_only=True).__enter__()
+    assert_same(full_state(model), full_state(plain), bitwise=True)
+
+
+class Forgetful(nn.Linear):
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+
+
+def refused(model, error, match, **kwargs):
+    with pytest.raises(error, match=match):
+        materialize(model, **kwargs)
+
+
+@on_ranks(2)
+def test_what_would_not_be_initialised_is_named():
+    model = meta(lambda: nn.Sequential(Partly(), Partly()))
+    fully_shard(model)
+    refused(model, ValueError, r"no reset_parameters: 0 \(Partly: gain\); 1 \(Partly: gain\)\.")
+    assert all(param.is_meta for param in model.parameters())
+    model = meta(lambda: nn.Sequential(nn.Linear(2, 2), Forgetful(4, 4)))
+    fully_shard(model[1])
+    fully_shard(model)
+    refused(model, RuntimeError, r"1 parameters or buffers were .* first is '1\.bias'")
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Linear(2, 2))
+    fully_shard(model)
+    refused(model[0], ValueError, r"'0\.weight' is a DTensor of no unit inside")
+    model = meta(lambda: nn.Sequential(nn.Linear(2, 2)))
+    model[0].register_buffer("mask", torch.empty(2, dtype=torch.int32, device="meta"))
+    fully_shard(model)
+    refused(model, RuntimeError, r"first is '0\.mask'")
+    materialize(meta(lambda: nn.Linear(2, 2)))  # not sharded at all
+    model = fully_shard(nn.Linear(2, 2))
+    with unsharded_params(model):
+        refused(model, RuntimeError, "inside unsharded_params, so it cannot be materialized")
+    model.reset_parameters = lambda: setattr(model, "weight", nn.Parameter(torch.ones(3)))
+    refused(model, RuntimeError, r"'weight' .* was replaced inside materialize .* shape \(2, 2\)")
+    assert model.weight.shape == (2, 2)
+    model = three_layers()
+    fully_shard_units(model)
+
+    def write_to_shards(module):
+        if module is model:
+            nn.init.ones_(model[0].weight)
+
+    text = r"init\(\(root\)\) wrote to parameters of a unit"
+    refused(model, RuntimeError, text, init=write_to_shards)
+
+
+@on_fake_ranks(1)
+def test_a_materialized_model_is_freed_without_the_garbage_collector():
+    model = materialize(fully_shard(meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()))))
+    gc.collect()
+    gc.disable()
+    try:
+        materialize(model)
+        ref = weakref.ref(model)
+        del model
+        assert ref() is None
+    finally:
+        gc.enable()

@@ -1,5 +1,6 @@
 """Ranks that bring different values: stitched together, broadcast, or refused."""
 
+import math
 import warnings
 
 import pytest
@@ -14,6 +15,11 @@ from meshard import CommLedger, fully_shard, fully_shard_units
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
+<<<<<<< HEAD
+=======
+from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
+>>>>>>> t_api
 
 
 class Normed(MlpStack):
@@ -37,101 +43,61 @@ def build(seed):
     return model
 
 
-def transpose(model):
-    """Store a weight in another order, which must not matter (the peer refuses it)."""
+def check_synced(mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model, expected = build(seed=dist.get_rank() + 1), full_state(build(seed=1))
+    # A weight that is stored in another order, which must not matter (the peer refuses it).
     weight = model.blocks[1].up.weight
     model.blocks[1].up.weight = nn.Parameter(weight.detach().t().contiguous().t())
-
-
-def bits_of_shards(model):
-    return [param.to_local() for param in model.parameters()]
-
-
-def synced(mesh_shape, is_peer=False, **kwargs):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = build(seed=dist.get_rank() + 1)
     with CommLedger() as ledger:
-        if not is_peer:
-            transpose(model)
-            fully_shard_units(model, mesh, **kwargs)
-        else:
-            for each in (*model.blocks, model):
-                torch_fsdp.fully_shard(each, mesh=mesh)
-    return full_state(model), ledger.counts, ledger.events, bits_of_shards(model)
+        fully_shard_units(model, mesh, sync_init=True)
+    assert_same(full_state(model), expected, bitwise=True)
+    # One tensor at a time, so none needs more memory than the largest.
+    assert ledger.counts == {"broadcast": len(expected) * len(mesh_shape)}
+    largest = max(tensor.nbytes for tensor in expected.values())
+    assert max(event.payload_bytes for event in ledger.events) == largest
+    assert {event.unit for event in ledger.events} == {"(sync_init)"}
+    if mesh_shape == (2, 2):  # replicas hold the same bits
+        for name, param in model.named_parameters():
+            copies = [None, None]
+            dist.all_gather_object(copies, param.to_local(), mesh.get_group(0))
+            assert torch.equal(*copies), name
+    with CommLedger() as ledger:  # a second call sends nothing
+        fully_shard_units(model, sync_init=True)
+    assert not ledger.counts
 
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (3,), (2, 2)])
 def test_sync_init_gives_every_rank_the_values_of_the_first(run_ranks, mesh_shape):
-    expected = full_state(build(seed=1))
-    num_ranks = 4 if mesh_shape == (2, 2) else mesh_shape[0]
-    runs = run_ranks(synced, num_ranks, mesh_shape, sync_init=True)
-    for state, counts, events, _ in runs:
-        assert_same(state, expected, bitwise=True)
-        # One tensor at a time, so none needs more memory than the largest.
-        assert counts == {"broadcast": len(expected) * len(mesh_shape)}
-        largest = max(tensor.nbytes for tensor in expected.values())
-        assert max(event.payload_bytes for event in events) == largest
-        assert {event.unit for event in events} == {"(sync_init)"}
-    if mesh_shape == (2, 2):
-        for one, other in zip(runs[0][-1], runs[2][-1], strict=True):
-            assert torch.equal(one, other)
+    run_ranks(check_synced, math.prod(mesh_shape), mesh_shape)
 
 
-def test_without_it_values_are_stitched_like_the_peers(run_ranks):
-    first, second = (full_state(build(seed=seed)) for seed in (1, 2))
-    for is_peer in (False, True):
-        for state, *_ in run_ranks(synced, 2, (2,), is_peer):
-            name = "blocks.0.down.weight"
-            assert_same(state[name][:3], first[name][:3], bitwise=True)
-            assert_same(state[name][3:], second[name][3:], bitwise=True)
-
-
-def again():
-    model = build(seed=1)
-    fully_shard_units(model, sync_init=True)
-    with torch.no_grad():
-        model.norm.running_mean.fill_(dist.get_rank())
-    with CommLedger() as ledger:
-        fully_shard_units(model, sync_init=True)
-    return model.norm.running_mean[0].item(), ledger.counts
-
-
-def test_a_second_call_sends_nothing(run_ranks):
-    assert run_ranks(again, 2) == [(0.0, {}), (1.0, {})]
-
-
-def ignoring():
+@on_ranks(2)
+def test_ignored_parameters_and_what_was_sent_before_stay_what_they_are():
     model = build(seed=dist.get_rank() + 1)
     own = model.scale.detach().clone()
     fully_shard_units(model, sync_init=True, ignored_params={model.scale})
-    return torch.equal(model.scale, own)
+    assert torch.equal(model.scale, own)
+    model.norm.running_mean.fill_(dist.get_rank())
+    fully_shard_units(model, sync_init=True)
+    assert model.norm.running_mean[0] == dist.get_rank()
 
 
-def test_ignored_parameters_stay_what_they_are(run_ranks):
-    assert run_ranks(ignoring, 2) == [True, True]
-
-
-# --- MESHARD_DEBUG ------------------------------------------------------------------------------
+@pytest.mark.parametrize("is_peer", [False, True])
+@on_ranks(2)
+def test_without_it_values_are_stitched_like_the_peers(is_peer):
+    model = build(seed=dist.get_rank() + 1)
+    for each in (*model.blocks, model):
+        (torch_fsdp if is_peer else meshard).fully_shard(each, mesh=init_device_mesh("cpu", (2,)))
+    for rank, rows in enumerate((slice(0, 3), slice(3, 6))):
+        expected = build(seed=rank + 1).blocks[0].down.weight
+        found = model.blocks[0].down.weight.full_tensor()
+        assert_same(found[rows], expected[rows], bitwise=True)
 
 
 @pytest.fixture
 def debug(monkeypatch):
     monkeypatch.setenv("MESHARD_DEBUG", "1")
-
-
-def different(mesh_shape, change):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = seeded(MlpStack())
-    if dist.get_rank() == dist.get_world_size() - 1:
-        with torch.no_grad():
-            change(model)
-    try:
-        for block in model.blocks:
-            fully_shard(block, mesh)
-        fully_shard(model, mesh)
-    except RuntimeError as error:
-        return str(error), isinstance(model.blocks[1], meshard.FSDPModule)
-    return "", True
 
 
 def edit_one_bit(model):
@@ -148,24 +114,33 @@ def reseed(model):
     seeded(model, seed=3)
 
 
+@pytest.mark.usefixtures("debug")
 @pytest.mark.parametrize(
-    ("change", "first", "num_differing"),
-    [(edit_one_bit, "down.weight", 1), (swap_two, "up.bias", 1), (reseed, "up.weight", 4)],
+    ("change", "first", "num_differing", "mesh_shape"),
+    [
+        (edit_one_bit, "down.weight", 1, (4,)),
+        (swap_two, "up.bias", 1, (2, 2)),
+        (reseed, "up.weight", 4, (2, 2)),
+    ],
 )
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_different_values_are_refused_and_named(
-    run_ranks, debug, mesh_shape, change, first, num_differing
-):
-    num_ranks = 4 if mesh_shape == (2, 2) else 2
-    for message, is_sharded in run_ranks(different, num_ranks, mesh_shape, change):
-        assert f"different values to one unit (MlpBlock): of its 4 parameters {num_differing}" in (
-            message
-        )
-        assert f"first {first!r}, where rank(s) {num_ranks - 1} differ from rank 0." in message
-        assert "fully_shard_units(..., sync_init=True)" in message
-        assert not is_sharded
+@on_ranks(4)
+def test_different_values_are_refused_and_named(change, first, num_differing, mesh_shape):
+    model = seeded(MlpStack())
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            change(model)
+    with pytest.raises(RuntimeError) as caught:
+        shard_blocks(model, init_device_mesh("cpu", mesh_shape))
+    message = str(caught.value)
+    assert f"different values to one unit (MlpBlock): of its 4 parameters {num_differing}" in (
+        message
+    )
+    assert f"first {first!r}, where rank(s) 3 differ from rank 0." in message
+    assert "fully_shard_units(..., sync_init=True)" in message
+    assert not isinstance(model.blocks[1], meshard.FSDPModule)
 
 
+<<<<<<< HEAD
 @on_ranks(2)
 def test_signs_of_float64_are_compared_too(monkeypatch):
     monkeypatch.setenv("MESHARD_DEBUG", "1")
@@ -178,6 +153,11 @@ def test_signs_of_float64_are_compared_too(monkeypatch):
 
 
 def one_rank_differs_where_shards_are_the_first_axis():
+=======
+@pytest.mark.usefixtures("debug")
+@on_ranks(4)
+def test_the_right_ranks_are_named_whatever_the_order_of_the_axes():
+>>>>>>> t_api
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
     layer = seeded(nn.Linear(4, 4), seed=int(dist.get_rank() == 1))
     axes = meshard.DataParallelMeshDims(shard="shard", replicate="replicate")
@@ -185,19 +165,9 @@ def one_rank_differs_where_shards_are_the_first_axis():
         fully_shard(layer, mesh, dp_mesh_dims=axes)
 
 
-def test_the_right_ranks_are_named_whatever_the_order_of_the_axes(run_ranks, debug):
-    run_ranks(one_rank_differs_where_shards_are_the_first_axis, 4)
-
-
-def nothing(model):
-    pass
-
-
-def test_equal_values_pass(run_ranks, debug):
-    assert run_ranks(different, 3, (3,), nothing) == [("", True)] * 3
-
-
-def other_models():
+@pytest.mark.usefixtures("debug")
+@on_ranks(2)
+def test_different_models_are_refused_and_counted():
     model = MlpBlock(4, 4 + dist.get_rank())
     with pytest.raises(RuntimeError, match=r"different parameters as one unit \(MlpBlock\)"):
         fully_shard(model)
@@ -206,48 +176,39 @@ def other_models():
         fully_shard(model)
 
 
-def test_different_models_are_refused_and_counted(run_ranks, debug):
-    run_ranks(other_models, 2)
-
-
-def synced_in_debug():
+@pytest.mark.usefixtures("debug")
+@on_ranks(3)
+def test_equal_values_and_sync_init_pass_the_check_and_meta_models_too():
+    shard_blocks(seeded(MlpStack()))
     model = build(seed=dist.get_rank() + 1)
     fully_shard_units(model, sync_init=True)
+    assert_same(full_state(model), full_state(build(seed=1)), bitwise=True)
     with torch.device("meta"):
         other = MlpStack()
     fully_shard_units(other)
-    return full_state(model)
 
 
-def test_sync_init_passes_the_check_and_meta_models_too(run_ranks, debug):
-    for state in run_ranks(synced_in_debug, 2):
-        assert_same(state, full_state(build(seed=1)), bitwise=True)
+HOW = ["differ", "alike", "loaded after", "one rank loads"]
+HOW += ["written by data", "overlapped", "accumulated"]
 
 
-# --- without it: before the first reduction -----------------------------------------------------
-
-
-def started(mesh_shape, how):
-    """Return the warnings of two steps, and the events of the ledger."""
+@spread(how=HOW, mesh_shape=[(2, 2), (4,)])
+@on_ranks(4)
+def test_the_first_reduction_compares_what_ranks_brought(how, mesh_shape):
     rank = dist.get_rank()
-    model = seeded(MlpStack(), seed=rank if how != "alike" else 1)
-    if how == "one rank loads":
-        model = seeded(model, seed=1)
-        if rank == 1:
-            model.blocks[1].load_state_dict(seeded(MlpStack(), seed=4).blocks[1].state_dict())
-    mesh = init_device_mesh("cpu", mesh_shape)
-    for unit in (*model.blocks, model):
-        fully_shard(unit, mesh)
+    model = seeded(MlpStack(), seed=rank if how not in ("alike", "one rank loads") else 1)
+    if how == "one rank loads" and rank == 1:
+        model.blocks[1].load_state_dict(seeded(MlpStack(), seed=4).blocks[1].state_dict())
+    shard_blocks(model, init_device_mesh("cpu", mesh_shape))
     if how == "loaded after":
         model.load_state_dict(seeded(MlpStack()).state_dict())
     if how == "written by data":  # which no version of a tensor shows
         for param in model.parameters():
             param.data.copy_(torch.ones(()))
-    build, kwargs = torch.optim.SGD, {"lr": 0.1}
     if how == "overlapped":
-        optimizer = meshard.overlap_optimizer(model, build, **kwargs)
+        optimizer = meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
     else:
-        optimizer = build(model.parameters(), **kwargs)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = []
     with CommLedger() as ledger:
         for step in range(2):
@@ -262,23 +223,11 @@ def started(mesh_shape, how):
                     optimizer.step()
                 optimizer.zero_grad()
             told.append([str(each.message) for each in caught])
-    return told, {event.unit for event in ledger.events}
-
-
-HOW = ["alike", "differ", "loaded after", "one rank loads"]
-HOW += ["written by data", "overlapped", "accumulated"]
-
-
-@pytest.mark.default_rows(4)
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("how", HOW)
-def test_the_first_reduction_compares_what_ranks_brought(run_ranks, mesh_shape, how):
-    num_ranks = 4 if mesh_shape == (2, 2) else 2
     others = {"one rank loads": "1", "alike": "", "loaded after": "", "written by data": ""}
-    others = others.get(how, ", ".join(map(str, range(1, num_ranks))))
-    for (first, second), units in run_ranks(started, num_ranks, mesh_shape, how):
-        assert len(first) == bool(others)
-        for text in first:
-            assert f"rank(s) {others} differ from rank 0" in text
-            assert "fully_shard_units(..., sync_init=True)" in text
-        assert second == [] and not any("same start" in unit for unit in units)
+    others = others.get(how, "1, 2, 3")
+    first, second = told
+    assert len(first) == bool(others) and not second
+    for text in first:
+        assert f"rank(s) {others} differ from rank 0" in text
+        assert "fully_shard_units(..., sync_init=True)" in text
+    assert not any("same start" in event.unit for event in ledger.events)

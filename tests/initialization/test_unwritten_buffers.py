@@ -83,11 +83,8 @@ def load_in_place_by_dcp(model, whole, folder):
     dcp.load(model.state_dict(), checkpoint_id=folder)
 
 
-LOADS = [load_state_dict, load_by_dcp, load_in_place_by_dcp]
-
-
 @on_ranks(1)
-@pytest.mark.parametrize("load", LOADS)
+@pytest.mark.parametrize("load", [load_state_dict, load_by_dcp, load_in_place_by_dcp])
 def test_the_first_forward_names_what_no_checkpoint_has(load, tmp_path):
     model = on_meta()
     model.to_empty(device="cpu")
@@ -106,93 +103,61 @@ def test_the_first_forward_names_what_no_checkpoint_has(load, tmp_path):
 
 
 @on_ranks(1)
-def test_persistent_buffers_that_were_not_loaded_are_named_too():
-    model = on_meta()
-    model.to_empty(device="cpu")
+def test_every_buffer_that_was_not_loaded_is_named_whatever_happens_in_between():
     whole = seeded(Model()).state_dict()
-    del whole["norm.running_var"]
-    model.load_state_dict(whole, strict=False)
-    (warning,) = warnings_of_two_forwards(model)
-    assert "'rotary.inv_freq', 'norm.running_var' got" in str(warning.message)
 
+    def check_named(model, names, state=whole):
+        if state is not None:
+            model.load_state_dict(state, strict=False)
+        (warning,) = warnings_of_two_forwards(model)
+        assert f"{names} got" in str(warning.message)
 
-@on_ranks(1)
-def test_buffers_stay_named_when_the_model_is_moved_in_between():
     model = on_meta()
     model.to_empty(device="cpu")
-    model.load_state_dict(seeded(Model()).state_dict())
-    model.double().float()
-    (warning,) = warnings_of_two_forwards(model)
-    assert "'rotary.inv_freq' got" in str(warning.message)
+    persistent = {name: value for name, value in whole.items() if name != "norm.running_var"}
+    check_named(model, "'rotary.inv_freq', 'norm.running_var'", persistent)
 
+    model = on_meta()
+    model.to_empty(device="cpu")
+    model.load_state_dict(whole)
+    model.double().float()  # moved
+    check_named(model, "'rotary.inv_freq'", None)
 
-@on_ranks(1)
-def test_values_that_to_empty_threw_away_are_missed_too():
     with meta_parameters():
         model = Model()
     meshard.fully_shard(model)
-    model.to_empty(device="cpu")
-    model.load_state_dict(seeded(Model()).state_dict())
-    (warning,) = warnings_of_two_forwards(model)
-    assert "'rotary.inv_freq' got" in str(warning.message)
+    model.to_empty(device="cpu")  # throws values away
+    check_named(model, "'rotary.inv_freq'")
 
-
-@on_ranks(1)
-def test_a_root_that_is_sharded_after_to_empty_knows_of_the_buffers_inside():
     with torch.device("meta"):
         model = nn.Sequential(Rotary(), nn.Linear(4, 4))
-        whole = nn.Sequential(model, nn.Linear(4, 4))
+        around = nn.Sequential(model, nn.Linear(4, 4))
     meshard.fully_shard(model)
     model.to_empty(device="cpu")
-    whole[1].to_empty(device="cpu")
-    meshard.fully_shard(whole)
-    (warning,) = warnings_of_two_forwards(whole)
-    assert "'0.0.inv_freq' got" in str(warning.message)
+    around[1].to_empty(device="cpu")
+    meshard.fully_shard(around)  # only now is there a root
+    check_named(around, "'0.0.inv_freq'", None)
 
 
-def by_reset(model):
-    model.to_empty(device="cpu")
-    model.rotary.reset_parameters()
-
-
-def by_materialize(model):
-    meshard.materialize(model)
-
-
-def by_materialize_after_to_empty(model):
-    model.to_empty(device="cpu")
-    meshard.materialize(model)
-
-
-def by_assignment(model):
-    model.to_empty(device="cpu")
-    model.rotary.inv_freq = frequencies()
-
-
-def by_registration(model):
-    model.to_empty(device="cpu")
-    model.rotary.register_buffer("inv_freq", frequencies(), persistent=False)
-
-
-def by_data(model):
-    model.to_empty(device="cpu")
-    model.rotary.inv_freq.data.copy_(frequencies())
-
-
-def by_replaced_data(model):
-    model.to_empty(device="cpu")
-    model.rotary.inv_freq.data = frequencies()
-
-
-WRITES = [by_reset, by_materialize, by_materialize_after_to_empty, by_assignment]
-WRITES += [by_registration, by_data, by_replaced_data]
+WRITES = {
+    "reset": lambda rotary: rotary.reset_parameters(),
+    "assigned": lambda rotary: setattr(rotary, "inv_freq", frequencies()),
+    "registered": lambda rotary: rotary.register_buffer("inv_freq", frequencies(), False),
+    "written by data": lambda rotary: rotary.inv_freq.data.copy_(frequencies()),
+    "replaced by data": lambda rotary: setattr(rotary.inv_freq, "data", frequencies()),
+}
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("write", [*WRITES, "materialized", "emptied and materialized"])
 def test_what_was_written_is_not_named(write):
     model = on_meta(ResetRotary)
-    write(model)
+    if write != "materialized":
+        model.to_empty(device="cpu")
+    if write in WRITES:
+        WRITES[write](model.rotary)
+    else:
+        meshard.materialize(model)
     model.load_state_dict(seeded(Model()).state_dict())
     assert not warnings_of_two_forwards(model)
     assert torch.equal(model.rotary.inv_freq, frequencies())

@@ -18,6 +18,7 @@ def spread(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     >>> spread(dtype=["bf16", "fp32"], size=[1, 2, 3]).args[1]
     [('bf16', 1), ('fp32', 2), ('bf16', 3)]
     """
+    assert len(axes) > 1, "of one axis, pytest.mark.parametrize has all values"
     length = max(len(values) for values in axes.values())
     columns = [
         values if "," in names else [(value,) for value in values] for names, values in axes.items()

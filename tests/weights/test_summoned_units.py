@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 import meshard
 from meshard import CommLedger, unsharded_params
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
+from tests.support.spread import spread
 
 
 @on_ranks(4)
@@ -66,7 +66,11 @@ def test_contexts_nest():
         assert_same(model(x), plain(x))  # the root as it is, the blocks gathered
 
 
-def gradients_join(mesh_shape, mode, inside):
+@spread(
+    mode=list(meshard.GradientSync), inside=[True, False], mesh_shape=[(4,), (2, 2), (2, 2), (4,)]
+)
+@on_threads(4)
+def test_gradients_of_whole_parameters_are_reduced(mode, inside, mesh_shape):
     """The whole parameters train: with and without what an ordinary forward gives."""
     case, model, plain = sharded_case("integer", mesh_shape)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -77,25 +81,14 @@ def gradients_join(mesh_shape, mode, inside):
             loss = loss + (rank + 1) * model.blocks[1].linear.bias.sum()
             if inside:
                 loss.backward()
-        if not inside:
-            loss.backward()
-        case.loss(model(case.batch(5, rank))).backward()
+        ordinary = case.loss(model(case.batch(5, rank)))
+        (ordinary if inside else ordinary + loss).backward()
     for k in range(2):
         for r in range(num_ranks):
             loss = case.loss(plain(case.batch(k, r))) + case.loss(plain(case.batch(5, r)))
             (loss + (r + 1) * plain.blocks[1].linear.bias.sum()).backward()
     assert_same(full_grads(model), full_grads(plain), bitwise=True)
     assert not meshard.pending_gradients(model)
-
-
-@pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize("mode", list(meshard.GradientSync))
-def test_gradients_of_whole_parameters_are_reduced(run_ranks, mode, inside):
-    run_ranks(gradients_join, 2, (2,), mode, inside)
-
-
-def test_gradients_of_whole_parameters_are_reduced_over_replicas(run_ranks):
-    run_ranks(gradients_join, 4, (2, 2), meshard.GradientSync.REDUCE_SCATTER, False)
 
 
 @on_ranks(2)
@@ -156,22 +149,7 @@ def test_a_summoned_unit_runs_like_an_ordinary_module():
     assert layer.weight.grad is not None and isinstance(layer.weight, DTensor)
 
 
-@on_ranks(2)
-@pytest.mark.filterwarnings("ignore")
-def test_fsdp1_refuses_to_write_back_what_rank_0_edits():
-    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
-    summoned = FullyShardedDataParallel.summon_full_params
-    with pytest.raises(NotImplementedError, match="is not supported"):
-        summoned(model, rank0_only=True, writeback=True).__enter__()
-
-
-@pytest.fixture
-def one_rank():
-    yield
-    dist.destroy_process_group()
-
-
-@pytest.mark.usefixtures("one_rank")
+@on_ranks(1)
 def test_bad_arguments_and_meta_are_refused():
     with pytest.raises(ValueError, match="no unit in this Linear"):
         unsharded_params(nn.Linear(2, 2)).__enter__()
@@ -191,7 +169,7 @@ def test_bad_arguments_and_meta_are_refused():
         assert ignored[0].weight is held and not isinstance(ignored[1].weight, DTensor)
 
 
-@pytest.mark.usefixtures("one_rank")
+@on_ranks(1)
 def test_functional_call_is_for_the_inside():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     plain = copy.deepcopy(model)

@@ -16,8 +16,9 @@ from meshard import MixedPrecisionPolicy, unsharded_params
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
+from tests.support.spread import spread
 
 
 def named(module):
@@ -48,14 +49,11 @@ def read_edit_and_train(name, mesh_shape, **kwargs):
     assert_same(full_state(model), full_state(plain), bitwise=True)
     if here:
         assert_same(dict(state), dict(plain.state_dict()), bitwise=True)
-    if mesh_shape == (2, 2):
-        local = [p._local_tensor for p in model.parameters()]
-        theirs = [torch.empty_like(each) for each in local]
-        group = next(model.parameters()).device_mesh.get_group(0)
-        for ours, other in zip(local, theirs, strict=True):
-            both = [other, torch.empty_like(other)]
-            dist.all_gather(both, ours.contiguous(), group=group)
-            assert torch.equal(both[0], both[1])
+    if mesh_shape == (2, 2):  # replicas hold the same bits
+        for name, param in model.named_parameters():
+            copies = [None, None]
+            dist.all_gather_object(copies, param.to_local(), param.device_mesh.get_group(0))
+            assert torch.equal(*copies), name
     dtype = case.dtype
     assert_same(model(batch), plain(batch), dtype)
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
@@ -67,19 +65,20 @@ def read_edit_and_train(name, mesh_shape, **kwargs):
     assert_same(full_state(model), full_state(plain), dtype)
 
 
-@pytest.mark.default_rows(2)
-@pytest.mark.parametrize("rank0_only", [False, True])
-@pytest.mark.parametrize(
-    "name", ["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"]
+@spread(
+    name=["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"],
+    rank0_only=[False, True],
 )
-def test_edits_reach_shards_forwards_and_optimizers(run_ranks, name, rank0_only):
-    run_ranks(read_edit_and_train, 2, name, (2,), rank0_only=rank0_only)
+@on_threads(2)
+def test_edits_reach_shards_forwards_and_optimizers(name, rank0_only):
+    read_edit_and_train(name, (2,), rank0_only=rank0_only)
 
 
 @pytest.mark.parametrize("rank0_only", [False, True])
-def test_replicas_and_empty_shards_get_edits_too(run_ranks, rank0_only):
-    run_ranks(read_edit_and_train, 4, "uneven", (2, 2), rank0_only=rank0_only)
-    run_ranks(read_edit_and_train, 4, "uneven", (4,), rank0_only=rank0_only, offload_to_cpu=True)
+@on_ranks(4)
+def test_replicas_and_empty_shards_get_edits_too(rank0_only):
+    read_edit_and_train("uneven", (2, 2), rank0_only=rank0_only)
+    read_edit_and_train("uneven", (4,), rank0_only=rank0_only, offload_to_cpu=True)
 
 
 class Narrow(nn.Module):
@@ -111,10 +110,9 @@ def test_masters_are_not_rounded_to_the_compute_dtype():
     assert model(torch.ones(1, 5)).dtype == torch.bfloat16
 
 
-@on_ranks(2)
 @pytest.mark.slow
-@pytest.mark.parametrize("fails", [False, True])
-@pytest.mark.parametrize("rank0_only", [False, True])
+@pytest.mark.parametrize(("rank0_only", "fails"), [(False, True), (True, False)])
+@on_ranks(2)
 def test_not_a_byte_is_left_behind(rank0_only, fails):
     case, model, plain = sharded_case("transformer_tied", reshard_after_forward=True)
     case.loss(model(case.batch(0, 0))).backward()
@@ -235,50 +233,23 @@ def test_what_cannot_be_written_back_is_named_and_nothing_is_written():
             model(torch.zeros(1, 2, dtype=torch.long))
 
 
-def one_rank_fails(rank0_only, mesh_shape, failing):
-    _, model, _ = sharded_case("mlp_stack", mesh_shape)
-    before = full_state(model)
-    mine = dist.get_rank() == failing
-    error = ZeroDivisionError if mine else RuntimeError
-    text = None if mine else "another rank raised inside unsharded_params"
+@spread(rank0_only=[False, True], error=[ZeroDivisionError, KeyboardInterrupt])
+@on_ranks(4)
+def test_what_one_rank_raises_writes_nothing_on_any(rank0_only, error):
+    """Also where the user catches an interrupt: ranks issue the same collectives afterwards."""
+    for mesh_shape, failing in (((4,), 1), ((2, 2), 0)):
+        _, model, _ = sharded_case("mlp_stack", mesh_shape)
+        before = full_state(model)
+        mine = dist.get_rank() == failing
 
-    def edit_or_fail():
-        with unsharded_params(model, rank0_only=rank0_only):
-            if not rank0_only or dist.get_rank() == 0:
-                edit(model)
-            assert not mine, 1 / 0
+        def edit_or_fail(model=model, mine=mine):
+            with unsharded_params(model, rank0_only=rank0_only):
+                if not rank0_only or dist.get_rank() == 0:
+                    edit(model)
+                if mine:
+                    raise error
 
-    with pytest.raises(error, match=text):
-        edit_or_fail()
-    assert_same(full_state(model), before, bitwise=True)
-
-
-def one_rank_is_interrupted(rank0_only, mesh_shape, interrupted):
-    """Also where the user catches it: ranks issue the same collectives afterwards."""
-    _, model, _ = sharded_case("mlp_stack", mesh_shape)
-    before = full_state(model)
-    mine = dist.get_rank() == interrupted
-
-    def edit_or_stop():
-        with unsharded_params(model, rank0_only=rank0_only):
-            if not rank0_only or dist.get_rank() == 0:
-                edit(model)
-            if mine:
-                raise KeyboardInterrupt
-
-    error = KeyboardInterrupt if mine else RuntimeError
-    with pytest.raises(error, match=None if mine else "another rank raised inside"):
-        edit_or_stop()
-    assert_same(full_state(model), before, bitwise=True)
-
-
-@pytest.mark.parametrize("rank0_only", [False, True])
-def test_an_interrupt_on_one_rank_writes_nothing_on_any(run_ranks, rank0_only):
-    run_ranks(one_rank_is_interrupted, 2, rank0_only, (2,), 1)
-    run_ranks(one_rank_is_interrupted, 4, rank0_only, (2, 2), 0)
-
-
-@pytest.mark.parametrize("rank0_only", [False, True])
-def test_an_exception_on_one_rank_writes_nothing_on_any(run_ranks, rank0_only):
-    run_ranks(one_rank_fails, 2, rank0_only, (2,), 1)
-    run_ranks(one_rank_fails, 4, rank0_only, (2, 2), 0)
+        text = None if mine else "another rank raised inside unsharded_params"
+        with pytest.raises(error if mine else RuntimeError, match=text):
+            edit_or_fail()
+        assert_same(full_state(model), before, bitwise=True)
