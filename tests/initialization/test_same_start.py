@@ -15,11 +15,8 @@ from meshard import CommLedger, fully_shard, fully_shard_units
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
-<<<<<<< HEAD
-=======
 from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
->>>>>>> t_api
 
 
 class Normed(MlpStack):
@@ -140,7 +137,6 @@ def test_different_values_are_refused_and_named(change, first, num_differing, me
     assert not isinstance(model.blocks[1], meshard.FSDPModule)
 
 
-<<<<<<< HEAD
 @on_ranks(2)
 def test_signs_of_float64_are_compared_too(monkeypatch):
     monkeypatch.setenv("MESHARD_DEBUG", "1")
@@ -152,12 +148,9 @@ def test_signs_of_float64_are_compared_too(monkeypatch):
         fully_shard(layer)
 
 
-def one_rank_differs_where_shards_are_the_first_axis():
-=======
 @pytest.mark.usefixtures("debug")
 @on_ranks(4)
 def test_the_right_ranks_are_named_whatever_the_order_of_the_axes():
->>>>>>> t_api
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
     layer = seeded(nn.Linear(4, 4), seed=int(dist.get_rank() == 1))
     axes = meshard.DataParallelMeshDims(shard="shard", replicate="replicate")
