@@ -1,7 +1,6 @@
 """Tensors in whatever a unit returns, and outputs in which none are found."""
 
 import dataclasses
-import warnings
 from collections import OrderedDict, namedtuple
 from typing import Any
 
