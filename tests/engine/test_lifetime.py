@@ -50,7 +50,9 @@ def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(
         del unit, model, module, optimizer
         assert [type(ref()).__name__ for ref in watched if ref() is not None] == []
         torch.distributed.barrier()
-        time.sleep(0.2)  # for gloo's threads to let go of works that are over
+        deadline = time.monotonic() + 10  # for gloo's threads to let go of works that are over
+        while live_tensor_bytes() != before and time.monotonic() < deadline:
+            time.sleep(0.2)
         assert live_tensor_bytes() == before
     finally:
         gc.enable()
