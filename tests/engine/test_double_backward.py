@@ -17,6 +17,7 @@ from tests.support.models import MlpStack, Transformer, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.rank_pool import RankError
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.spread import spread
 
 
 def whole_units(model):
@@ -118,10 +119,9 @@ def test_gradients_of_gradients_agree_with_one_process(way):
     assert train_both(way, MlpStack()) == []
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reshard", [True, False])
+@spread(way=WAYS, reshard=[True, False])
 @on_ranks(2)
-def test_gradients_of_gradients_whenever_units_reshard(reshard, way):
+def test_gradients_of_gradients_whenever_units_reshard(way, reshard):
     left = train_both(way, MlpStack(), reshard_after_forward=reshard)
     assert left == [] or not reshard
 

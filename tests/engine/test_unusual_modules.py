@@ -19,6 +19,7 @@ from tests.support.against_plain import (
 )
 from tests.support.models import MlpStack, seeded
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.spread import spread
 
 
 class Detached(nn.Module):
@@ -173,10 +174,9 @@ class Residual(nn.Module):
 LAYERS = {"view": lambda: nn.Linear(4, 4), "plain": lambda: nn.LayerNorm(4), "nested": Identity}
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("reshard", [True, False, None])
+@spread(kind=[*LAYERS, *LAYERS], reshard=[True, False, None, None, True, False])
 @on_threads(2)
-def test_outputs_may_be_changed_in_place(reshard, kind):
+def test_outputs_may_be_changed_in_place(kind, reshard):
     def step(model, rank):
         out = model(inputs_of(rank, shape=(1, 3, 4)))
         out += 1
