@@ -1,8 +1,6 @@
 """Activation checkpointing: its cost in gathers, for every way to nest it."""
 
-import copy
 import functools
-import itertools
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -22,11 +19,16 @@ from torch.utils.checkpoint import (
 
 import meshard
 from meshard import CommLedger, GradientSync, microbatches
-from tests.support.covering import covering
+from tests.support.against_plain import (
+    SGD,
+    check_gradients,
+    inputs_of,
+    mean_square,
+    sharded_and_plain,
+)
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks
-from tests.support.sharding import shard_blocks
+from tests.support.ranks import on_ranks, on_threads
 
 MICROBATCHES = 3
 
@@ -36,9 +38,12 @@ def save_products(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
+def save_everything(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE
+
+
 SELECTIVE = functools.partial(create_selective_checkpoint_contexts, save_products)
-KINDS = {
-    "none": None,
+WRAPS = {
     "reentrant": {"checkpoint_impl": CheckpointImpl.REENTRANT},
     "plain": {"checkpoint_impl": CheckpointImpl.NO_REENTRANT},
     "selective": {"checkpoint_impl": CheckpointImpl.NO_REENTRANT, "context_fn": SELECTIVE},
@@ -49,33 +54,32 @@ def plain_names(values):
     return {name.replace("_checkpoint_wrapped_module.", ""): v for name, v in values.items()}
 
 
-def build(kind, nesting, reshard):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def build(kind, nesting, **options):
+    """Checkpoint a sharded block ("outside"), shard a checkpointed one, or checkpoint its parts."""
     model = seeded(MlpStack())
-    wrap = functools.partial(checkpoint_wrapper, **KINDS[kind]) if KINDS[kind] else lambda m: m
-    shard = functools.partial(meshard.fully_shard, mesh=mesh, reshard_after_forward=reshard)
+    wrap = functools.partial(checkpoint_wrapper, **WRAPS[kind]) if kind else lambda module: module
     for number, block in enumerate(model.blocks):
-        if nesting == "inside":  # fully_shard(checkpoint(block))
-            model.blocks[number] = shard(wrap(block))
-        elif nesting == "outside":  # checkpoint(fully_shard(block))
-            model.blocks[number] = wrap(shard(block))
-        else:  # parts of a unit
+        if nesting == "inside":
+            model.blocks[number] = meshard.fully_shard(wrap(block), **options)
+        elif nesting == "outside":
+            model.blocks[number] = wrap(meshard.fully_shard(block, **options))
+        else:
             block.up, block.down = wrap(block.up), wrap(block.down)
-            shard(block)
-    return shard(model)
+            meshard.fully_shard(block, **options)
+    return meshard.fully_shard(model, **options)
 
 
-def count(kind, nesting, reshard, mode=GradientSync.REDUCE_SCATTER):
-    """Train both for two windows, compare, and return the collectives of the second."""
-    model, plain = build(kind, nesting, reshard), seeded(MlpStack())
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    xs = torch.randn(2, MICROBATCHES, 3, 6, generator=torch.Generator().manual_seed(0))
+def count(model, mode):
+    """Train for two windows beside the plain model, and return the collectives of the second."""
+    plain = seeded(MlpStack())
+    optimizers = [SGD(each.parameters()) for each in (model, plain)]
     for _ in range(2):
-        with CommLedger() as ledger:
-            for x in microbatches(model, list(xs[dist.get_rank()]), until_last=mode):
-                model(x).square().mean().backward()
+        with CommLedger(model) as ledger:
+            for number in microbatches(model, range(MICROBATCHES), until_last=mode):
+                model(inputs_of(dist.get_rank(), number)).square().mean().backward()
         for number in range(MICROBATCHES):
-            plain(xs[:, number].flatten(0, 1)).square().mean().backward()
+            whole = torch.cat([inputs_of(rank, number) for rank in range(2)])
+            plain(whole).square().mean().backward()
         assert_same(plain_names(full_grads(model)), full_grads(plain))
         for optimizer in optimizers:
             optimizer.step()
@@ -90,26 +94,34 @@ def count(kind, nesting, reshard, mode=GradientSync.REDUCE_SCATTER):
 GATHERS = {None: 7, True: 8, False: 4}
 
 
-@covering(
-    "kind, nesting, reshard",
-    itertools.product(KINDS, ["inside", "outside", "parts"], [None, True, False]),
+@pytest.mark.parametrize(
+    ("kind", "nesting", "reshard"),
+    [
+        (None, "inside", True),
+        ("reentrant", "inside", None),
+        ("reentrant", "outside", True),
+        ("reentrant", "parts", False),
+        ("plain", "inside", True),
+        ("plain", "outside", None),
+        ("plain", "parts", None),
+        ("selective", "inside", False),
+        ("selective", "outside", None),
+    ],
 )
-def test_recomputing_gathers_nothing_more(run_ranks, kind, nesting, reshard):
-    expected = {
+@on_threads(2)
+def test_recomputing_gathers_nothing_more(kind, nesting, reshard):
+    model = build(kind, nesting, reshard_after_forward=reshard)
+    assert count(model, GradientSync.REDUCE_SCATTER) == {
         "all_gather": GATHERS[reshard] * MICROBATCHES,
         "reduce_scatter": 4 * MICROBATCHES,
     }
-    assert run_ranks(count, 2, kind, nesting, reshard) == [expected] * 2
 
 
 @pytest.mark.parametrize("nesting", ["inside", "outside"])
-def test_recomputing_while_nothing_is_reduced(run_ranks, nesting):
-    counts = run_ranks(count, 2, "plain", nesting, None, GradientSync.NONE)
-    assert counts == [{"all_gather": 7 * MICROBATCHES, "reduce_scatter": 4}] * 2
-
-
-def save_everything(context, op, *args, **kwargs):
-    return CheckpointPolicy.MUST_SAVE
+@on_threads(2)
+def test_recomputing_while_nothing_is_reduced(nesting):
+    counts = count(build("plain", nesting), GradientSync.NONE)
+    assert counts == {"all_gather": 7 * MICROBATCHES, "reduce_scatter": 4}
 
 
 class Around(MlpStack):
@@ -130,98 +142,58 @@ class Around(MlpStack):
         return x
 
 
-def around(policy, reshard):
-    plain = seeded(Around(policy))
-    model = shard_blocks(seeded(Around(policy)), reshard_after_forward=reshard)
-    for number in range(2):
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(number))
-        for each in (model, plain):
-            each(x).square().mean().backward()
-    assert_same(full_grads(model), full_grads(plain))
-
-
 @pytest.mark.parametrize("policy", [save_products, save_everything])
-def test_selective_checkpoints_do_not_see_gathers(run_ranks, policy):
-    for reshard in (None, True, False):
-        run_ranks(around, 2, policy, reshard)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@on_threads(2)
+def test_selective_checkpoints_do_not_see_gathers(reshard, policy):
+    check_gradients(*sharded_and_plain(Around(policy), reshard_after_forward=reshard))
 
 
 class Segments(MlpStack):
     """Each checkpoint spans two units."""
 
-    use_reentrant = False
-
-    def __init__(self):
+    def __init__(self, use_reentrant):
         super().__init__(depth=4)
+        self.use_reentrant = use_reentrant
 
     def forward(self, x):
         x = x * self.scale
         for start in (0, 2):
-            pair = self.blocks[start : start + 2]
-            run = functools.partial(self.run_pair, pair)
+            run = nn.Sequential(*self.blocks[start : start + 2])
             x = checkpoint(run, x, use_reentrant=self.use_reentrant)
         return x + self.shift
-
-    @staticmethod
-    def run_pair(pair, x):
-        return pair[1](pair[0](x))
-
-
-def count_segments(use_reentrant, early_stop):
-    mesh = init_device_mesh("cpu", (2,))
-    model = seeded(Segments())
-    model.use_reentrant = use_reentrant
-    plain = copy.deepcopy(model)
-    shard_blocks(model, mesh)
-    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    for _ in range(MICROBATCHES):
-        with set_checkpoint_early_stop(early_stop), CommLedger() as ledger:
-            model(xs[dist.get_rank()]).square().mean().backward()
-        plain(xs.flatten(0, 1)).square().mean().backward()
-        assert_same(full_grads(model), full_grads(plain))
-    return ledger.counts
 
 
 @pytest.mark.parametrize(
     ("use_reentrant", "early_stop"), [(True, True), (False, True), (False, False)]
 )
-def test_a_checkpoint_around_several_units(run_ranks, use_reentrant, early_stop):
-    counts = run_ranks(count_segments, 2, use_reentrant, early_stop)
-    assert counts == [{"all_gather": 9, "reduce_scatter": 5}] * 2
-
-
-class Dropping(MlpStack):
-    def __init__(self):
-        super().__init__()
-        for block in self.blocks:
-            block.up = nn.Sequential(block.up, nn.Dropout(0.5))
-
-
-def drop_alike(use_reentrant, preserve_rng_state):
-    """Return how far recomputed gradients are from those of a run without checkpoints."""
-    mesh, x = init_device_mesh("cpu", (2,)), torch.ones(3, 6)
-    grads = []
-    for is_checkpointed in (False, True):
-        model = seeded(Dropping())
-        for number, block in enumerate(model.blocks):
-            meshard.fully_shard(block, mesh)
-            if is_checkpointed:
-                model.blocks[number] = checkpoint_wrapper(
-                    block,
-                    CheckpointImpl.REENTRANT if use_reentrant else CheckpointImpl.NO_REENTRANT,
-                    preserve_rng_state=preserve_rng_state,
-                )
-        meshard.fully_shard(model, mesh)
-        torch.manual_seed(dist.get_rank())
-        model(x).square().mean().backward()
-        grads.append(plain_names(full_grads(model)))
-    return max((grads[1][name] - grads[0][name]).abs().max().item() for name in grads[0])
+@on_ranks(2)
+def test_a_checkpoint_around_several_units(use_reentrant, early_stop):
+    with set_checkpoint_early_stop(early_stop):
+        ledger = check_gradients(*sharded_and_plain(Segments(use_reentrant)), times=3)
+    assert ledger.counts == {"all_gather": 9, "reduce_scatter": 5}
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_dropout_is_repeated_as_it_was(run_ranks, use_reentrant):
-    assert run_ranks(drop_alike, 2, use_reentrant, True) == [0.0, 0.0]
-    assert min(run_ranks(drop_alike, 2, use_reentrant, False)) > 0.01
+@on_ranks(2)
+def test_dropout_is_repeated_as_it_was(use_reentrant):
+    def gradients(**options):
+        model = seeded(MlpStack())
+        for number, block in enumerate(model.blocks):
+            block.up = nn.Sequential(block.up, nn.Dropout(0.5))
+            meshard.fully_shard(block)
+            if options:
+                model.blocks[number] = checkpoint_wrapper(block, **options)
+        meshard.fully_shard(model)
+        torch.manual_seed(dist.get_rank())
+        mean_square(model, 0).backward()
+        return plain_names(full_grads(model))
+
+    expected = gradients()
+    kind = WRAPS["reentrant" if use_reentrant else "plain"]
+    assert_same(gradients(**kind, preserve_rng_state=True), expected, bitwise=True)
+    other = gradients(**kind, preserve_rng_state=False)
+    assert max((other[name] - expected[name]).abs().max() for name in other) > 0.01
 
 
 class Fickle(nn.Module):
@@ -237,52 +209,37 @@ class Fickle(nn.Module):
         return self.down(torch.sin(self.up(x if self.runs == 1 else x[:1])))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_failed_determinism_check_leaves_the_next_step_right():
-    mesh = init_device_mesh("cpu", (2,))
-    model, x = nn.Sequential(Fickle(), nn.Linear(6, 2)), torch.ones(3, 6)
-    for layer in model:
-        meshard.fully_shard(layer, mesh)
-    model[0] = checkpoint_wrapper(model[0], CheckpointImpl.NO_REENTRANT)
-    meshard.fully_shard(model, mesh)
+    model, plain = sharded_and_plain(nn.Sequential(Fickle(), nn.Linear(6, 2)), ("0", "1"))
+    fickle = model[0]
+    model[0] = checkpoint_wrapper(fickle, CheckpointImpl.NO_REENTRANT)
     with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
-        model(x).sum().backward()
-    inner = model[0]._checkpoint_wrapped_module
-    inner.runs = 0
-    inner.forward = lambda x: inner.down(torch.sin(inner.up(x)))
-    model.zero_grad()
-    plain = nn.Sequential(Fickle(), nn.Linear(6, 2))
-    plain.load_state_dict(plain_names(full_state(model)))
-    model(x).sum().backward()
-    plain(x).sum().backward()
-    assert_same(plain_names(full_grads(model)), full_grads(plain))
+        mean_square(model, 0).backward()
+    for each in (fickle, plain[0]):
+        each.forward = lambda x, each=each: each.down(torch.sin(each.up(x)))
+    model[0] = fickle
+    check_gradients(model, plain)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("kind", ["none", "plain"])
+@pytest.mark.parametrize("kind", [None, "plain"])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+@on_ranks(2)
 def test_autocast_computes_as_it_does_on_one_process(param_dtype, kind):
     """Compare with the plain model under the same autocast."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    mesh = init_device_mesh("cpu", (2,))
-    plain, model = seeded(MlpStack()), seeded(MlpStack())
-    for number, block in enumerate(model.blocks):
-        unit = meshard.fully_shard(block, mesh, mp_policy=policy)
-        if KINDS[kind]:
-            model.blocks[number] = checkpoint_wrapper(unit, **KINDS[kind])
-    meshard.fully_shard(model, mesh, mp_policy=policy)
-    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))  # the same on both ranks
+    model, plain = build(kind, "outside", mp_policy=policy), seeded(MlpStack())
+    is_exact = param_dtype is None
     for _ in range(MICROBATCHES):
         losses = []
         for each in (model, plain):
             with torch.autocast("cpu", torch.bfloat16):
-                loss = each(x).float().square().mean()
+                loss = each(inputs_of(0)).float().square().mean()  # the same on both ranks
             loss.backward()
             losses.append(loss.detach())
-        exact = param_dtype is None
-        dtype = torch.float32 if exact else torch.bfloat16
-        assert_same(losses[0], losses[1], dtype, bitwise=exact)
+        dtype = torch.float32 if is_exact else torch.bfloat16
+        assert_same(losses[0], losses[1], dtype, bitwise=is_exact)
     ours, theirs = plain_names(full_grads(model)), full_grads(plain)
     for name, gradient in theirs.items():
         error = (ours[name] - gradient).norm() / gradient.norm()
-        assert error < (1e-6 if exact else 0.05), f"{name}: {error}"
+        assert error < (1e-6 if is_exact else 0.05), f"{name}: {error}"

@@ -9,12 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
+from tests.support.against_plain import SGD, check_gradients, inputs_of, sharded_and_plain
 from tests.support.models import MlpStack, TransformerBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks
@@ -37,10 +37,6 @@ def compiling_at_most_once():
     torch._dynamo.reset()
 
 
-def mesh_of_all():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
-
-
 def compile_blocks(blocks, how, **options):
     """Compile each of a ModuleList in place, by the method or by the function."""
     for number, block in enumerate(blocks):
@@ -54,13 +50,13 @@ def plain_names(values):
     return {name.replace("_orig_mod.", ""): value for name, value in values.items()}
 
 
-def train(model, run, batches, counters=None):
+def train(model, run=None, counters=None):
     """Return loss, gradients, parameters and collectives of each step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    records, frames = [], []
-    for batch in batches:
+    run = model if run is None else run
+    optimizer, records, frames = SGD(model.parameters()), [], []
+    for number in range(STEPS):
         with CommLedger() as ledger:
-            loss = run(batch).float().square().mean()
+            loss = run(inputs_of(dist.get_rank(), number)).float().square().mean()
             loss.backward()
         grads = plain_names(full_grads(model))
         optimizer.step()
@@ -75,69 +71,63 @@ def train(model, run, batches, counters=None):
     return records
 
 
-def batches_of(rank, shape=(3, 6)):
-    generator = torch.Generator().manual_seed(rank)
-    return [torch.randn(shape, generator=generator) for _ in range(STEPS)]
-
-
-def both_ways(how, when, *, backend="aot_eager", num_graphs=1, depth=3, **kwargs):
+def check_both_ways(how, when="after", *, backend="aot_eager", depth=3, **options):
     """Train eager and compiled, and compare."""
-    mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
-    bitwise = backend == "aot_eager"
 
-    def build(how):
+    def build(is_compiled):
         model = seeded(MlpStack(depth=depth))
-        if how is not None and when == "before":
+        if is_compiled and when == "before":
             compile_blocks(model.blocks, how, backend=backend, fullgraph=True)
         for block in model.blocks:
-            meshard.fully_shard(block, mesh, **kwargs)
-        if how is not None and when == "after":
+            meshard.fully_shard(block, **options)
+        if is_compiled and when == "after":
             compile_blocks(model.blocks, how, backend=backend, fullgraph=True)
-        return meshard.fully_shard(model, mesh, **kwargs)
+        return meshard.fully_shard(model, **options)
 
-    model = build(None)
-    expected = train(model, model, batches)
+    expected = train(build(False))
     with compiling_at_most_once() as counters:
-        model = build(how)
-        actual = train(model, model, batches, counters)
-        assert counters["stats"]["unique_graphs"] == num_graphs
+        actual = train(build(True), counters=counters)
+        assert counters["stats"]["unique_graphs"] == 1
         assert not counters["graph_break"]
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert_same(one, other, bitwise=bitwise, what=f"step {number}")
+        assert_same(one, other, bitwise=backend == "aot_eager", what=f"step {number}")
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("when", ["before", "after"])
+slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("how", "when", "reshard"),
+    [
+        ("method", "before", True),
+        pytest.param("method", "after", False, marks=slow),
+        pytest.param("function", "before", False, marks=slow),
+        pytest.param("function", "after", True, marks=slow),
+    ],
+)
+@on_ranks(2)
+def test_compiled_blocks_train_bit_for_bit_like_eager_ones(how, when, reshard):
+    check_both_ways(how, when, reshard_after_forward=reshard)
+
+
+@slow
 @pytest.mark.parametrize("how", ["method", "function"])
-def test_compiled_blocks_train_bit_for_bit_like_eager_ones(run_ranks, how, when, reshard):
-    run_ranks(both_ways, 2, how, when, reshard_after_forward=reshard)
+@on_ranks(2)
+def test_one_graph_serves_more_blocks_than_dynamo_may_recompile(how):
+    check_both_ways(how, depth=10)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("how", ["method", "function"])
-def test_one_graph_serves_more_blocks_than_dynamo_may_recompile(run_ranks, how):
-    run_ranks(both_ways, 2, how, "after", depth=10)
-
-
-def test_compiled_blocks_under_mixed_precision(run_ranks):
+@on_ranks(2)
+def test_compiled_blocks_under_mixed_precision():
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    run_ranks(both_ways, 2, "method", "after", mp_policy=policy)
+    check_both_ways("method", mp_policy=policy)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(("how", "when"), [("method", "after"), ("function", "before")])
-def test_inductor_agrees_to_rounding(run_ranks, how, when):
-    run_ranks(both_ways, 2, how, when, backend="inductor", timeout=280)
-
-
-class Checkpointing(MlpStack):
-    """Compiled code that recomputes: the checkpoint is inside the unit."""
-
-    def __init__(self):
-        super().__init__()
-        for block in self.blocks:
-            block.up = Recomputed(block.up)
+@on_ranks(2, timeout=280)
+def test_inductor_agrees_to_rounding(how, when):
+    check_both_ways(how, when, backend="inductor")
 
 
 class Recomputed(nn.Module):
@@ -149,37 +139,38 @@ class Recomputed(nn.Module):
         return checkpoint(lambda x: torch.sin(self.inner(x)), x, use_reentrant=False)
 
 
-def whole_model(form, model_class=MlpStack):
-    mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
-    models = [seeded(model_class()) for _ in range(2)]
+@pytest.mark.parametrize(
+    "form",
+    [
+        "model.compile",
+        pytest.param("torch.compile", marks=slow),
+        pytest.param("inside", marks=slow),
+        "checkpoints inside blocks",
+    ],
+)
+@on_ranks(2)
+def test_compiling_around_and_inside_units(form):
+    models = [seeded(MlpStack()) for _ in range(2)]
     for model in models:
-        shard_blocks(model, mesh)
-    expected = train(models[0], models[0], batches)
+        for block in model.blocks if form == "checkpoints inside blocks" else ():
+            block.up = Recomputed(block.up)
+        shard_blocks(model)
+    expected, (_, model) = train(models[0]), models
     with compiling_at_most_once() as counters:
-        run = models[1]
+        run = model
         if form == "model.compile":
-            run.compile(backend="aot_eager")
+            model.compile(backend="aot_eager")
         elif form == "torch.compile":
-            run = torch.compile(run, backend="aot_eager")
+            run = torch.compile(model, backend="aot_eager")
         elif form == "inside":
-            for block in run.blocks:
+            for block in model.blocks:
                 block.up = torch.compile(block.up, backend="aot_eager")
-        elif form == "blocks":
-            compile_blocks(run.blocks, "method", backend="aot_eager")
-        actual = train(models[1], run, batches, counters)
+        else:
+            compile_blocks(model.blocks, "method", backend="aot_eager")
+        actual = train(model, run, counters)
         assert counters["stats"]["unique_graphs"] >= 1
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert_same(one, other, bitwise=True, what=f"step {number}")
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("form", ["model.compile", "torch.compile", "inside"])
-def test_compiling_around_and_inside_units(run_ranks, form):
-    run_ranks(whole_model, 2, form)
-
-
-def test_checkpoints_inside_compiled_blocks(run_ranks):
-    run_ranks(whole_model, 2, "blocks", Checkpointing)
 
 
 class TwoBlocks(nn.Module):
@@ -196,39 +187,28 @@ class TwoBlocks(nn.Module):
         return torch.tanh(x)
 
 
-def count_graphs():
-    """Return how many graphs and frames the whole model needs with ours and with torch's."""
-    mesh = mesh_of_all()
-    found = []
+@slow
+@on_ranks(2)
+def test_units_are_borders_of_graphs_in_a_compiled_root():
+    mesh, found = torch.distributed.init_device_mesh("cpu", (2,)), []
     for shard in (meshard.fully_shard, peer_fully_shard):
         model = seeded(TwoBlocks())
-        for block in model.blocks:
-            shard(block, mesh=mesh)
-        shard(model, mesh=mesh)
+        for unit in (*model.blocks, model):
+            shard(unit, mesh=mesh)
         with compiling_at_most_once() as counters:
             model.compile(backend="aot_eager")
-            for batch in batches_of(dist.get_rank(), (2, 3, 8)):
-                model(batch).sum().backward()
+            for number in range(STEPS):
+                model(inputs_of(dist.get_rank(), number, (2, 3, 8))).sum().backward()
             found.append((counters["stats"]["unique_graphs"], counters["frames"]["total"]))
-    return found
-
-
-@pytest.mark.slow
-def test_units_are_borders_of_graphs_in_a_compiled_root(run_ranks):
-    for ours, peers in run_ranks(count_graphs, 2):
-        # One before, between and after the units, and one that both units share.
-        assert ours[0] == 4
-        assert ours[0] <= peers[0] and ours[1] <= peers[1]
+    ours, peers = found
+    assert ours[0] == 4  # one before, between and after the units, and one that both units share
+    assert ours[0] <= peers[0] and ours[1] <= peers[1]
 
 
 @on_ranks(2)
 def test_forward_and_backward_may_be_compiled_together():
-    """Compile forward and backward in one function."""
-    mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
-    models = [seeded(MlpStack()) for _ in range(2)]
-    for model in models:
-        shard_blocks(model, mesh)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models = [shard_blocks(seeded(MlpStack())) for _ in range(2)]
+    optimizers = [SGD(model.parameters()) for model in models]
 
     def step(model, batch):
         loss = model(batch).square().mean()
@@ -237,10 +217,10 @@ def test_forward_and_backward_may_be_compiled_together():
 
     with compiling_at_most_once():
         compiled = torch.compile(step, backend="aot_eager")
-        for batch in batches:
+        for number in range(STEPS):
             losses = []
             for run, model, optimizer in zip((step, compiled), models, optimizers, strict=True):
-                losses.append(run(model, batch))
+                losses.append(run(model, inputs_of(dist.get_rank(), number)))
                 optimizer.step()
                 optimizer.zero_grad()
             assert_same(losses[1], losses[0], bitwise=True)
@@ -259,17 +239,17 @@ class Scoring(nn.Module):
         return torch.sin(self.down(x))
 
 
+@pytest.mark.parametrize(
+    "form", ["method", *(pytest.param(f, marks=slow) for f in ("function", "registered", "direct"))]
+)
 @on_ranks(2)
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("form", ["method", "function", "registered", "direct"])
 def test_torch_modules_and_methods_are_compiled(form):
     """Modules of torch, registered methods, forward called directly: all are compiled."""
     torch_layer = functools.partial(
         nn.TransformerEncoderLayer, 8, 2, dim_feedforward=8, dropout=0.0, batch_first=True
     )
-    module = seeded(Scoring() if form in ("registered", "direct") else torch_layer())
-    plain = copy.deepcopy(module)
-    meshard.fully_shard(module, mesh_of_all())
+    plain = seeded(Scoring() if form in ("registered", "direct") else torch_layer())
+    module = meshard.fully_shard(copy.deepcopy(plain))
     expected = plain.scores if form == "registered" else plain
     with compiling_at_most_once() as counters:
         if form == "method":
@@ -282,10 +262,9 @@ def test_torch_modules_and_methods_are_compiled(form):
             run = torch.compile(module.scores, backend="aot_eager")
         else:
             run = torch.compile(module.forward, backend="aot_eager")
-        x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
         for _ in range(3):
             for each in (run, expected):
-                each(x).square().mean().backward()
+                each(inputs_of(0, shape=(2, 3, 8))).square().mean().backward()
             assert_same(full_grads(module), full_grads(plain))
         assert counters["stats"]["unique_graphs"] == 1
 
@@ -293,29 +272,18 @@ def test_torch_modules_and_methods_are_compiled(form):
 @on_ranks(2)
 def test_frozen_weights_and_evaluation_between_compiled_steps():
     """Freeze, evaluate and train again: each may compile once more, and no value is stale."""
-    mesh, batches = mesh_of_all(), batches_of(dist.get_rank())
-    model = seeded(MlpStack())
-    plain = copy.deepcopy(model)
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-        block.compile(backend="aot_eager", fullgraph=True)
-    meshard.fully_shard(model, mesh)
+    model, plain = sharded_and_plain(MlpStack())
+    compile_blocks(model.blocks, "method", backend="aot_eager", fullgraph=True)
     with compiling_at_most_once() as counters:
         torch._dynamo.config.error_on_recompile = False
-        for _ in range(2):
-            for frozen in (False, True):
-                for each in (model, plain):
-                    each.blocks[0].up.weight.requires_grad_(not frozen)
-                    each.zero_grad()
-                with torch.no_grad():
-                    assert_same(model(batches[0]).clone(), plain(batches[0]))
-                model(batches[0]).square().mean().backward()
-                for rank in range(dist.get_world_size()):
-                    loss = plain(batches_of(rank)[0]).square().mean()
-                    (loss / dist.get_world_size()).backward()
-                assert_same(full_grads(model), full_grads(plain))
+        for frozen in (False, True) * 2:
+            for each in (model, plain):
+                each.blocks[0].up.weight.requires_grad_(not frozen)
+                each.zero_grad()
+            with torch.no_grad():
+                assert_same(model(inputs_of(0)).clone(), plain(inputs_of(0)))
+            check_gradients(model, plain, times=1)
         assert counters["stats"]["unique_graphs"] <= 4
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("wrap", [meshard.fully_shard, meshard.replicate])
@@ -336,13 +304,10 @@ def test_compiled_autograd_is_refused_and_named(wrap):
             torch.compile(backward, backend="eager")()
     assert layer.weight.grad is None
     backward()
-    grad = layer.weight.grad
-    assert torch.equal(
-        grad.full_tensor() if wrap is meshard.fully_shard else grad, torch.ones(4, 4)
-    )
+    assert torch.equal(full_grads(layer)["weight"], torch.ones(4, 4))
 
 
-class _Scale(nn.Module):
+class Scale(nn.Module):
     def __init__(self, size):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
@@ -351,11 +316,7 @@ class _Scale(nn.Module):
         return x * self.weight
 
 
-class _Shift(nn.Module):
-    def __init__(self, size):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-
+class Shift(Scale):
     def forward(self, x):
         return x + self.weight
 
@@ -370,8 +331,8 @@ def test_two_classes_with_constant_shapes_are_compiled_without_symbolic_sizes():
         return graph
 
     with compiling_at_most_once():
-        for cls, size in ((_Scale, 4), (_Shift, 6)):
-            block = meshard.fully_shard(cls(size), mesh_of_all())
+        for cls, size in ((Scale, 4), (Shift, 6)):
+            block = meshard.fully_shard(cls(size))
             torch.compile(block, backend=record)(torch.ones(2, size))
     assert len(placeholders) == 2
     for values in placeholders:

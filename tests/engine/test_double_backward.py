@@ -1,6 +1,5 @@
 """Gradients of gradients, with default resharding."""
 
-import copy
 import warnings
 
 import pytest
@@ -12,27 +11,22 @@ from torch.distributed.fsdp import fully_shard as peer_fully_shard
 
 import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
+from meshard._engine.unit import units_in
+from tests.support.against_plain import check_gradients, check_training, sharded_and_plain
 from tests.support.models import MlpStack, Transformer, seeded
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.parity import assert_same, full_grads
 from tests.support.rank_pool import RankError
-from tests.support.ranks import on_ranks
-
-
-def shard(model, fully_shard=meshard.fully_shard, **kwargs):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, **kwargs)
-    return fully_shard(model, mesh=mesh, **kwargs)
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.spread import spread
 
 
 def whole_units(model):
     """Return the labels of units that are whole."""
-    units = (vars(module).get("_meshard_unit") for module in model.modules())
-    return [unit.label for unit in units if unit is not None and unit.group.state.name != "SHARDED"]
+    return [unit.label for unit in units_in(model) if unit.group.state.name != "SHARDED"]
 
 
-def inputs_of(rank, step=0, dtype=torch.float32):
-    generator = torch.Generator().manual_seed(100 * step + rank)
+def inputs_of(rank, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(rank)
     return torch.randn(3, 6, generator=generator, dtype=dtype).requires_grad_()
 
 
@@ -42,44 +36,40 @@ def penalty_of(critic, x):
     return (gradient.norm(dim=-1) - 1).square().mean()
 
 
-def simple(critic, x):
-    penalty_of(critic, x).backward()
-
-
 def with_loss(critic, x):
-    (critic(x).square().mean() + 10 * penalty_of(critic, x)).backward()
+    return critic(x).square().mean() + 10 * penalty_of(critic, x)
 
 
 def forwards_between(critic, x):
     """Other forwards between the two backwards, as where real and fake samples follow."""
     penalty = penalty_of(critic, x)
     real, fake = critic(x.detach() + 1), critic(x.detach() - 1)
-    (real.square().mean() - fake.square().mean() + 10 * penalty).backward()
+    return real.square().mean() - fake.square().mean() + 10 * penalty
 
 
 def backward_between(critic, x):
     """A backward between the two that has nothing to do with the penalty."""
     penalty = penalty_of(critic, x)
     critic(x.detach() + 1).square().mean().backward()
-    penalty.backward()
+    return penalty
 
 
 def two_penalties(critic, x):
     first, second = penalty_of(critic, x), penalty_of(critic, x + 1)
     second.backward()
-    first.backward()
+    return first
 
 
 def kept_graph(critic, x):
     penalty = penalty_of(critic, x)
     penalty.backward(retain_graph=True)
-    (2 * penalty).backward()
+    return 2 * penalty
 
 
 def third_order(critic, x):
     (gradient,) = torch.autograd.grad(critic(x).square().sum(), x, create_graph=True)
     (second,) = torch.autograd.grad(gradient.square().sum(), x, create_graph=True)
-    second.square().mean().backward()
+    return second.square().mean()
 
 
 def by_backward(critic, x):
@@ -88,17 +78,17 @@ def by_backward(critic, x):
         warnings.simplefilter("ignore", UserWarning)  # torch's, about reference cycles
         critic(x).square().mean().backward(create_graph=True)
     gradient, x.grad = x.grad, None
-    gradient.square().mean().backward()
+    return gradient.square().mean()
 
 
 def as_value_only(critic, x):
     """The gradient is used without a backward through it."""
     penalty = penalty_of(critic, x).detach()
-    (critic(x.detach()).square().mean() * (1 + penalty)).backward()
+    return critic(x.detach()).square().mean() * (1 + penalty)
 
 
 WAYS = [
-    simple,
+    penalty_of,
     with_loss,
     forwards_between,
     backward_between,
@@ -110,48 +100,36 @@ WAYS = [
 ]
 
 
-def train_both(way, model_class=MlpStack, **kwargs):
-    """Train sharded over ranks and plain on all their batches, and compare after each step."""
-    dtype = torch.float64  # penalties make large numbers, and rounding is not the question
-    plain = seeded(model_class().to(dtype))
-    model = shard(copy.deepcopy(plain), **kwargs)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.05) for each in (model, plain)]
-    size = dist.get_world_size()
-    for step in range(4):
-        way(model, inputs_of(dist.get_rank(), step, dtype))
-        for rank in range(size):
-            way(plain, inputs_of(rank, step, dtype))
-        for param in plain.parameters():
-            if param.grad is not None:
-                param.grad = param.grad.detach() / size
-        assert_same(full_grads(model), full_grads(plain), dtype, what=f"step {step}")
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(full_state(model), full_state(plain), dtype, what=f"step {step}")
+def train_both(way, plain, **options):
+    """Train for some steps beside the plain model; return which units are whole afterwards."""
+    double = torch.float64  # penalties make large numbers, and rounding is not the question
+    model, plain = sharded_and_plain(plain.to(double), **options)
+    check_training(
+        model, plain, lambda model, rank: way(model, inputs_of(rank, double)), dtype=double
+    )
     with torch.no_grad():  # a forward gives back what was held for a graph that is gone
-        model(inputs_of(0, dtype=dtype))
+        model(inputs_of(0, double))
     return whole_units(model)
 
 
-@pytest.mark.default_rows(4)
+# On processes: a second backward that reads freed memory may end one by SIGSEGV.
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_of_gradients_agree_with_one_process(run_ranks, way):
-    assert run_ranks(train_both, 2, way) == [[], []]
+@on_ranks(2)
+def test_gradients_of_gradients_agree_with_one_process(way):
+    assert train_both(way, MlpStack()) == []
 
 
-@pytest.mark.default_rows(2)
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("reshard", [True, False])
-def test_gradients_of_gradients_whenever_units_reshard(run_ranks, way, reshard):
-    left = run_ranks(train_both, 2, way, reshard_after_forward=reshard)
-    assert left == ([[], []] if reshard else left)
+@spread(way=WAYS, reshard=[True, False])
+@on_ranks(2)
+def test_gradients_of_gradients_whenever_units_reshard(way, reshard):
+    left = train_both(way, MlpStack(), reshard_after_forward=reshard)
+    assert left == [] or not reshard
 
 
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("way", [with_loss, forwards_between])
-def test_gradients_of_gradients_where_neighbours_keep_parts(run_ranks, way):
-    run_ranks(train_both, 4, way, reshard_after_forward=2)
+@on_ranks(4)
+def test_gradients_of_gradients_where_neighbours_keep_parts(way):
+    train_both(way, MlpStack(), reshard_after_forward=2)
 
 
 class OneUnit(nn.Module):
@@ -159,7 +137,6 @@ class OneUnit(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.blocks = nn.ModuleList()
         self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 2)
 
     def forward(self, x):
@@ -167,37 +144,27 @@ class OneUnit(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_of_gradients_of_a_single_unit(run_ranks, way):
-    left = run_ranks(train_both, 2, way, model_class=OneUnit, reshard_after_forward=True)
-    assert left == [[], []]
+@on_ranks(2)
+def test_gradients_of_gradients_of_a_single_unit(way):
+    assert train_both(way, OneUnit(), units=(), reshard_after_forward=True) == []
 
 
-def when_given_back():
-    """Return which units are whole at the moments of a step with a penalty."""
-    model, x = shard(seeded(MlpStack())), inputs_of(dist.get_rank())
-    found = []
+@on_fake_ranks(2)
+def test_units_stay_whole_between_the_two_backwards_only():
+    model, x = sharded_and_plain(MlpStack())[0], inputs_of(0)
     with CommLedger(model) as ledger:
         penalty = penalty_of(model, x)
-        found.append(whole_units(model))
-    counts = [dict(ledger.counts)]
+    assert whole_units(model) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+    assert ledger.counts == {"all_gather": 7}  # forward 4 and the first backward 3
     with CommLedger(model) as ledger:
         (model(x.detach()).sum() + penalty).backward()
-        found.append(whole_units(model))
-    counts.append(dict(ledger.counts))
-    return found, counts
+    assert whole_units(model) == []
+    assert ledger.counts == {"reduce_scatter": 4}
 
 
-def test_units_stay_whole_between_the_two_backwards_only(run_ranks):
-    for found, counts in run_ranks(when_given_back, 2):
-        assert found == [["(root)", "blocks.0", "blocks.1", "blocks.2"], []]
-        # Forward gathers 4 and the first backward 3. Everything is unsharded then.
-        assert counts[0] == {"all_gather": 7}
-        assert counts[1] == {"reduce_scatter": 4}
-
-
-@on_ranks(2)
+@on_fake_ranks(2)
 def test_a_root_around_it_reshards_what_a_graph_has_kept():
-    model, x = shard(seeded(MlpStack())), inputs_of(dist.get_rank())
+    model, x = sharded_and_plain(MlpStack())[0], inputs_of(0)
     penalty = penalty_of(model, x)
     outer = meshard.fully_shard(nn.Sequential(model, nn.Linear(6, 2)))
     assert len(whole_units(model)) == 4
@@ -207,31 +174,24 @@ def test_a_root_around_it_reshards_what_a_graph_has_kept():
     assert whole_units(model) == []
 
 
-def drop_the_graph():
-    """A graph that is gone holds nothing: at the latest the next forward gives the units back."""
-    model, x = shard(seeded(MlpStack())), inputs_of(dist.get_rank())
+@on_fake_ranks(2)
+def test_a_dropped_graph_holds_no_memory():
+    model, x = sharded_and_plain(MlpStack())[0], inputs_of(0)
     penalty = penalty_of(model, x)
-    held = whole_units(model)
+    assert len(whole_units(model)) == 4
     del penalty
-    with torch.no_grad():
+    with torch.no_grad():  # at the latest the next forward gives the units back
         model(x)
-    return held, whole_units(model)
-
-
-def test_a_dropped_graph_holds_no_memory(run_ranks):
-    for held, left in run_ranks(drop_the_graph, 2):
-        assert len(held) == 4 and not left
+    assert whole_units(model) == []
 
 
 @on_ranks(2)
 def test_penalties_under_mixed_precision():
     """Gradient by an embedding, through attention, in bfloat16 compute."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    plain = seeded(Transformer())
-    model = shard(copy.deepcopy(plain), mp_policy=policy)
+    model, plain = sharded_and_plain(Transformer(), mp_policy=policy)
+    tokens, losses = torch.arange(10).view(2, 5), []
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        tokens = torch.arange(10).view(2, 5)
-        losses = []
         for each in (model, plain):
             noise = torch.zeros(2, 5, 8, requires_grad=True)
             handle = each.embedding.register_forward_hook(lambda m, i, o, noise=noise: o + noise)
@@ -249,7 +209,10 @@ def test_penalties_under_mixed_precision():
 
 
 def penalise():
-    simple(shard(seeded(MlpStack()), peer_fully_shard), inputs_of(dist.get_rank()))
+    model, mesh = seeded(MlpStack()), init_device_mesh("cpu", (2,))
+    for unit in (*model.blocks, model):
+        peer_fully_shard(unit, mesh=mesh)
+    penalty_of(model, inputs_of(dist.get_rank())).backward()
 
 
 def test_the_peer_has_freed_what_the_second_backward_reads(run_ranks):
@@ -257,11 +220,10 @@ def test_the_peer_has_freed_what_the_second_backward_reads(run_ranks):
         run_ranks(penalise, 2)
 
 
-@on_ranks(2)
 @pytest.mark.slow
+@on_ranks(2)
 def test_transforms_of_torch_func_need_open_parameters():
-    plain = seeded(MlpStack())
-    model = shard(seeded(MlpStack()), meshard.fully_shard)
+    model, plain = sharded_and_plain(MlpStack())
     x = inputs_of(dist.get_rank())
     wanted = torch.func.jacrev(lambda x: plain(x).sum(0))(x)
     with pytest.raises(RuntimeError, match=r"torch\.func .* unit '\(root\)'.*unsharded_params"):
@@ -273,17 +235,16 @@ def test_transforms_of_torch_func_need_open_parameters():
         assert_same(torch.func.jacrev(lambda x: model(x).sum(0))(x), wanted)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_units_inside_vmap():
-    plain = seeded(MlpStack())
-    model = shard(seeded(MlpStack()), meshard.fully_shard)
     batches = torch.stack([inputs_of(number) for number in range(3)])
-    for each in (model, plain):
-        torch.vmap(torch.vmap(each))(batches).square().mean().backward()
-    assert_same(full_grads(model), full_grads(plain))
+    check_gradients(
+        *sharded_and_plain(MlpStack()),
+        lambda model, rank: torch.vmap(torch.vmap(model))(batches).square().mean(),
+    )
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_gradients_of_inputs_open_no_window():
     """Under no_sync too, where a backward would accumulate."""
     model = meshard.fully_shard(seeded(nn.Linear(3, 1)))

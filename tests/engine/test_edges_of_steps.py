@@ -3,14 +3,13 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
 import meshard
 from meshard import GradientSync
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_threads
 
 
 class ReturnsNothing(nn.Module):
@@ -34,9 +33,7 @@ def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
         try:
             raise RuntimeError("out of memory, say")
         except RuntimeError:
-            each(
-                torch.ones(2, 4, requires_grad=True), outputs
-            )  # returns None while an error is being handled
+            each(torch.ones(2, 4, requires_grad=True), outputs)
         outputs[0].sum().backward()
     assert_same(full_grads(model), full_grads(plain))
 
@@ -76,13 +73,12 @@ def test_a_flat_optimizer_does_not_step_inside_unsharded_params():
 
 @on_threads(2)
 def test_a_root_that_is_sharded_in_a_window_loses_no_gradient():
-    mesh = init_device_mesh("cpu", (2,))
     outer, plain = (seeded(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))) for _ in range(2))
-    inner = meshard.fully_shard(outer[0], mesh)
+    inner = meshard.fully_shard(outer[0])
     x = torch.ones(2, 4)
     inner.set_is_last_backward(False)
     inner(x).sum().backward()  # its reduction may still be in flight
-    meshard.fully_shard(outer, mesh)
+    meshard.fully_shard(outer)
     outer.set_is_last_backward(True)
     plain[0](x).sum().backward()
     outer(x).sum().backward()
@@ -104,7 +100,7 @@ class TwoInTurn(nn.Module):
         return x
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_of_several_modules_is_gathered_once_for_each_time_that_they_run():
     model, plain = seeded(TwoInTurn()), seeded(TwoInTurn())
     meshard.fully_shard([model.first, model.second])

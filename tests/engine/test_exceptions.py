@@ -16,12 +16,13 @@ from torch.distributed.tensor import DTensor
 import meshard
 from meshard import CommLedger, GradientSync
 from meshard._engine import lifecycle
+from meshard._engine.unit import units_in
 from meshard._torch.private import BackwardCall
 from tests.support.cases import CASES
 from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 
@@ -37,100 +38,94 @@ def raise_in_backward(module, args, output):
     output.register_hook(raise_boom)
 
 
-def build(case, mesh_shape=(2,), depth=4):
-    model = case.build() if depth is None else type(case.build())(depth=depth)
-    generator = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(torch.randn(param.shape, generator=generator) * 0.3)
+CASE = CASES["mlp_stack"]
+
+
+def two_models(mesh_shape=(2,)):
+    models = [seeded(MlpStack(depth=4), 3) for _ in range(2)]
     mesh = init_device_mesh("cpu", mesh_shape)
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh)
-    return model
+    return [shard_blocks(model, mesh) for model in models]
+
+
+def backward(model, step=0):
+    CASE.loss(model(CASE.batch(step, dist.get_rank()))).backward()
+
+
+def fail_in_forward(model):
+    """Raise in a later block; the batch is that of another step."""
+    handle = model.blocks[2].register_forward_pre_hook(raise_boom)
+    with pytest.raises(Boom):
+        backward(model, 1)
+    handle.remove()
+
+
+def fail_in_backward(model):
+    handle = model.blocks[1].register_forward_hook(raise_in_backward)
+    with pytest.raises(Boom):
+        backward(model, 1)
+    handle.remove()
 
 
 def storages_in_use(model):
     """Bytes of whole parameters and of hidden gradients that the units hold."""
     total = 0
-    for module in model.modules():
-        unit = vars(module).get("_meshard_unit")
-        if unit is not None:
-            total += sum(
-                storage.nbytes() for storage, _ in unit.group.unit_params.unsharded._storages
-            )
-            total += sum(p.unsharded.grad is not None for p in unit.group.params)
-            assert not unit.gradients.is_pending
+    for unit in units_in(model):
+        total += sum(s.nbytes() for s, _ in unit.group.unit_params.unsharded._storages)
+        total += sum(p.unsharded.grad is not None for p in unit.group.params)
+        assert not unit.gradients.is_pending
     return total
 
 
-def fail_then_step(where, mesh_shape=(2,)):
-    case = CASES["mlp_stack"]
-    model, untouched = build(case, mesh_shape), build(case, mesh_shape)
-    rank = torch.distributed.get_rank()
-    batch = case.batch(0, rank)
-    for _ in range(2):  # in the very first step, and in one that has a recorded order
-        if where == "forward":
-            handle = model.blocks[3].down.register_forward_pre_hook(raise_boom)
-        else:
-            handle = model.blocks[1].register_forward_hook(raise_in_backward)
-        with pytest.raises(Boom):
-            case.loss(model(batch)).backward()
-        handle.remove()
-        assert all(isinstance(param, DTensor) for param in model.parameters())
-        if where == "forward":
-            assert storages_in_use(model) == 0
-        model.zero_grad()
-        untouched.zero_grad()
-        with CommLedger(model) as after_failure:
-            case.loss(model(batch)).backward()
-        with CommLedger(untouched) as ordinary:
-            case.loss(untouched(batch)).backward()
-        assert_same(full_grads(model), full_grads(untouched), bitwise=True)
-        assert storages_in_use(model) == storages_in_use(untouched) == 0
-    assert after_failure.counts == ordinary.counts
+def assert_same_models(model, untouched):
+    assert_same(full_grads(model), full_grads(untouched), bitwise=True)
+    assert storages_in_use(model) == storages_in_use(untouched) == 0
 
 
-@pytest.mark.parametrize("where", ["forward", "backward"])
-def test_a_step_after_a_failure_is_as_if_it_had_not_been(run_ranks, where):
-    run_ranks(fail_then_step, 2, where)
+@pytest.mark.parametrize(
+    ("fail", "mesh_shape"),
+    [(fail_in_forward, (2,)), (fail_in_backward, (2,)), (fail_in_forward, (2, 2))],
+)
+def test_a_step_after_a_failure_is_as_if_it_had_not_been(fail, mesh_shape):
+    @on_threads(torch.Size(mesh_shape).numel())
+    def run():
+        model, untouched = two_models(mesh_shape)
+        for _ in range(2):  # in the very first step, and in one that has a recorded order
+            fail(model)
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+            assert fail is fail_in_backward or storages_in_use(model) == 0
+            counts = []
+            for each in (model, untouched):
+                each.zero_grad()
+                with CommLedger(each) as ledger:
+                    backward(each)
+                counts.append(ledger.counts)
+            assert_same_models(model, untouched)
+        assert counts[0] == counts[1]
+
+    run()
 
 
-@pytest.mark.slow
-def test_a_failure_under_hsdp_is_forgotten_too(run_ranks):
-    run_ranks(fail_then_step, 4, "forward", (2, 2))
-
-
-@on_ranks(2)
+@on_threads(2)
 def test_an_exception_voids_the_open_window():
     """Half a window is not a gradient: what it had accumulated does not leak into the next."""
-    case = CASES["mlp_stack"]
-    model, untouched = build(case), build(case)
-    rank = torch.distributed.get_rank()
-    for sync in (GradientSync.NONE, GradientSync.FULL):
-        model.set_gradient_sync(sync)
-        handle = None
-        if sync is GradientSync.FULL:
-            handle = model.blocks[2].register_forward_pre_hook(raise_boom)
-            with pytest.raises(Boom):
-                model(case.batch(1, rank))
-            handle.remove()
-        else:
-            case.loss(model(case.batch(0, rank))).backward()
+    model, untouched = two_models()
+    model.set_gradient_sync(GradientSync.NONE)
+    backward(model)
+    model.set_gradient_sync(GradientSync.FULL)
+    fail_in_forward(model)
     assert storages_in_use(model) == 0
     for each in (model, untouched):
-        case.loss(each(case.batch(2, rank))).backward()
-    assert_same(full_grads(model), full_grads(untouched), bitwise=True)
+        backward(each, 2)
+    assert_same_models(model, untouched)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
     """What a pipeline schedule calls after its last backward raises in a hook of the user."""
-    case = CASES["mlp_stack"]
-    model, untouched = build(case), build(case)
+    model, untouched = two_models()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    batch = case.batch(0, dist.get_rank())
     model.set_gradient_sync(GradientSync.NONE)
-    case.loss(model(batch)).backward()
+    backward(model)
     model.set_gradient_sync(GradientSync.FULL)
     model.set_all_reduce_hook(raise_boom, recurse=False)  # of the root, which comes last
     with pytest.raises(Boom):
@@ -139,8 +134,8 @@ def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
         optimizer.step()
     model.set_all_reduce_hook(None)
     for each in (model, untouched):
-        case.loss(each(batch)).backward()
-    assert_same(full_grads(model), full_grads(untouched), bitwise=True)
+        backward(each)
+    assert_same_models(model, untouched)
 
 
 class LateThread:
@@ -171,15 +166,7 @@ class LateThread:
             thread.join()
 
 
-def try_again(model, batch, kept):
-    model(batch).square().sum().backward()
-
-
-def go_on_with_another_graph(model, batch, kept):
-    kept.backward()
-
-
-@pytest.mark.parametrize("then", [try_again, go_on_with_another_graph])
+@pytest.mark.parametrize("then", ["try again", "go on with another graph"])
 def test_a_backward_that_raised_is_noticed_before_autograd_drops_it(monkeypatch, then):
     late = LateThread(monkeypatch)
     with fake_group(1):
@@ -197,7 +184,7 @@ def test_a_backward_that_raised_is_noticed_before_autograd_drops_it(monkeypatch,
         with pytest.raises(RuntimeError, match="raised, so gradients are those of some units only"):
             optimizer.step()
         for each, graph in zip(models, kept, strict=True):
-            then(each, batch, graph)
+            (each(batch).square().sum() if then == "try again" else graph).backward()
         assert_same(full_grads(model), full_grads(untouched), bitwise=True)
         late.join()
         optimizer.step()
@@ -221,50 +208,37 @@ def test_the_call_of_a_backward_is_found_from_another_thread():
     assert not BackwardCall().has_returned()  # outside of a backward nothing is known
 
 
-@on_ranks(2)
-def test_a_failing_evaluation_leaves_finished_gradients_alone():
-    case = CASES["mlp_stack"]
-    model = build(case)
-    rank = torch.distributed.get_rank()
-    case.loss(model(case.batch(0, rank))).backward()
-    before = full_grads(model)
-    handle = model.blocks[2].register_forward_pre_hook(raise_boom)
-    with torch.no_grad(), pytest.raises(Boom):
-        model(case.batch(1, rank))
-    handle.remove()
-    assert_same(full_grads(model), before, bitwise=True)
-
-
 @pytest.mark.parametrize("sync", list(GradientSync))
-@on_ranks(2)
+@on_threads(2)
 def test_a_failing_evaluation_between_microbatches_keeps_their_gradients(sync):
-    model, untouched = build(CASES["mlp_stack"]), build(CASES["mlp_stack"])
+    """Also those of a window that is over, which may be the one of the first microbatch."""
+    model, untouched = two_models()
     for each in (model, untouched):
         for microbatch in range(2):
             each.set_gradient_sync(GradientSync.FULL if microbatch else sync)
             each.set_is_last_backward(microbatch == 1)
-            batch = CASES["mlp_stack"].batch(microbatch, dist.get_rank())
-            CASES["mlp_stack"].loss(each(batch)).backward()
-            if each is model and microbatch == 0:
-                handle = model.blocks[2].register_forward_pre_hook(raise_boom)
-                with torch.no_grad(), pytest.raises(Boom):
-                    model(batch)
-                handle.remove()
+            backward(each, microbatch)
+            if each is model:
+                with torch.no_grad():
+                    fail_in_forward(model)
     assert_same(full_grads(model), full_grads(untouched), bitwise=True)
 
 
+@on_fake_ranks(1)
 def test_a_forward_inside_an_except_block_is_not_taken_for_a_failure():
+    layer = meshard.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
     try:
-        layer = meshard.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-        with pytest.raises(ZeroDivisionError):
-            1 / 0  # noqa: B018
-        try:
-            raise ValueError
-        except ValueError:
-            layer(torch.ones(1, 3)).sum().backward()
-        assert layer[0].weight.grad is not None
-    finally:
-        torch.distributed.destroy_process_group()
+        raise ValueError
+    except ValueError:
+        layer(torch.ones(1, 3)).sum().backward()
+    assert layer[0].weight.grad is not None
+
+
+@pytest.mark.slow  # it waits for timeouts
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_a_rank_with_fewer_batches_is_suspected(run_ranks, monkeypatch, shared_memory):
+    monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared_memory)
+    run_ranks(one_batch_less, 2)
 
 
 def one_batch_less():
@@ -286,18 +260,8 @@ def one_batch_less():
     dist.barrier()
 
 
-@pytest.mark.slow  # it waits for timeouts
-@pytest.mark.parametrize("shared_memory", ["1", "0"])
-def test_a_rank_with_fewer_batches_is_suspected(run_ranks, monkeypatch, shared_memory):
-    monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared_memory)
-    run_ranks(one_batch_less, 2)
-
-
-# --- found by reading ----------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("shard", [meshard.fully_shard, meshard.replicate])
-@on_ranks(2)
+@on_threads(2)
 def test_a_backward_that_begins_with_a_gradient_after_a_failed_one_is_refused(shard):
     """Dropping what the failed one left would drop that gradient too, in silence."""
     model = shard(seeded(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 1))))
@@ -330,7 +294,7 @@ class Swallows(nn.Module):
         return self.head(x)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_forward_may_go_on_after_a_unit_inside_was_cancelled():
     def cancel(*_):
         raise GeneratorExit

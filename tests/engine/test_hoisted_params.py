@@ -1,7 +1,6 @@
 """Parameters that inner units use and outer units own."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import GradientSync, fully_shard_units
-from tests.support.covering import covering
 from tests.support.integer_model import (
     LEARNING_RATE,
     IntegerBlock,
@@ -22,7 +20,8 @@ from tests.support.integer_model import (
     integer_loss,
 )
 from tests.support.parity import assert_same, assert_same_run, full_grads, train, train_plain
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
+from tests.support.threads import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
 STEPS = 4
@@ -92,93 +91,75 @@ def sharded(mesh_shape, model_class, units, recompute, **kwargs):
     return model
 
 
-def train_sharded(*args, **kwargs):
-    model = sharded(*args, **kwargs)
-    batches = [integer_batch(step, dist.get_rank()) for step in range(STEPS)]
-    runs = train(model, batches, SGD, loss_fn=integer_loss, reduce_loss="sum")
-    held = model.trunks[0].blocks
-    assert held[0].linear.weight is held[2].linear.weight
-    return runs
+def check(model_class, mesh_shape, units, recompute, **options):
+    """Compare every step with one process, bit for bit."""
+    num_ranks = torch.Size(mesh_shape).numel()
 
+    def run():
+        model = sharded(mesh_shape, model_class, units, recompute, **options)
+        batches = [integer_batch(step, dist.get_rank()) for step in range(STEPS)]
+        steps = train(model, batches, SGD, loss_fn=integer_loss, reduce_loss="sum")
+        held = model.trunks[0].blocks
+        assert held[0].linear.weight is held[2].linear.weight
+        return steps
 
-def plain(model_class, num_ranks):
     batches = [
         torch.cat([integer_batch(step, rank) for rank in range(num_ranks)]) for step in range(STEPS)
     ]
-    return train_plain(model_class(), batches, SGD, loss_fn=integer_loss)
-
-
-def check(run_ranks, mesh_shape, recompute, units, **kwargs):
-    num_ranks = 2 if len(mesh_shape) == 1 else 4
-    expected = plain(CalledTrunks, num_ranks)
+    expected = train_plain(model_class(), batches, SGD, loss_fn=integer_loss)
     assert len({step.loss for step in expected}) > 1
-    runs = run_ranks(train_sharded, num_ranks, mesh_shape, CalledTrunks, units, recompute, **kwargs)
-    for run in runs:
-        assert_same_run(run, expected, bitwise=True)
+    for steps in run_threads(run, num_ranks):
+        assert_same_run(steps, expected, bitwise=True)
 
 
-@pytest.mark.parametrize("recompute", [None, "plain", "reentrant"])
-def test_gradients_of_hoisted_parameters_agree_bit_for_bit(run_ranks, recompute):
-    check(run_ranks, (2,), recompute, (Trunk, IntegerBlock))
+BOTH = (Trunk, IntegerBlock)
 
 
-@pytest.mark.default_rows(2)
-@covering(
-    "units, mesh_shape, reshard_after_forward, recompute",
-    itertools.product(
-        [(Trunk, IntegerBlock), IntegerBlock],
-        [(2,), (2, 2)],
-        [True, False],
-        [None, "plain", "reentrant"],
-    ),
+@pytest.mark.parametrize(
+    ("units", "mesh_shape", "reshard", "recompute"),
+    [
+        (BOTH, (2,), None, None),
+        (BOTH, (2,), None, "plain"),
+        (BOTH, (2,), None, "reentrant"),
+        (BOTH, (2, 2), True, "plain"),
+        (BOTH, (2, 2), False, "reentrant"),
+        (IntegerBlock, (2,), False, None),
+        (IntegerBlock, (2,), True, "reentrant"),
+        (IntegerBlock, (2, 2), False, "plain"),
+    ],
 )
-def test_they_agree_however_units_are_made_and_freed(
-    run_ranks, units, mesh_shape, reshard_after_forward, recompute
-):
-    check(run_ranks, mesh_shape, recompute, units, reshard_after_forward=reshard_after_forward)
+def test_gradients_of_hoisted_parameters_agree_bit_for_bit(units, mesh_shape, reshard, recompute):
+    check(CalledTrunks, mesh_shape, units, recompute, reshard_after_forward=reshard)
 
 
 @pytest.mark.parametrize("recompute", ["plain", "reentrant"])
-def test_units_that_borrow_may_be_recomputed_from_outside(run_ranks, recompute):
-    expected = plain(TiedModel, 2)
-    for run in run_ranks(train_sharded, 2, (2,), TiedModel, IntegerBlock, recompute):
-        assert_same_run(run, expected, bitwise=True)
-
-
-def windows(schedule):
-    model = sharded((2, 2), CalledTrunks, (Trunk, IntegerBlock), None)
-    for number, sync in enumerate(schedule):
-        model.set_gradient_sync(sync)
-        integer_loss(model(integer_batch(number, dist.get_rank()))).backward()
-    return full_grads(model)
+def test_units_that_borrow_may_be_recomputed_from_outside(recompute):
+    check(TiedModel, (2,), IntegerBlock, recompute)
 
 
 @pytest.mark.parametrize("first", list(GradientSync))
-def test_hoisted_parameters_take_part_in_every_schedule(run_ranks, first):
-    oracle = CalledTrunks()
-    for number in range(2):
+@on_threads(4)
+def test_hoisted_parameters_take_part_in_every_schedule(first):
+    model, oracle = sharded((2, 2), CalledTrunks, BOTH, None), CalledTrunks()
+    for number, sync in enumerate([first, GradientSync.FULL]):
+        model.set_gradient_sync(sync)
+        integer_loss(model(integer_batch(number, dist.get_rank()))).backward()
         for rank in range(4):
             integer_loss(oracle(integer_batch(number, rank))).backward()
-    for grads in run_ranks(windows, 4, [first, GradientSync.FULL]):
-        assert_same(grads, full_grads(oracle), bitwise=True)
+    assert_same(full_grads(model), full_grads(oracle), bitwise=True)
 
 
-def counts():
-    model = sharded((2,), CalledTrunks, (Trunk, IntegerBlock), None)
+@on_threads(2)
+def test_hoisting_adds_no_collective():
+    model = sharded((2,), CalledTrunks, BOTH, None)
     with meshard.CommLedger(model) as ledger:
         integer_loss(model(integer_batch(0, dist.get_rank()))).backward()
-    return ledger.counts, sorted({event.unit for event in ledger.events})
-
-
-def test_hoisting_adds_no_collective(run_ranks):
-    for found, units in run_ranks(counts, 2):
-        num_units = len(units)
-        assert units[0] == "(root)" and "trunks.0" in units and num_units == 10
-        assert found == {"all_gather": 2 * num_units - 1, "reduce_scatter": num_units}
+    units = sorted({event.unit for event in ledger.events})
+    assert units[0] == "(root)" and "trunks.0" in units and len(units) == 10
+    assert ledger.counts == {"all_gather": 19, "reduce_scatter": 10}
 
 
 @on_ranks(2)
-@pytest.mark.skipif(torch.__version__ < "2.12", reason="torch 2.11 does not notice them")
 def test_the_peer_refuses_a_tie_across_units_in_the_first_forward():
     model = CalledTrunks()
     for each in (*model.trunks[0].blocks, *model.trunks[1].blocks, *model.trunks, model):

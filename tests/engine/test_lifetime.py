@@ -11,53 +11,51 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import GradientSync
 from meshard._engine.schedule import ForwardPass
+from meshard._engine.unit import unit_of, units_in
+from tests.support.against_plain import check_gradients, mean_square, sharded_and_plain
 from tests.support.cases import CASES
-from tests.support.fake import fake_group
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import MlpStack, seeded
-from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 
-def train_and_delete(case_name, **kwargs):
-    case = CASES[case_name]
-    mesh = init_device_mesh("cpu", (2,))
-    rank = torch.distributed.get_rank()
+@pytest.mark.parametrize(
+    ("case_name", "reshard_after_forward"), [("mlp_stack", None), ("transformer_tied", False)]
+)
+@on_ranks(2)
+def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(
+    case_name, reshard_after_forward
+):
+    case, mesh = CASES[case_name], init_device_mesh("cpu", (2,))
     # The first DTensor of a process imports modules, whose frames only a collection frees.
     meshard.fully_shard(torch.nn.Linear(2, 2), mesh)(torch.ones(1, 2)).sum().backward()
     before = settled_tensor_bytes()
     gc.disable()
     try:
         model = case.build()
-        for unit in case.units(model):
-            meshard.fully_shard(unit, mesh, **kwargs)
+        for module in case.units(model):
+            meshard.fully_shard(module, mesh, reshard_after_forward=reshard_after_forward)
         watched = [weakref.ref(model)]
-        for module in model.modules():
-            unit = vars(module).get("_meshard_unit")
-            if unit is not None:
-                watched += [weakref.ref(unit), weakref.ref(unit.lifecycle)]
-                watched += [weakref.ref(unit.group), weakref.ref(unit.group.unit_params.flat_shard)]
-                watched += [weakref.ref(param) for param in unit.group.params]
+        for unit in units_in(model):
+            watched += [weakref.ref(unit), weakref.ref(unit.lifecycle), weakref.ref(unit.group)]
+            watched += [weakref.ref(unit.group.unit_params.flat_shard)]
+            watched += [weakref.ref(param) for param in unit.group.params]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
-            case.loss(model(case.batch(step, rank))).backward()
+            case.loss(model(case.batch(step, torch.distributed.get_rank()))).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert live_tensor_bytes() > before
         del unit, model, module, optimizer
-        survivors = [type(ref()).__name__ for ref in watched if ref() is not None]
-        assert survivors == []
+        assert [type(ref()).__name__ for ref in watched if ref() is not None] == []
         torch.distributed.barrier()
-        time.sleep(0.2)  # for gloo's threads to let go of works that are over
+        deadline = time.monotonic() + 10  # for gloo's threads to let go of works that are over
+        while live_tensor_bytes() != before and time.monotonic() < deadline:
+            time.sleep(0.2)
         assert live_tensor_bytes() == before
     finally:
         gc.enable()
-
-
-def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(run_ranks):
-    run_ranks(train_and_delete, 2, "mlp_stack")
-    run_ranks(train_and_delete, 2, "transformer_tied", reshard_after_forward=False)
 
 
 def retained_after_a_microbatch(mode, mesh_shape):
@@ -78,7 +76,6 @@ def retained_after_a_microbatch(mode, mesh_shape):
     return (after - before) / (3 * 16 * 16 * 4)
 
 
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     ("mode", "of_whole"),
     [
@@ -109,7 +106,6 @@ def retained_of_a_narrow_parameter(mode, mesh_shape):
     return after - before
 
 
-@pytest.mark.default_rows(2)
 @pytest.mark.parametrize(
     ("mode", "mesh_shape", "kept"),
     [
@@ -127,69 +123,48 @@ def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
     assert found == kept * (num_ranks // 2)
 
 
-def whole_bytes(unit):
-    return sum(storage.nbytes() for storage, _ in unit.group.unit_params.unsharded._storages)
-
-
-@on_ranks(2)
+@on_threads(2)
 def test_only_the_unit_that_computes_is_whole():
-    case = CASES["mlp_stack"]
-    mesh = init_device_mesh("cpu", (2,))
-    model = case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh)
-    seen = []
+    model, seen = shard_blocks(seeded(MlpStack())), []
 
-    def look(module, args, output):
-        units = [vars(block)["_meshard_unit"] for block in model.blocks]
-        seen.append([whole_bytes(unit) > 0 for unit in units])
+    def is_whole(module):
+        storages = unit_of(module).group.unit_params.unsharded._storages
+        return any(storage.nbytes() for storage, _ in storages)
 
     for block in model.blocks:
-        block.down.register_forward_hook(look)
+        block.down.register_forward_hook(lambda *_: seen.append([*map(is_whole, model.blocks)]))
     with torch.no_grad():
-        model(case.batch(0, 0))
-        model(case.batch(0, 0))
+        for _ in range(2):
+            model(torch.ones(2, 6))
     # While block i computes, it alone is whole; the next is on its way, not yet laid out.
     assert seen == [[i == j for j in range(3)] for i in range(3)] * 2
-    after = [whole_bytes(vars(module)["_meshard_unit"]) for module in case.units(model)]
-    assert after == [0] * 4
+    assert not any(map(is_whole, (*model.blocks, model)))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_cleared_gradients_are_not_kept_for_later():
-    case = CASES["mlp_stack"]
-    mesh = init_device_mesh("cpu", (2,))
-    model = case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh)
-    rank = torch.distributed.get_rank()
-    gc.collect()
-    case.loss(model(case.batch(0, rank))).backward()
+    model = shard_blocks(seeded(MlpStack()))
+    model(torch.ones(2, 6)).sum().backward()
     model.zero_grad()
     with torch.no_grad():
-        model(case.batch(1, rank))
-    held = [
-        vars(module)["_meshard_unit"].gradients.sharded._published for module in case.units(model)
-    ]
-    assert held == [None] * 4
+        model(torch.ones(2, 6))
+    assert [unit.gradients.sharded._published for unit in units_in(model)] == [None] * 4
 
 
+@on_fake_ranks(1)
 def test_forwards_without_a_backward_leave_nothing_behind():
-    with fake_group(1):
-        model = shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", (1,)))
-        batch = torch.ones(2, 6)
-        model(batch).sum().backward()
-        counts = []
-        for _ in range(2):
-            for _ in range(10):  # a rollout, whose outputs are dropped
-                model(batch)
-            gc.collect()
-            counts.append(sum(type(each) is ForwardPass for each in gc.get_objects()))
-        assert counts[0] == counts[1]
-        model.zero_grad()
-        first, second = model(batch).sum(), model(batch).sum()
+    def step(model, rank):
+        first, second = mean_square(model, rank), mean_square(model, rank)
         second.backward()
-        first.backward()
-        plain = seeded(MlpStack())
-        (2 * plain(batch).sum()).backward()
-        assert_same(full_grads(model), full_grads(plain))
+        return first
+
+    model, plain = sharded_and_plain(MlpStack())
+    mean_square(model, 0).backward()
+    counts = []
+    for _ in range(2):
+        for _ in range(10):  # a rollout, whose outputs are dropped
+            mean_square(model, 0)
+        gc.collect()
+        counts.append(sum(type(each) is ForwardPass for each in gc.get_objects()))
+    assert counts[0] == counts[1]
+    check_gradients(model, plain, step)

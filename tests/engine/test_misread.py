@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,9 +12,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional
 
 import meshard
+from tests.support.against_plain import check_gradients, sharded_and_plain
 from tests.support.models import Transformer, seeded
-from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 
 REMEDIES = [
     "apply fully_shard to the parent instead of this module",
@@ -40,19 +39,16 @@ def assert_explained(text, *parts):
         assert text.count(remedy) == 1
 
 
-@on_ranks(2)
+@on_fake_ranks(2)
 def test_an_attention_whose_out_proj_is_a_unit_says_what_helps():
-    mesh = init_device_mesh("cpu", (2,))
-    model = nn.ModuleDict({"attention": nn.MultiheadAttention(8, 2, batch_first=True)})
-    meshard.fully_shard(model["attention"].out_proj, mesh)
-    root = nn.Sequential(model["attention"])
-    meshard.fully_shard(root[0], mesh)
-    x = torch.ones(1, 3, 8)
-    text = text_of(root[0], x, x, x)
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.ones(1, 3, 8)
+    meshard.fully_shard(attention.out_proj)
+    meshard.fully_shard(attention)
+    text = text_of(attention, x, x, x)
     assert_explained(text, "of unit 'out_proj'", "this rank's shard, (4, 8) of (8, 8)")
     assert "parameter 'out_proj.weight' or 'out_proj.bias'" in text
     with torch.no_grad():  # torch's fast path is one operator: no local variable holds the weight
-        assert_explained(text_of(root[0].eval(), x, x, x), "sharded now: 'out_proj'.")
+        assert_explained(text_of(attention.eval(), x, x, x), "sharded now: 'out_proj'.")
 
 
 @on_ranks(2)
@@ -88,11 +84,6 @@ def by_local_name(model, x):
     return functional.linear(x, last)
 
 
-def by_cast(model, x):
-    weight = model.layers[1].weight.to(torch.float64)
-    return x.double() @ weight
-
-
 def by_list(model, x):
     for param in model.layers[1].parameters():
         x = x * param.detach()
@@ -118,12 +109,6 @@ def by_module(model, x):
     return x @ layer.weight.t()
 
 
-@pytest.fixture
-def one_rank():
-    yield
-    dist.destroy_process_group()
-
-
 def text_of_read(how):
     model = Root(how)
     for layer in model.layers:
@@ -132,15 +117,15 @@ def text_of_read(how):
     return text_of(model, torch.ones(4, 4))
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("how", [by_local_name, by_list, in_a_call, by_module])
+@on_fake_ranks(1)
 def test_a_parameter_that_a_local_variable_holds_is_named(how):
     named = "parameter 'layers.1.weight' of unit 'layers.1' was read while that unit is not running"
     assert_explained(text_of_read(how), named)
 
 
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("how", [by_index, by_cast, in_another_line])
+@pytest.mark.parametrize("how", [by_index, in_another_line])
+@on_fake_ranks(1)
 def test_of_other_reads_the_sharded_units_inside_are_named(how):
     named = "a parameter of another unit was probably read"
     assert_explained(text_of_read(how), named, "sharded now: 'layers.0', 'layers.1'.")
@@ -158,8 +143,8 @@ class Decoder(nn.Module):
         return self.inner(x) @ self.tied[0].head.weight
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("where", ["elsewhere", "inside"])
+@on_fake_ranks(1)
 def test_a_read_of_a_unit_that_the_line_names(where):
     model = nn.ModuleDict({f"layer{i}": nn.Linear(4, 4) for i in range(5)})
     model["head"] = nn.Linear(4, 4)
@@ -205,7 +190,7 @@ class ReadsCut(nn.Module):
         return x.to_local() @ self.inner.weight
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_units_of_tensor_parallelism_may_take_dtensors():
     world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
     model = ReadsCut()
@@ -248,7 +233,7 @@ def test_a_dtensor_between_modules_of_a_unit_is_not_blamed_on_its_parameters(bet
         assert "shape (2, 8) and placements (Shard(dim=1),)" in text and "to_local()" in text
 
 
-@pytest.mark.usefixtures("one_rank")
+@on_fake_ranks(1)
 def test_other_errors_are_left_alone():
     model = Root(lambda model, x: x @ torch.ones(3, 3))
     meshard.fully_shard(model)
@@ -261,31 +246,25 @@ def test_other_errors_are_left_alone():
     assert "meshard" not in text_of(model, torch.ones(1, 4))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_loss_that_reads_the_head_trains_inside_unsharded_params():
     """The way out trains like the plain model."""
-    mesh = init_device_mesh("cpu", (2,))
     tokens = torch.randint(0, 11, (2, 2, 5), generator=torch.Generator().manual_seed(0))
 
-    def loss_of(model, tokens):
-        hidden = model.norm(model.embedding(tokens))
-        return functional.cross_entropy(
-            functional.linear(hidden, model.head.weight).flatten(0, 1), tokens.flatten()
-        )
+    def loss_of(model, rank):
+        hidden = model.norm(model.embedding(tokens[rank]))
+        logits = functional.linear(hidden, model.head.weight)
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[rank].flatten())
 
-    plain = seeded(Transformer())
-    loss_of(plain, tokens.flatten(0, 1)).backward()
-    model = seeded(Transformer())
-    for unit in (model.embedding, model.norm, model.head):
-        meshard.fully_shard(unit, mesh)
-    rank = dist.get_rank()
-    assert "meshard" not in text_of(loss_of, model, tokens[rank])  # outside of any forward
-    with meshard.unsharded_params(model.head):
-        loss = loss_of(model, tokens[rank])
-    loss.backward()
-    used = {name: g for name, g in full_grads(plain).items() if g is not None}
-    ours = {name: g for name, g in full_grads(model).items() if g is not None}
-    assert_same(ours, used)
+    def step(model, rank):
+        if not isinstance(model, meshard.FSDPModule):
+            return loss_of(model, rank)
+        with meshard.unsharded_params(model.head):
+            return loss_of(model, rank)
+
+    model, plain = sharded_and_plain(Transformer(), ("embedding", "norm", "head"))
+    assert "meshard" not in text_of(loss_of, model, 0)  # outside of any forward
+    check_gradients(model, plain, step)
 
 
 class Inner(nn.Module):
@@ -329,29 +308,28 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("what", OUTSIDE)
-@pytest.mark.parametrize("when", ["first", "after a step", "of a copy", "of an outer root"])
-@on_ranks(2)
-def test_a_module_of_the_root_that_is_called_by_itself_is_explained(what, when):
+@on_fake_ranks(2)
+def test_a_module_of_the_root_that_is_called_by_itself_is_explained(what):
     call, names = OUTSIDE[what]
     model = root_around_a_unit()
-    if when == "after a step":
-        model(IDS).sum().backward()
-    if when == "of a copy":
-        model = copy.deepcopy(model)
-    if when == "of an outer root":
-        outer = meshard.fully_shard(nn.Sequential(model, nn.Linear(4, 4)))
-        assert outer(IDS).shape == (2, 4)
-        with pytest.raises(RuntimeError, match="got mixed"):
-            call(model)  # a unit inside another one has no such hooks
-        return
-    text = text_of(call, model)
-    assert f"parameter {names} of unit '(root)' was read outside" in text
-    for remedy in ("unsharded_params", "register_fsdp_forward_method", "Call the module that"):
-        assert text.count(remedy) == 1
-    assert model(IDS).shape == (2, 4)  # nothing has changed
+    for when in ("first", "after a step", "of a copy"):
+        if when == "after a step":
+            model(IDS).sum().backward()
+        elif when == "of a copy":
+            model = copy.deepcopy(model)
+        text = text_of(call, model)
+        assert f"parameter {names} of unit '(root)' was read outside" in text, when
+        for remedy in ("unsharded_params", "register_fsdp_forward_method", "Call the module that"):
+            assert text.count(remedy) == 1, when
+        assert model(IDS).shape == (2, 4)  # nothing has changed
+        model.reset_iter_state()
+    outer = meshard.fully_shard(nn.Sequential(model, nn.Linear(4, 4)))
+    assert outer(IDS).shape == (2, 4)
+    with pytest.raises(RuntimeError, match="got mixed"):
+        call(model)  # a unit inside another one has no such hooks
 
 
-@on_ranks(1)
+@on_fake_ranks(1)
 def test_other_errors_of_such_modules_keep_their_text():
     model = root_around_a_unit()
     with pytest.raises(TypeError) as caught:
@@ -359,7 +337,7 @@ def test_other_errors_of_such_modules_keep_their_text():
     assert "unit" not in str(caught.value)
 
 
-@on_ranks(1)
+@on_fake_ranks(1)
 def test_modules_of_units_without_units_inside_have_no_hook():
     model = root_around_a_unit()
     assert len(model.model._forward_hooks) == len(model.head._forward_hooks) == 1

@@ -1,24 +1,16 @@
 """Moving averages of a sharded model."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-import meshard
-from tests.support.cases import CASES
-from tests.support.models import MlpBlock, seeded
+from tests.support.against_plain import inputs_of, sharded_and_plain
+from tests.support.models import MlpBlock
 from tests.support.parity import assert_same, full_state
-from tests.support.ranks import on_ranks
-from tests.support.sharding import shard_blocks
-
-
-def sgd(params):
-    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+from tests.support.ranks import on_threads
+from tests.support.sharding import sharded_case
 
 
 class Normed(nn.Module):
@@ -35,24 +27,22 @@ class Normed(nn.Module):
         return self.norm(x)
 
 
-@on_ranks(2)
+@on_threads(2)
 @pytest.mark.parametrize(
     ("use_buffers", "multi", "reshard_after_forward"),
     [(False, True, None), (True, False, None), (False, False, False), (False, True, False)],
 )
 def test_a_moving_average_follows_and_is_evaluated(use_buffers, multi, reshard_after_forward):
-    mesh = init_device_mesh("cpu", (2,))
-    plain = seeded(Normed())
-    model = copy.deepcopy(plain)
-    shard_blocks(model, mesh, reshard_after_forward=reshard_after_forward)
+    model, plain = sharded_and_plain(Normed(), reshard_after_forward=reshard_after_forward)
     average_fn = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if multi else {}
     averages = [
         AveragedModel(each, use_buffers=use_buffers, **average_fn) for each in (model, plain)
     ]
-    optimizers = [sgd(each.parameters()) for each in (model, plain)]
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(4):
-        x = torch.randn(4, 6, generator=generator)  # of both ranks: BatchNorm sees a whole batch
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)
+    ]
+    for step in range(4):
+        x = inputs_of(0, step)  # of both ranks: BatchNorm sees a whole batch
         for each, optimizer, averaged in zip((model, plain), optimizers, averages, strict=True):
             each(x).square().sum().backward()
             optimizer.step()
@@ -71,13 +61,10 @@ def test_a_moving_average_follows_and_is_evaluated(use_buffers, multi, reshard_a
         assert_same(full_state(model), full_state(plain))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_averages_may_be_swapped_in_for_an_evaluation():
     """Evaluate with averaged values in the model itself, put the old ones back, go on."""
-    case = CASES["mlp_stack"]
-    model, plain = case.build(), case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, init_device_mesh("cpu", (2,)))
+    case, model, plain = sharded_case("mlp_stack")
     rank = dist.get_rank()
     for step in range(3):
         for each, batch in ((model, case.batch(step, rank)), (plain, case.whole_batch(step, 2))):

@@ -1,26 +1,28 @@
 """Tensors in whatever a unit returns, and outputs in which none are found."""
 
-import copy
 import dataclasses
-import warnings
 from collections import OrderedDict, namedtuple
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree
 
-from meshard import CommLedger, MixedPrecisionPolicy
+from meshard import MixedPrecisionPolicy
 from meshard._engine.outputs import cast_floats, tensors_in
+from meshard._engine.unit import unit_of
+from tests.support.against_plain import (
+    check_gradients,
+    check_training,
+    inputs_of,
+    sharded_and_plain,
+)
 from tests.support.models import MlpBlock, seeded
-from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks
-from tests.support.sharding import shard_blocks
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 
 Named = namedtuple("Named", ["hidden", "label"])
 
@@ -111,10 +113,10 @@ OPAQUE = (Opaque, lambda o: o.hidden)
 class Wrapping(nn.Module):
     """Blocks that hand ``form(x)`` to one another."""
 
-    def __init__(self, form, depth=3):
+    def __init__(self, form):
         super().__init__()
         self.wrap, self.unwrap = WRAPS.get(form, OPAQUE)
-        self.blocks = nn.ModuleList(WrappingBlock(form) for _ in range(depth))
+        self.blocks = nn.ModuleList(WrappingBlock(form) for _ in range(3))
         self.head = nn.Linear(6, 2)
 
     def forward(self, x):
@@ -133,54 +135,27 @@ class WrappingBlock(MlpBlock):
         return self.wrap(super().forward(self.unwrap(value)))
 
 
-def shard(model, **kwargs):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    return shard_blocks(model, mesh, **kwargs)
+@pytest.mark.parametrize("form", WRAPS)
+@on_threads(2)
+def test_units_may_return_any_container(form):
+    ledger = check_gradients(*sharded_and_plain(Wrapping(form)))
+    assert ledger.counts == {"all_gather": 7, "reduce_scatter": 4}
 
 
-def train_wrapped(forms):
-    for form in forms:
-        model = seeded(Wrapping(form))
-        plain = copy.deepcopy(model)
-        shard(model)
-        xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-        for _ in range(2):
-            with CommLedger(model) as ledger:
-                model(xs[dist.get_rank()]).square().mean().backward()
-            plain(xs.flatten(0, 1)).square().mean().backward()
-            assert_same(full_grads(model), full_grads(plain), what=form)
-        assert ledger.counts == {"all_gather": 7, "reduce_scatter": 4}, form
-
-
-def test_units_may_return_any_container(run_ranks):
-    run_ranks(train_wrapped, 2, list(WRAPS))
-
-
-def note_dtype(seen, module, args):
-    seen.append(args[0].dtype)
-
-
-def cast_wrapped(forms):
+@pytest.mark.parametrize("form", WRAPS)
+@on_fake_ranks(1)
+def test_casts_reach_into_containers(form):
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    for form in forms:
-        model = seeded(Wrapping(form))
-        blocks = list(model.blocks)
-        shard(model, mp_policy=policy)
-        seen = []
-        blocks[1].up.register_forward_pre_hook(
-            lambda m, args, seen=seen: seen.append(args[0].dtype)
-        )
-        value = blocks[1](blocks[1].wrap(torch.ones(2, 6)))
-        assert seen == [torch.bfloat16], form
-        assert blocks[1].unwrap(value).dtype == torch.float64, form
-        blocks[1].unwrap(value).sum().backward()
+    model, _ = sharded_and_plain(Wrapping(form), mp_policy=policy)
+    block, seen = model.blocks[1], []
+    block.up.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
+    value = block(block.wrap(torch.ones(2, 6)))
+    assert seen == [torch.bfloat16]
+    assert block.unwrap(value).dtype == torch.float64
+    block.unwrap(value).sum().backward()
 
 
-def test_casts_reach_into_containers(run_ranks):
-    run_ranks(cast_wrapped, 2, list(WRAPS))
-
-
-@pytest.mark.parametrize("form", list(WRAPS))
+@pytest.mark.parametrize("form", WRAPS)
 def test_casting_copies_what_changes_and_nothing_else(form):
     wrap, unwrap = WRAPS[form]
     value = wrap(torch.ones(2))
@@ -207,10 +182,15 @@ def test_other_objects_and_modules_are_not_searched():
     assert held.weight.dtype == torch.float32
 
 
-class Stashing(nn.Module):
-    """Its blocks return nothing and leave their result on an attribute."""
+class StashingBlock(MlpBlock):
+    """Returns nothing and leaves its result on an attribute."""
 
-    def __init__(self, returned=None):
+    def forward(self, x):
+        self.__dict__["result"] = super().forward(x)
+
+
+class Stashing(nn.Module):
+    def __init__(self):
         super().__init__()
         self.blocks = nn.ModuleList(StashingBlock(6, 8) for _ in range(3))
         self.head = nn.Linear(6, 2)
@@ -222,66 +202,35 @@ class Stashing(nn.Module):
         return self.head(x)
 
 
-class StashingBlock(MlpBlock):
-    def forward(self, x):
-        self.__dict__["result"] = super().forward(x)
-
-
-def train_stashing(interleaved):
-    model = seeded(Stashing())
-    plain = copy.deepcopy(model)
-    shard(model)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    xs = torch.randn(2, 2, 3, 6, generator=torch.Generator().manual_seed(0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(3):
-            if interleaved:
-                losses = [model(x[dist.get_rank()]).square().mean() for x in xs]
-                for loss in losses:
-                    loss.backward()
-            else:
-                for x in xs:
-                    model(x[dist.get_rank()]).square().mean().backward()
-            for x in xs:
-                plain(x.flatten(0, 1)).square().mean().backward()
-            assert_same(full_grads(model), full_grads(plain))
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-    units = [vars(block)["_meshard_unit"] for block in model.blocks]
-    assert [unit.group.state.name for unit in units] == ["SHARDED"] * 3
-    return [str(each.message) for each in caught]
-
-
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_units_that_return_nothing_stay_whole_and_say_so(run_ranks, interleaved):
-    for texts in run_ranks(train_stashing, 2, interleaved):
-        assert len(texts) == 3
-        for number, text in enumerate(texts):
-            assert f"unit 'blocks.{number}' returned a NoneType" in text
-            assert "register_dataclass" in text
+@on_ranks(2)
+def test_units_that_return_nothing_stay_whole_and_say_so(interleaved):
+    def step(model, rank):
+        losses = []
+        for number in range(2):
+            losses.append(model(inputs_of(rank, number)).square().mean())
+            if not interleaved:
+                losses.pop().backward()
+        for loss in losses:
+            loss.backward()
+
+    model, plain = sharded_and_plain(Stashing())
+    with pytest.warns(UserWarning, match="returned a NoneType") as caught:
+        check_training(model, plain, step)
+    assert [unit_of(block).group.state.name for block in model.blocks] == ["SHARDED"] * 3
+    assert len(caught) == 3
+    for number, each in enumerate(caught):
+        assert f"unit 'blocks.{number}' returned a NoneType" in str(each.message)
+        assert "register_dataclass" in str(each.message)
 
 
-def train_opaque():
-    model = seeded(Wrapping("opaque"))
-    plain = copy.deepcopy(model)
-    shard(model)
-    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            model(xs[dist.get_rank()]).square().mean().backward()
-            plain(xs.flatten(0, 1)).square().mean().backward()
-            assert_same(full_grads(model), full_grads(plain))
-    return [str(each.message) for each in caught]
-
-
-def test_units_whose_outputs_are_not_found_stay_unsharded_and_say_so(run_ranks):
-    for texts in run_ranks(train_opaque, 2):
-        assert [f"unit 'blocks.{i}' returned a Opaque" in text for i, text in enumerate(texts)] == [
-            True
-        ] * 3
+@on_ranks(2)
+def test_units_whose_outputs_are_not_found_stay_unsharded_and_say_so():
+    with pytest.warns(UserWarning, match="returned a Opaque") as caught:
+        check_gradients(*sharded_and_plain(Wrapping("opaque")))
+    assert len(caught) == 3
+    for number, each in enumerate(caught):
+        assert f"unit 'blocks.{number}' returned a Opaque" in str(each.message)
 
 
 class FrozenInside(nn.Module):
@@ -300,22 +249,16 @@ class FrozenInside(nn.Module):
 
 @on_ranks(2)
 def test_hidden_outputs_of_frozen_units_matter_if_an_input_is_trained():
-    model = seeded(FrozenInside())
-    plain = copy.deepcopy(model)
-    shard(model)
-    x = torch.ones(1, 6)
-    model(x, through=False).sum().backward()  # warnings are errors
-    model.zero_grad()
+    model, plain = sharded_and_plain(FrozenInside())
+    model(torch.ones(1, 6), through=False).sum().backward()  # warnings are errors
     with torch.no_grad():
-        model(x)
+        model(torch.ones(1, 6))
     with pytest.warns(UserWarning, match="no tensor was found"):
-        model(x).square().sum().backward()
-    plain(x).square().sum().backward()
-    assert_same(full_grads(model), full_grads(plain))
+        check_gradients(model, plain)
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("form", [None, "opaque"])
+@on_ranks(2)
 def test_the_peer_has_freed_what_it_does_not_find(form):
     mesh = init_device_mesh("cpu", (2,))
     model = seeded(Stashing() if form is None else Wrapping(form))

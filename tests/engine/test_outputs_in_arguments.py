@@ -1,19 +1,17 @@
 """Tensors that a forward leaves in its arguments, through which backward comes."""
 
-import copy
 import dataclasses
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
+from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
 from tests.support.models import seeded
-from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_threads
+from tests.support.spread import spread
 
 
 @dataclasses.dataclass
@@ -57,13 +55,13 @@ class Net(nn.Module):
         super().__init__()
         self.kind = kind
         self.scale = nn.Parameter(torch.empty(6))
-        self.layers = nn.ModuleList(Layer(kind) for _ in range(3))
+        self.blocks = nn.ModuleList(Layer(kind) for _ in range(3))
 
     def forward(self, x, use):
         make, _, found = KINDS[self.kind]
         into, more = make(), make()
         x = x * self.scale
-        for layer in self.layers:
+        for layer in self.blocks:
             x = layer(x, into, more=more)
         return {
             "left": lambda: sum(found(into)),
@@ -72,25 +70,16 @@ class Net(nn.Module):
         }[use]()
 
 
-def sharded(plain, **kwargs):
-    model = copy.deepcopy(seeded(plain))
-    for unit in (*model.layers, model):
-        meshard.fully_shard(unit, init_device_mesh("cpu", (2,)), **kwargs)
-    return model
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("reshard_after_forward", [None, True])
-@pytest.mark.parametrize("kind", KINDS)
+@spread(kind=list(KINDS), reshard_after_forward=[None, True])
+@on_threads(2)
 def test_a_loss_may_come_through_what_a_forward_has_left(kind, reshard_after_forward):
-    plain = Net(kind)
-    model = sharded(plain, reshard_after_forward=reshard_after_forward)
-    batches = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+    model, plain = sharded_and_plain(Net(kind), reshard_after_forward=reshard_after_forward)
     for use in ("left", "both", "more", "left"):
-        for each, x in ((model, batches[dist.get_rank()]), (plain, batches.flatten(0, 1))):
-            each.zero_grad()
-            each(x, use).square().mean().backward()
-        assert_same(full_grads(model), full_grads(plain))
+
+        def step(model, rank, use=use):
+            return model(inputs_of(rank), use).square().mean()
+
+        check_gradients(model, plain, step, times=1, what=f"{use}: gradient")
 
 
 class Attending(nn.Module):
@@ -114,33 +103,26 @@ class Decoder(nn.Module):
     def __init__(self):
         super().__init__()
         self.scale = nn.Parameter(torch.empty(6))
-        self.layers = nn.ModuleList(Attending() for _ in range(2))
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
 
     def forward(self, x, cache):
-        for layer in self.layers:
+        for layer in self.blocks:
             x = layer(x, cache)
         return x * self.scale
 
 
-@on_ranks(2)
-def test_the_loss_of_one_forward_reaches_another_through_a_cache():
+@pytest.mark.parametrize("use_first", [False, True])
+@on_threads(2)
+def test_the_loss_of_one_forward_reaches_another_through_a_cache(use_first):
     """The loss of the second forward reaches the first through the cache alone."""
-    plain = Decoder()
-    model = sharded(plain)
-    batches = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    for use_first in (False, True):
-        for each in (model, plain):
-            each.zero_grad()
-        for rank in range(2):
-            for each in (model, plain):
-                if each is model and rank != dist.get_rank():
-                    continue
-                cache = {}
-                first = each(batches[rank], cache)
-                loss = each(batches[rank] + 1, cache).square().mean()
-                loss = loss + first.square().mean() if use_first else loss
-                (loss if each is model else loss / 2).backward()
-        assert_same(full_grads(model), full_grads(plain))
+
+    def step(model, rank):
+        cache = {}
+        first = model(inputs_of(rank), cache)
+        loss = model(inputs_of(rank) + 1, cache).square().mean()
+        return loss + first.square().mean() if use_first else loss
+
+    check_gradients(*sharded_and_plain(Decoder()), step)
 
 
 class Opaque:
@@ -160,21 +142,19 @@ class Stashes(nn.Module):
         return self.up(x)
 
 
-@on_ranks(2)
+@on_fake_ranks(2)
 def test_what_is_left_elsewhere_is_not_found_and_torch_refuses_the_backward():
-    layer = seeded(Stashes())
-    mesh = init_device_mesh("cpu", (2,))
-    meshard.fully_shard(layer, mesh)
-    model = meshard.fully_shard(nn.Sequential(layer), mesh)
-    x = torch.ones(1, 6, requires_grad=True)
-    text = "storage of size 0"
+    layer = meshard.fully_shard(seeded(Stashes()))
+    model = meshard.fully_shard(nn.Sequential(layer))
+    x, into = torch.ones(1, 6, requires_grad=True), Opaque()
+    for run in (
+        lambda: model(x),
+        lambda: layer(x, into=into),
+    ):
+        run()
+        left = into.result if into.result is not None else layer.into.result
+        with pytest.raises(RuntimeError, match="storage of size 0"):
+            left.sum().backward()
     model(x)
-    with pytest.raises(RuntimeError, match=text):
-        layer.into.result.sum().backward()
-    model(x)
-    with pytest.raises(RuntimeError, match=text):
+    with pytest.raises(RuntimeError, match="storage of size 0"):
         torch.autograd.grad(layer.into.result.sum(), x)
-    into = Opaque()
-    layer(x, into=into)
-    with pytest.raises(RuntimeError, match=text):
-        into.result.sum().backward()

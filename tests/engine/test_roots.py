@@ -34,26 +34,30 @@ class Whole(nn.Module):
         return self.head(self.stack(x))
 
 
+def sharded():
+    return shard_blocks(seeded(MlpStack()))
+
+
 def train(model):
     model(BATCH).square().sum().backward()
 
 
-def roots_in(model):
-    return {unit.root for unit in units_in(model)}
-
-
-# --- before the first use ------------------------------------------------------------------------
+def check(model, plain):
+    """Train both, and compare all gradients since the last time that they were cleared."""
+    for each in (model, plain):
+        train(each)
+    assert_same(full_grads(model), full_grads(plain))
 
 
 @on_fake_ranks(2)
 def test_nested_calls_make_one_root_and_the_first_use_its_lifecycle():
-    model = shard_blocks(seeded(MlpStack()))
-    (root,) = roots_in(model)
+    model = sharded()
+    (root,) = {unit.root for unit in units_in(model)}
     assert root.lifecycle is None
     model.blocks[1](BATCH)  # a part, before the whole
     assert {unit.lifecycle for unit in units_in(model)} == {root.lifecycle}
     train(model)
-    assert roots_in(model) == {root}
+    assert {unit.root for unit in units_in(model)} == {root}
 
 
 @on_fake_ranks(2)
@@ -67,9 +71,8 @@ def test_two_threads_that_come_first_get_one_lifecycle(monkeypatch):
 
     make = lifecycle_file.make_communicator
     monkeypatch.setattr(lifecycle_file, "make_communicator", make_slowly)
-    model = shard_blocks(seeded(MlpStack()))
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda unit: unit.lifecycle, units_in(model)))
+        found = list(pool.map(lambda unit: unit.lifecycle, units_in(sharded())))
     assert len(set(found)) == len(made) == 1
 
 
@@ -121,7 +124,7 @@ def offload_and_onload(model):
 def use_other_collectives(model):
     model.set_custom_all_reduce(None)
     model.set_separate_reduce_scatter_group()
-    meshard.share_comm_ctx([model, shard_blocks(seeded(MlpStack()))])
+    meshard.share_comm_ctx([model, sharded()])
 
 
 def record(model):
@@ -144,21 +147,16 @@ CALLS = [
 ]
 
 
-@on_threads(2)
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
-@pytest.mark.parametrize("is_around", [False, True])
-def test_a_call_before_the_first_forward(call, is_around):
+@on_threads(2)
+def test_a_call_before_the_first_forward(call):
     """Also one after which a unit comes around the root."""
-    model, plain = shard_blocks(seeded(MlpStack())), seeded(MlpStack())
-    call(model)
-    if is_around:
-        model, plain = meshard.fully_shard(Whole(model)), Whole(plain)
-    for each in (model, plain):
-        train(each)
-    assert_same(full_grads(model), full_grads(plain))
-
-
-# --- a unit around a root that was used ----------------------------------------------------------
+    for is_around in (False, True):
+        model, plain = sharded(), seeded(MlpStack())
+        call(model)
+        if is_around:
+            model, plain = meshard.fully_shard(Whole(model)), Whole(plain)
+        check(model, plain)
 
 
 def collectives_of_a_step(model, is_manual):
@@ -180,19 +178,17 @@ def call_a_part(stack):
 
 
 def leave_reductions_in_flight(stack):
-    if isinstance(stack, meshard.FSDPModule):
-        stack.set_is_last_backward(False)
+    set_flag = getattr(stack, "set_is_last_backward", lambda flag: None)
+    set_flag(False)
     train(stack)
-    if isinstance(stack, meshard.FSDPModule):
-        stack.set_is_last_backward(True)
+    set_flag(True)
 
 
 def leave_gradients_pending(stack):
-    if isinstance(stack, meshard.FSDPModule):
-        stack.set_gradient_sync(meshard.GradientSync.NONE)
+    set_mode = getattr(stack, "set_gradient_sync", lambda mode: None)
+    set_mode(meshard.GradientSync.NONE)
     train(stack)
-    if isinstance(stack, meshard.FSDPModule):
-        stack.set_gradient_sync(meshard.GradientSync.FULL)
+    set_mode(meshard.GradientSync.FULL)
 
 
 def leave_a_part_unsharded(stack):
@@ -225,22 +221,21 @@ USES = [
 ]
 
 
-@on_threads(2)
 @pytest.mark.parametrize("use", USES, ids=lambda use: use.__name__)
 @pytest.mark.parametrize("is_manual", [False, True])
+@on_threads(2)
 def test_a_unit_around_a_root_that_was_used(use, is_manual):
-    stack, plain = shard_blocks(seeded(MlpStack())), seeded(MlpStack())
+    stack, plain = sharded(), seeded(MlpStack())
     stack.set_manual_backward_finalization(is_manual)
     for each in (stack, plain):
         use(each)
     model, plain = meshard.fully_shard(Whole(stack)), Whole(plain)
-    assert len(roots_in(model)) == 1
+    assert len({unit.root for unit in units_in(model)}) == 1
     assert [unit.label for unit in units_in(model)][:3] == ["(root)", "stack", "stack.blocks.0"]
     train(plain)
     collectives = collectives_of_a_step(model, is_manual)
     assert_same(full_grads(model), full_grads(plain))
-    unused = meshard.fully_shard(Whole(shard_blocks(seeded(MlpStack()))))
-    expected = collectives_of_a_step(unused, is_manual)
+    expected = collectives_of_a_step(meshard.fully_shard(Whole(sharded())), is_manual)
     if use is leave_a_part_unsharded:
         expected.remove(("all_gather", "stack.blocks.1"))
     assert collectives == expected
@@ -248,7 +243,7 @@ def test_a_unit_around_a_root_that_was_used(use, is_manual):
 
 @on_threads(2)
 def test_a_backward_that_is_not_the_last_stays_so_under_a_new_root():
-    stack, plain = shard_blocks(seeded(MlpStack())), Whole(seeded(MlpStack()))
+    stack, plain = sharded(), Whole(seeded(MlpStack()))
     stack.set_is_last_backward(False)
     model = meshard.fully_shard(Whole(stack))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -256,11 +251,9 @@ def test_a_backward_that_is_not_the_last_stays_so_under_a_new_root():
     with pytest.raises(RuntimeError, match="still in flight"):
         optimizer.step()
     model.set_is_last_backward(True)
-    train(model)
+    train(plain)
+    check(model, plain)
     optimizer.step()
-    for _ in range(2):
-        train(plain)
-    assert_same(full_grads(model), full_grads(plain))
 
 
 @on_threads(2)

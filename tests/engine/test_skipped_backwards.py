@@ -1,6 +1,7 @@
 """Units whose backward some ranks leave out, and recomputations between them: one order on all."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -12,15 +13,21 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import GradientSync
+from tests.support.against_plain import SGD, check_gradients, inputs_of, sharded_and_plain
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.threads import run_threads
 
-MESHES = {2: (2,), 4: (2, 2)}
+batch_of = functools.partial(inputs_of, shape=(5, 4))
+PLACES = ("tower", "main", "auxiliary")
+each_place = pytest.mark.parametrize("skipped", PLACES)
 
 
 class Heads(nn.Module):
     """A vision tower before the trunk, and an auxiliary head behind it, in one forward."""
+
+    units = ("tower", "trunk", "main", "auxiliary")
 
     def __init__(self):
         super().__init__()
@@ -36,18 +43,6 @@ class Heads(nn.Module):
         return self.main(x), self.auxiliary(x)
 
 
-def wrap(model, mesh_shape, **options):
-    names = None if len(mesh_shape) == 1 else ("replicate", "shard")
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    for unit in (model.tower, *model.trunk, model.main, model.auxiliary):
-        meshard.fully_shard(unit, mesh, **options)
-    return meshard.fully_shard(model, mesh, **options)
-
-
-def batch_of(rank, number=0):
-    return torch.randn(5, 4, generator=torch.Generator().manual_seed(10 * rank + number))
-
-
 def loss_of(model, rank, skipped, number=0):
     """Leave ``skipped`` out of the loss on odd ranks."""
     leaves_out = skipped if rank % 2 else ""
@@ -56,121 +51,73 @@ def loss_of(model, rank, skipped, number=0):
     return sum(part for name, part in parts.items() if name != leaves_out)
 
 
-def train(model, skipped, *, windows=2, microbatches=1, sync=GradientSync.FULL, step=None):
-    for _ in range(windows):
-        batches = range(microbatches)
-        for number in meshard.microbatches(model, batches, until_last=sync):
-            loss_of(model, dist.get_rank(), skipped, number).backward()
-        if step is not None:
-            step()
+def one_backward(model, rank, skipped):
+    return loss_of(model, rank, skipped)
 
 
-def train_plain(plain, skipped, *, windows=2, microbatches=1, step=None):
-    world = dist.get_world_size()
-    for _ in range(windows):
-        for number in range(microbatches):
-            for rank in range(world):
-                (loss_of(plain, rank, skipped, number) / world).backward()
-        if step is not None:
-            step()
+def last_of_several_forwards(model, rank, skipped):
+    return loss_of(model, rank, "") + loss_of(model, rank, skipped, 1)
 
 
-def grads_of(plain):
-    return {name: param.grad for name, param in plain.named_parameters()}
+def second_backward_through_a_graph(model, rank, skipped):
+    main, auxiliary = (out.square().mean() for out in model(batch_of(rank)))
+    (main + auxiliary).backward(retain_graph=True)
+    if rank and skipped == "tower":
+        return main * 0.5
+    parts = {"main": main, "auxiliary": auxiliary}
+    return sum(part for name, part in parts.items() if name != skipped or rank == 0)
 
 
-SKIPPED = ["tower", "main", "auxiliary"]
-
-
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-@pytest.mark.parametrize("skipped", SKIPPED)
-@pytest.mark.parametrize("num_ranks", MESHES)
-def test_a_unit_that_one_rank_leaves_out(skipped, num_ranks, reshard_after_forward):
-    @on_threads(num_ranks)
+@each_place
+@pytest.mark.parametrize(
+    ("mesh_shape", "options", "how"),
+    [
+        ((2,), {}, one_backward),
+        ((2,), {"reshard_after_forward": False}, one_backward),
+        ((2, 2), {}, one_backward),
+        ((2,), {}, last_of_several_forwards),
+        ((2,), {}, second_backward_through_a_graph),
+    ],
+    ids=["default", "kept", "hsdp", "last forward", "kept graph"],
+)
+def test_a_unit_that_one_rank_leaves_out(mesh_shape, options, how, skipped):
     def run():
-        plain = seeded(Heads())
-        options = {"reshard_after_forward": reshard_after_forward}
-        model = wrap(copy.deepcopy(plain), MESHES[num_ranks], **options)
-        train(model, skipped)
-        train_plain(plain, skipped)
-        assert_same(full_grads(model), grads_of(plain))
+        pair = sharded_and_plain(Heads(), Heads.units, mesh_shape, **options)
+        ledger = check_gradients(*pair, functools.partial(how, skipped=skipped))
+        return [(event.op, event.unit) for event in ledger.events]
 
-    run()
+    sent = run_threads(run, torch.Size(mesh_shape).numel())
+    assert sent == [sent[0]] * len(sent), "ranks send different collectives"
 
 
-@pytest.mark.parametrize("skipped", SKIPPED)
-@on_ranks(2)
-def test_all_ranks_issue_the_same_collectives(skipped):
-    model = wrap(seeded(Heads()), (2,))
-    with meshard.CommLedger(model) as ledger:
-        train(model, skipped)
-    events = "".join(f"{event.op} {event.unit}\n" for event in ledger.events)
-    text = torch.frombuffer(bytearray(events.encode()), dtype=torch.uint8).to(torch.int32)
-    other = text.clone()
-    dist.broadcast(other, 0)
-    assert torch.equal(text, other), events
-
-
+@each_place
 @pytest.mark.parametrize("sync", [GradientSync.NONE, GradientSync.REDUCE_SCATTER])
-@pytest.mark.parametrize("skipped", SKIPPED)
+@on_threads(4)
 def test_with_accumulation_and_replicas(skipped, sync):
-    @on_threads(4)
-    def run():
-        plain = seeded(Heads())
-        model = wrap(copy.deepcopy(plain), (2, 2))
-        train(model, skipped, windows=1, microbatches=3, sync=sync)
-        train_plain(plain, skipped, windows=1, microbatches=3)
-        assert_same(full_grads(model), grads_of(plain))
+    def window(module, rank):
+        numbers = range(3)
+        if module is model:
+            numbers = meshard.microbatches(model, list(numbers), until_last=sync)
+        for number in numbers:
+            loss_of(module, rank, skipped, number).backward()
 
-    run()
+    model, plain = sharded_and_plain(Heads(), Heads.units, (2, 2))
+    check_gradients(model, plain, window, times=1)
 
 
-@pytest.mark.parametrize("skipped", SKIPPED)
-@on_ranks(2)
+@each_place
+@on_threads(2)
 def test_with_an_optimizer_in_backward(skipped):
-    plain = seeded(Heads())
-    model = wrap(copy.deepcopy(plain), (2,))
+    model, plain = sharded_and_plain(Heads(), Heads.units)
     meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-
-    def step():
+    optimizer = SGD(plain.parameters())
+    for _ in range(2):
+        loss_of(model, dist.get_rank(), skipped).backward()
+        for rank in range(2):
+            (loss_of(plain, rank, skipped) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
-
-    train(model, skipped)
-    train_plain(plain, skipped, step=step)
     assert_same(full_state(model), full_state(plain))
-
-
-@pytest.mark.parametrize("skipped", SKIPPED)
-@on_threads(2)
-def test_in_the_last_of_several_forwards(skipped):
-    plain = seeded(Heads())
-    model = wrap(copy.deepcopy(plain), (2,))
-    rank = dist.get_rank()
-    (loss_of(model, rank, "") + loss_of(model, rank, skipped, 1)).backward()
-    for rank in range(2):
-        ((loss_of(plain, rank, "") + loss_of(plain, rank, skipped, 1)) / 2).backward()
-    assert_same(full_grads(model), grads_of(plain))
-
-
-@pytest.mark.parametrize("skipped", SKIPPED)
-@on_threads(2)
-def test_in_the_second_backward_through_one_graph(skipped):
-    plain = seeded(Heads())
-    model = wrap(copy.deepcopy(plain), (2,))
-    rank = dist.get_rank()
-    for each, module, share in [(rank, model, 1), *((other, plain, 2) for other in range(2))]:
-        uses_tower = skipped != "tower" or each == 0
-        main, auxiliary = (out.square().mean() / share for out in module(batch_of(each), True))
-        (main + auxiliary).backward(retain_graph=True)
-        if uses_tower:
-            parts = {"main": main, "auxiliary": auxiliary}
-            used = [part for name, part in parts.items() if name != skipped or each == 0]
-            sum(used).backward()
-        else:
-            (main * 0.5).backward()
-    assert_same(full_grads(model), grads_of(plain))
 
 
 class Around(nn.Module):
@@ -202,119 +149,91 @@ class Chain(nn.Module):
 
 @on_threads(2)
 def test_a_frozen_unit_inside_another_that_one_rank_leaves_out():
-    plain = seeded(Chain())
-    model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,))
-    for layer in model.layers:
-        meshard.fully_shard(layer.frozen, mesh)
-        meshard.fully_shard(layer, mesh)
-    for unit in (model.first, model):
-        meshard.fully_shard(unit, mesh)
-    rank = dist.get_rank()
-    for _ in range(2):
-        model(batch_of(rank), rank == 0).backward()
-        for each in range(2):
-            (plain(batch_of(each), each == 0) / 2).backward()
-    assert_same(full_grads(model), grads_of(plain))
+    units = ("layers.0.frozen", "layers.0", "layers.1.frozen", "layers.1", "first")
+    pair = sharded_and_plain(Chain(), units)
+    check_gradients(*pair, lambda model, rank: model(batch_of(rank), rank == 0))
 
 
 @on_threads(2)
 def test_an_output_without_backward_that_one_rank_keeps_changes_nothing():
-    plain = seeded(Heads())
-    model = wrap(copy.deepcopy(plain), (2,))
-    rank, kept = dist.get_rank(), []
-    for _ in range(2):
+    kept = []
+
+    def step(model, rank):
         output = model.auxiliary(batch_of(rank))  # with a graph, for a log
         if rank == 0:
             kept.append(output)
-        del output
-        model.main(batch_of(rank)).square().mean().backward()
-    for each in (0, 1, 0, 1):
-        (plain.main(batch_of(each)).square().mean() / 2).backward()
-    assert_same(full_grads(model), grads_of(plain))
-    assert len(kept) == (2 if rank == 0 else 0)
+        return model.main(batch_of(rank)).square().mean()
+
+    check_gradients(*sharded_and_plain(Heads(), Heads.units), step)
 
 
 class OwnNorm(nn.Module):
     """A root with parameters of its own, which are complete early where the head is left out."""
 
-    def __init__(self):
-        super().__init__()
-        self.inp, self.norm, self.head = nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        x = self.norm(self.inp(x))
-        return self.head(x), x
-
-
-def own_norm_steps(model, rank, scale, how):
-    """Leave the head out of the last loss on odd ranks."""
-    first = model(batch_of(rank))
-    if how == "kept graph":
-        second = first
-    elif how == "two forwards":
-        second = model(batch_of(rank, 1))
-    if how != "one backward":
-        (sum(out.square().sum() for out in first) * scale).backward(
-            retain_graph=how == "kept graph"
-        )
-    else:
-        second = first
-    outs = second[1:] if rank % 2 else second
-    (sum(out.square().sum() for out in outs) * scale).backward()
-
-
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("how", ["one backward", "two forwards", "kept graph"])
-@pytest.mark.parametrize("reshard_after_forward", [None, False])
-@pytest.mark.parametrize("num_ranks", MESHES)
-def test_a_root_with_parameters_is_reduced_after_a_skipped_head(
-    num_ranks, reshard_after_forward, how, frozen
-):
-    @on_threads(num_ranks)
-    def run():
-        plain = seeded(OwnNorm())
-        plain.head.requires_grad_(not frozen)
-        model = copy.deepcopy(plain)
-        mesh = init_device_mesh("cpu", (num_ranks,))
-        for unit in (model.head, model):
-            meshard.fully_shard(unit, mesh, reshard_after_forward=reshard_after_forward)
-        for _ in range(2):
-            own_norm_steps(model, dist.get_rank(), 1.0, how)
-        for _ in range(2):
-            for rank in range(num_ranks):
-                own_norm_steps(plain, rank, 1 / num_ranks, how)
-        assert_same(full_grads(model), grads_of(plain))
-
-    run()
-
-
-class TwoOutputs(nn.Module):
-    """A root with parameters of its own that returns more than one tensor."""
-
-    def __init__(self):
+    def __init__(self, num_heads=1):
         super().__init__()
         self.inp, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
-        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_heads))
 
     def forward(self, x):
         x = self.norm(self.inp(x))
         return *(head(x) for head in self.heads), x
 
 
+def sum_of(outputs):
+    return sum(out.square().sum() for out in outputs)
+
+
+def used_of(outputs, rank):
+    """Leave the heads out on odd ranks."""
+    return outputs[-1:] if rank % 2 else outputs
+
+
+def without_a_head(model, rank):
+    return sum_of(used_of(model(batch_of(rank)), rank))
+
+
+def without_a_head_of_a_second_forward(model, rank):
+    first, second = (model(batch_of(rank, number)) for number in range(2))
+    sum_of(first).backward()
+    return sum_of(used_of(second, rank))
+
+
+def without_a_head_of_a_kept_graph(model, rank):
+    outputs = model(batch_of(rank))
+    sum_of(outputs).backward(retain_graph=True)
+    return sum_of(used_of(outputs, rank))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize(
+    ("how", "num_heads", "reshard"),
+    [
+        (without_a_head, 1, None),
+        (without_a_head, 2, False),
+        (without_a_head_of_a_second_forward, 1, None),
+        (without_a_head_of_a_second_forward, 1, False),
+        (without_a_head_of_a_kept_graph, 1, None),
+        (without_a_head_of_a_kept_graph, 1, False),
+    ],
+)
 @on_threads(2)
-def test_ranks_that_use_different_numbers_of_outputs():
-    plain = seeded(TwoOutputs())
-    model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,))
-    for unit in (*model.heads, model):
-        meshard.fully_shard(unit, mesh)
-    rank = dist.get_rank()
-    for each, module, share in [(rank, model, 1), *((other, plain, 2) for other in range(2))]:
-        outputs = module(batch_of(each))
-        used = outputs[-1:] if each % 2 else outputs
-        (sum(out.square().mean() for out in used) / share).backward()
-    assert_same(full_grads(model), grads_of(plain))
+def test_a_root_with_parameters_is_reduced_after_a_skipped_head(how, num_heads, reshard, frozen):
+    plain = OwnNorm(num_heads)
+    plain.heads.requires_grad_(not frozen)
+    check_gradients(*sharded_and_plain(plain, ("heads",), reshard_after_forward=reshard), how)
+
+
+class Choice(nn.Module):
+    """A layer that uses its second weight on even ranks only."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, uses_second):
+        x = self.first(x).tanh()
+        return self.second(x) if uses_second else x * 1.5
 
 
 class Repeated(nn.Module):
@@ -338,32 +257,22 @@ class Repeated(nn.Module):
 @pytest.mark.parametrize("num_forwards", [1, 2])
 @on_threads(2)
 def test_a_later_use_that_one_rank_leaves_out(num_forwards):
-    plain = seeded(Repeated())
-    model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,))
-    for unit in (*model.layers, model.head, model):
-        meshard.fully_shard(unit, mesh)
-
-    def step(module, rank, share):
-        used = [module(batch_of(rank, number)) for number in range(num_forwards)]
+    def step(model, rank):
+        outputs = [model(batch_of(rank, number)) for number in range(num_forwards)]
         if rank % 2:
-            used[-1] = used[-1][:1]
-        (sum(out.square().sum() for outs in used for out in outs) * share).backward()
+            outputs[-1] = outputs[-1][:1]
+        return sum(map(sum_of, outputs))
 
-    for _ in range(2):
-        step(model, dist.get_rank(), 1.0)
-        for rank in range(2):
-            step(plain, rank, 0.5)
-    assert_same(full_grads(model), grads_of(plain))
+    check_gradients(*sharded_and_plain(Repeated(), ("layers", "head")), step)
 
 
 class Stage(nn.Module):
     """A stage of a pipeline. Odd data-parallel ranks do not use what its tower returns."""
 
-    def __init__(self, uses_tower):
+    def __init__(self):
         super().__init__()
         self.tower, self.layer = nn.Linear(4, 4), nn.Linear(4, 4)
-        self.uses_tower = uses_tower
+        self.uses_tower = True
 
     def forward(self, x):
         seen = self.tower(x)
@@ -375,7 +284,7 @@ class Stage(nn.Module):
 def test_a_tower_that_one_rank_leaves_out_of_a_pipeline(schedule):
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pipeline", "data"))
     position, data = mesh["pipeline"].get_local_rank(), mesh["data"].get_local_rank()
-    plain = [seeded(Stage(True), number) for number in range(2)]
+    plain = [seeded(Stage(), number) for number in range(2)]
     own = copy.deepcopy(plain[position])
     own.uses_tower = data == 0
     for unit in (own.tower, own.layer, own):
@@ -383,7 +292,7 @@ def test_a_tower_that_one_rank_leaves_out_of_a_pipeline(schedule):
     group = mesh["pipeline"].get_group()
     stage = PipelineStage(own, position, 2, torch.device("cpu"), group=group)
     pipeline = getattr(schedules, schedule)(stage, 4, nn.functional.mse_loss)
-    batches = [torch.randn(8, 4, generator=torch.Generator().manual_seed(rank)) for rank in (0, 1)]
+    batches = [inputs_of(rank, shape=(8, 4)) for rank in range(2)]
     targets = [batch.roll(1, 0) for batch in batches]
     for _ in range(2):
         if position == 0:
@@ -395,24 +304,9 @@ def test_a_tower_that_one_rank_leaves_out_of_a_pipeline(schedule):
                 part.uses_tower = rank == 0
             output = plain[1](plain[0](batches[rank]))
             (nn.functional.mse_loss(output, targets[rank]) / 2).backward()
-        assert_same(full_grads(own), grads_of(plain[position]))
+        assert_same(full_grads(own), full_grads(plain[position]))
         for module in (own, *plain):  # a step of the pipeline divides all that is in .grad
             module.zero_grad()
-
-
-# --- recomputations -------------------------------------------------------------------------------
-
-
-class Choice(nn.Module):
-    """A layer that uses its second weight on even ranks only."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, uses_second):
-        x = self.first(x).tanh()
-        return self.second(x) if uses_second else x * 1.5
 
 
 class Regions(nn.Module):
@@ -440,26 +334,13 @@ class Regions(nn.Module):
 
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
+@on_threads(2)
 def test_recomputed_regions_and_unused_parameters(use_reentrant, inner):
-    @on_threads(2)
-    def run():
-        plain = seeded(Regions(use_reentrant, inner))
-        model = copy.deepcopy(plain)
-        mesh = init_device_mesh("cpu", (2,))
-        for unit in (*model.layers, model.head, model):
-            meshard.fully_shard(unit, mesh, reshard_after_forward=True)
-        rank = dist.get_rank()
-        for _ in range(2):
-            model(batch_of(rank).requires_grad_(), rank == 0).square().mean().backward()
-            for each in range(2):
-                loss = plain(batch_of(each).requires_grad_(), each == 0).square().mean() / 2
-                loss.backward()
-        assert_same(full_grads(model), grads_of(plain))
+    def step(model, rank):
+        return model(batch_of(rank).requires_grad_(), rank == 0).square().mean()
 
-    run()
-
-
-# --- views, and torch.autograd.grad ---------------------------------------------------------------
+    plain = Regions(use_reentrant, inner)
+    check_gradients(*sharded_and_plain(plain, ("layers", "head"), reshard_after_forward=True), step)
 
 
 class FirstColumn(nn.Module):
@@ -487,15 +368,11 @@ class WithView(nn.Module):
 
 
 @pytest.mark.parametrize("overlapped", [False, True])
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_whose_view_of_its_input_is_not_used(overlapped):
-    model = seeded(WithView())
-    mesh = init_device_mesh("cpu", (2,))
-    for unit in (model.first, model.second, model):
-        meshard.fully_shard(unit, mesh)
+    model, _ = sharded_and_plain(WithView(), ("first", "second"))
     if overlapped:
         meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
-
     for _ in range(2):
         with meshard.CommLedger(model) as ledger:
             model(torch.ones(2, 4)).backward()
@@ -514,57 +391,42 @@ class Energy(nn.Module):
         return x.sum()
 
 
-def sharded_energy():
-    plain = seeded(Energy())
-    model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,))
-    for unit in (*model.layers, model):
-        meshard.fully_shard(unit, mesh)
-    return model, plain
-
-
 def forces_of(model, rank, **options):
     x = batch_of(rank).requires_grad_()
     return torch.autograd.grad(model(x), x, **options)[0]
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_gradients_by_inputs_reduce_nothing():
-    model, plain = sharded_energy()
+    model, plain = sharded_and_plain(Energy(), ("layers",))
     rank = dist.get_rank()
     for _ in range(2):
         with meshard.CommLedger(model) as ledger:
             forces = forces_of(model, rank)
         assert_same(forces, forces_of(plain, rank))
         assert set(ledger.counts) == {"all_gather"}
-    model(batch_of(rank)).backward()
-    for each in range(2):
-        (plain(batch_of(each)) / 2).backward()
-    assert_same(full_grads(model), grads_of(plain))
+    check_gradients(model, plain, lambda model, rank: model(batch_of(rank)))
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_gradients_by_inputs_in_the_middle_of_a_window():
-    model, plain = sharded_energy()
-    rank = dist.get_rank()
-    with meshard.no_sync(model):
-        model(batch_of(rank)).backward()
-    forces_of(model, rank)
-    assert meshard.pending_gradients(model)
-    model(batch_of(rank, 1)).backward()
-    for each in range(2):
-        ((plain(batch_of(each)) + plain(batch_of(each, 1))) / 2).backward()
-    assert_same(full_grads(model), grads_of(plain))
+    def window(module, rank):
+        if module is plain:
+            return module(batch_of(rank)) + module(batch_of(rank, 1))
+        with meshard.no_sync(module):
+            module(batch_of(rank)).backward()
+        forces_of(module, rank)
+        assert meshard.pending_gradients(module)
+        return module(batch_of(rank, 1))
+
+    model, plain = sharded_and_plain(Energy(), ("layers",))
+    check_gradients(model, plain, window, times=1)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_loss_of_forces_is_reduced_once():
-    model, plain = sharded_energy()
-    rank = dist.get_rank()
-    for _ in range(2):
-        with meshard.CommLedger(model) as ledger:
-            forces_of(model, rank, create_graph=True).square().mean().backward()
-        for each in range(2):
-            (forces_of(plain, each, create_graph=True).square().mean() / 2).backward()
-    assert_same(full_grads(model), grads_of(plain))
+    ledger = check_gradients(
+        *sharded_and_plain(Energy(), ("layers",)),
+        lambda model, rank: forces_of(model, rank, create_graph=True).square().mean(),
+    )
     assert ledger.counts["reduce_scatter"] == 3

@@ -11,8 +11,6 @@ from meshard import GradientSync
 from meshard._engine.unit import unit_of
 from tests.support.fake import fake_group
 
-PLACEMENTS = (Replicate(), Shard(0))
-
 
 class Recording(nn.Linear):
     """Records its weight in forward, and in its backward."""
@@ -39,12 +37,7 @@ def memory_of_unsharded(layer):
 
 
 def is_shard(tensor):
-    return isinstance(tensor, DTensor) and tensor.placements == PLACEMENTS
-
-
-def backward(model, mode):
-    model.set_gradient_sync(mode)
-    model(torch.ones(1, 4)).sum().backward()
+    return isinstance(tensor, DTensor) and tensor.placements == (Replicate(), Shard(0))
 
 
 def test_forward_and_backward_see_unsharded_parameters_and_all_else_shards(model):
@@ -62,32 +55,28 @@ def test_forward_and_backward_see_unsharded_parameters_and_all_else_shards(model
 
 
 @pytest.mark.parametrize(
-    ("mode", "has_gradient", "pending"),
+    ("mode", "pending"),
     [
-        (GradientSync.NONE, False, "unsharded"),
-        (GradientSync.REDUCE_SCATTER, False, "partial"),
-        (GradientSync.FULL, True, ""),
+        (GradientSync.NONE, "unsharded"),
+        (GradientSync.REDUCE_SCATTER, "partial"),
+        (GradientSync.FULL, ""),
     ],
 )
-def test_a_gradient_is_where_its_mode_puts_it(model, mode, has_gradient, pending):
-    backward(model, mode)
-    assert is_shard(model[0].weight.grad) == has_gradient
-    found = meshard.pending_gradients(model)
-    assert bool(found) == bool(pending)
+def test_a_gradient_is_where_its_mode_puts_it_until_zero_grad(model, mode, pending):
+    model.set_gradient_sync(mode)
+    model(torch.ones(1, 4)).sum().backward()
+    gradient, found = model[0].weight.grad, meshard.pending_gradients(model)
+    assert is_shard(gradient) == (not pending) and bool(found) == bool(pending)
     if pending == "unsharded":
         assert found["0.weight"] is None
     elif pending:
         assert found["0.weight"].to_local().shape == (2, 4)
-
-
-def test_a_gradient_stays_until_zero_grad(model):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    backward(model, GradientSync.FULL)
-    gradient = model[0].weight.grad
-    optimizer.step()
-    assert model[0].weight.grad is gradient
-    optimizer.zero_grad()
-    assert model[0].weight.grad is None
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()
+        assert model[0].weight.grad is gradient
+        optimizer.zero_grad()
+        assert model[0].weight.grad is None
 
 
 def test_two_ways_to_unshard_by_hand(model):

@@ -10,10 +10,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_state
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks
 
 X = torch.ones(2, 6)
 
@@ -31,37 +30,29 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-def built_before(lib_name):
+@on_ranks(2)
+def test_the_peer_says_nothing_of_an_optimizer_built_before():
     model = MlpStack()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    shard(seeded(model), torch_fsdp if lib_name == "peer" else meshard)
-    before = full_state(model)
+    before = full_state(shard(seeded(model), torch_fsdp))
     step(model, optimizer)
-    after = full_state(model)
-    return all(torch.equal(before[name], after[name]) for name in before)
+    assert_same(full_state(model), before, bitwise=True, what="the peer has changed")
 
 
-def test_an_optimizer_built_before_fully_shard_is_told_so(run_ranks):
-    # FSDP2: not a word, and the model has not changed.
-    assert run_ranks(built_before, 2, "peer") == [True, True], "the peer has changed"
-    with (
-        fake_group(2),
-        pytest.raises(
-            RuntimeError,
-            match=r"AdamW would never train the model: it holds parameter 'MlpStack\.scale' as it "
-            r"was before fully_shard.* build the optimizer after the last call of fully_shard",
-        ),
-    ):
-        built_before("ours")
+@on_fake_ranks(2)
+def test_an_optimizer_built_before_fully_shard_is_told_so():
+    model = MlpStack()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    shard(seeded(model))
+    text = (
+        r"AdamW would never train the model: it holds parameter 'MlpStack\.scale' as it "
+        r"was before fully_shard.* build the optimizer after the last call of fully_shard"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        step(model, optimizer)
 
 
-@pytest.fixture
-def two_ranks():
-    with fake_group(2):
-        yield
-
-
-@pytest.mark.usefixtures("two_ranks")
+@on_fake_ranks(2)
 def test_one_parameter_of_before_among_others_is_found():
     model = seeded(MlpStack())
     early = model.blocks[1].up.bias
@@ -74,7 +65,7 @@ def test_one_parameter_of_before_among_others_is_found():
     step(model, optimizer)
 
 
-@pytest.mark.usefixtures("two_ranks")
+@on_fake_ranks(2)
 def test_an_optimizer_built_between_two_calls_of_fully_shard_is_told_so():
     model = seeded(MlpStack())
     for block in model.blocks:
@@ -93,7 +84,7 @@ class BuildsInside(MlpStack):
         return super().forward(x)
 
 
-@pytest.mark.usefixtures("two_ranks")
+@on_fake_ranks(2)
 def test_an_optimizer_of_whole_copies_is_told_so():
     model = shard(BuildsInside())
     model(X).sum().backward()
@@ -114,8 +105,8 @@ REPLACED = {
 }
 
 
-@pytest.mark.usefixtures("two_ranks")
 @pytest.mark.parametrize("how", REPLACED)
+@on_fake_ranks(2)
 def test_an_optimizer_of_parameters_that_were_replaced_is_told_so(how):
     model = shard(seeded(MlpStack()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -133,19 +124,19 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_told_so(how):
     step(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-@pytest.mark.usefixtures("two_ranks")
-@pytest.mark.parametrize("convert", [lambda m: m.double(), lambda m: m.to_empty(device="cpu")])
+@pytest.mark.parametrize("convert", ["double", "to_empty"])
+@on_fake_ranks(2)
 def test_an_optimizer_of_parameters_that_were_converted_goes_on(convert):
     model = shard(seeded(MlpStack()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    convert(model)
+    model.double() if convert == "double" else model.to_empty(device="cpu")
     for each in model.parameters():
         each.data.zero_()
     model(X.to(model.scale.dtype)).sum().backward()
     optimizer.step()
 
 
-@pytest.mark.usefixtures("two_ranks")
+@on_fake_ranks(2)
 def test_optimizers_of_other_models_are_left_alone():
     plain = seeded(MlpStack())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
@@ -157,7 +148,7 @@ def test_optimizers_of_other_models_are_left_alone():
 
 @on_ranks(2)
 def test_an_optimizer_built_after_an_evaluation_trains():
-    """An optimizer built after an evaluation, which may leave the root whole, trains."""
+    """The evaluation may leave the root whole."""
     model, plain = shard(seeded(MlpStack())), seeded(MlpStack())
     model.set_reshard_after_forward(False)
     with torch.no_grad():

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_fake_ranks
 from tests.support.sharding import shard_blocks
 
 BATCHES = [torch.arange(12.0).view(2, 6) / 12 - shift for shift in (0.0, 0.5)]
@@ -43,32 +43,32 @@ def check_trains(model, number):
 
 
 @pytest.mark.parametrize("way", ["all", "forward", "backward", "evaluation", "interrupted"])
+@on_fake_ranks(1)
 def test_a_step_may_run_in_another_thread_than_the_last_one(way):
-    with fake_group(1):
-        model, plain = sharded(), seeded(MlpStack())
-        train(model)
-        model.zero_grad()
-        if way == "interrupted":
+    model, plain = sharded(), seeded(MlpStack())
+    train(model)
+    model.zero_grad()
+    if way == "interrupted":
 
-            def interrupt(*_):
-                raise KeyboardInterrupt
+        def interrupt(*_):
+            raise KeyboardInterrupt
 
-            handle = model.blocks[1].register_forward_pre_hook(interrupt)
-            with pytest.raises(KeyboardInterrupt):
-                model(BATCHES[0])
-            handle.remove()
-        elif way == "evaluation":
-            with torch.no_grad():
-                model(BATCHES[0])
-        if way == "forward":
-            in_thread(loss_of, model).backward()
-        elif way == "backward":
-            in_thread(loss_of(model).backward)
-        else:
-            in_thread(train, model)
-        train(plain)
-        assert_same(full_grads(model), full_grads(plain))
-        check_trains(model, 1)
+        handle = model.blocks[1].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(BATCHES[0])
+        handle.remove()
+    elif way == "evaluation":
+        with torch.no_grad():
+            model(BATCHES[0])
+    if way == "forward":
+        in_thread(loss_of, model).backward()
+    elif way == "backward":
+        in_thread(loss_of(model).backward)
+    else:
+        in_thread(train, model)
+    train(plain)
+    assert_same(full_grads(model), full_grads(plain))
+    check_trains(model, 1)
 
 
 def refused(function, *args):
@@ -77,73 +77,73 @@ def refused(function, *args):
     return True
 
 
+@on_fake_ranks(1)
 def test_a_forward_inside_the_forward_of_another_thread_is_refused_and_harms_nothing():
-    with fake_group(1):
-        model, was_refused = sharded(), []
-        model.blocks[1].up.register_forward_hook(
-            lambda *_: None if was_refused else was_refused.append(refused(train, model))
-        )
-        check_trains(model, 0)
-        assert was_refused
-        check_trains(model, 1)
+    model, was_refused = sharded(), []
+    model.blocks[1].up.register_forward_hook(
+        lambda *_: None if was_refused else was_refused.append(refused(train, model))
+    )
+    check_trains(model, 0)
+    assert was_refused
+    check_trains(model, 1)
 
 
 @pytest.mark.parametrize("what", ["forward", "evaluation", "backward"])
+@on_fake_ranks(1)
 def test_a_step_inside_the_backward_of_another_thread_is_refused_and_harms_nothing(what):
-    with fake_group(1):
-        model = sharded()
-        before = loss_of(model, 1)
-        actions = {
-            "forward": lambda: train(model),
-            "evaluation": lambda: torch.no_grad()(model)(BATCHES[0]),
-            "backward": before.backward,
-        }
-        was_refused = []
+    model = sharded()
+    before = loss_of(model, 1)
+    actions = {
+        "forward": lambda: train(model),
+        "evaluation": lambda: torch.no_grad()(model)(BATCHES[0]),
+        "backward": before.backward,
+    }
+    was_refused = []
 
-        def at_gradient(_):
-            if not was_refused:
-                was_refused.append(refused(actions[what]))
+    def at_gradient(_):
+        if not was_refused:
+            was_refused.append(refused(actions[what]))
 
-        model.blocks[1].register_forward_hook(
-            lambda *hooked: hooked[2].register_hook(at_gradient) and None
-        )
-        check_trains(model, 0)
-        assert was_refused
-        check_trains(model, 1)
+    model.blocks[1].register_forward_hook(
+        lambda *hooked: hooked[2].register_hook(at_gradient) and None
+    )
+    check_trains(model, 0)
+    assert was_refused
+    check_trains(model, 1)
 
 
+@on_fake_ranks(1)
 def test_threads_that_take_turns_train_as_one():
-    with fake_group(1):
-        model, plain, lock = sharded(), seeded(MlpStack()), threading.Lock()
+    model, plain, lock = sharded(), seeded(MlpStack()), threading.Lock()
 
-        def work():
-            for _ in range(3):
-                with lock:
-                    train(model)
+    def work():
+        for _ in range(3):
+            with lock:
+                train(model)
 
-        with ThreadPoolExecutor(3) as pool:
-            for each in [pool.submit(work) for _ in range(3)]:
-                each.result(60)
-        for _ in range(9):
-            train(plain)
-        assert_same(full_grads(model), full_grads(plain))
+    with ThreadPoolExecutor(3) as pool:
+        for each in [pool.submit(work) for _ in range(3)]:
+            each.result(60)
+    for _ in range(9):
+        train(plain)
+    assert_same(full_grads(model), full_grads(plain))
 
 
+@on_fake_ranks(1)
 def test_the_refusal_of_another_model_inside_a_forward_cleans_that_forward_up():
-    with fake_group(1):
-        busy, other, seen = sharded(), sharded(), []
+    busy, other, seen = sharded(), sharded(), []
 
-        def inside(*_):
-            if not seen:
-                seen.append(True)
-                handle = other.blocks[0].register_forward_pre_hook(
-                    lambda *args: busy(BATCHES[0]) and None
-                )
-                seen.append(refused(other, BATCHES[0]))
-                handle.remove()
-                assert all(isinstance(param, DTensor) for param in other.parameters())
+    def inside(*_):
+        if not seen:
+            seen.append(True)
+            handle = other.blocks[0].register_forward_pre_hook(
+                lambda *args: busy(BATCHES[0]) and None
+            )
+            seen.append(refused(other, BATCHES[0]))
+            handle.remove()
+            assert all(isinstance(param, DTensor) for param in other.parameters())
 
-        busy.blocks[1].up.register_forward_hook(inside)
-        check_trains(busy, 0)
-        assert len(seen) == 2
-        check_trains(other, 0)
+    busy.blocks[1].up.register_forward_hook(inside)
+    check_trains(busy, 0)
+    assert len(seen) == 2
+    check_trains(other, 0)

@@ -1,19 +1,25 @@
 """Modules that use their weights, inputs and outputs in unusual ways."""
 
-import copy
 import dataclasses
+import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshard
-from tests.support.models import seeded
-from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks
+from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.support.against_plain import (
+    check_gradients,
+    check_training,
+    inputs_of,
+    sharded_and_plain,
+)
+from tests.support.models import MlpStack, seeded
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.spread import spread
 
 
 class Detached(nn.Module):
@@ -85,26 +91,11 @@ class Stack(nn.Module):
         return x + self.own
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("kind", [Detached, Wrapping, Recursive, Force])
+@on_threads(2)
 def test_unusual_modules_train_like_plain_ones(kind):
-    mesh = init_device_mesh("cpu", (2,))
-    model = seeded(Stack(kind))
-    plain = copy.deepcopy(model)
-    for unit in (model.first, model.second):
-        if kind is Force:
-            meshard.fully_shard(unit.energy, mesh)
-        meshard.fully_shard(unit, mesh)
-    meshard.fully_shard(model, mesh)
-    xs = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for _ in range(3):
-        model(xs[dist.get_rank()]).square().mean().backward()
-        plain(xs.flatten(0, 1)).square().mean().backward()
-        assert_same(full_grads(model), full_grads(plain))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    energies = ("first.energy", "second.energy") if kind is Force else ()
+    check_training(*sharded_and_plain(Stack(kind), (*energies, "first", "second")))
 
 
 class Returning(nn.Module):
@@ -118,17 +109,14 @@ class Returning(nn.Module):
         return self.weight, x
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_module_that_returns_its_parameter_gets_no_hooks_on_it():
-    plain = seeded(Returning())
-    model = meshard.fully_shard(copy.deepcopy(plain), reshard_after_forward=False)
-    for _ in range(3):
-        for each in (model, plain):
-            each.zero_grad()
-            weight, x = each(torch.ones(6, 6))
-            assert not weight._backward_hooks or weight.grad_fn is not None
-            (weight * x).square().sum().backward()
-        assert_same(full_grads(model), full_grads(plain))
+    def step(model, rank):
+        weight, x = model(torch.ones(6, 6))
+        assert not weight._backward_hooks or weight.grad_fn is not None
+        return (weight * x).square().sum()
+
+    check_gradients(*sharded_and_plain(Returning(), (), reshard_after_forward=False), step)
 
 
 class Assigning(nn.Module):
@@ -143,7 +131,7 @@ class Assigning(nn.Module):
         return x
 
 
-@on_ranks(2)
+@on_fake_ranks(2)
 def test_an_unsharded_parameter_gets_no_second_name():
     model = nn.Sequential(Assigning(), nn.Linear(6, 6))
     meshard.fully_shard(model[0])
@@ -155,3 +143,77 @@ def test_an_unsharded_parameter_gets_no_second_name():
             model(torch.ones(2, 6))
         assert list(model.state_dict()) == names
     assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+class Identity(nn.Module):
+    """Returns what a layer inside it returned, which may be a unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.inner(x)
+
+
+class Residual(nn.Module):
+    """Adds to what its layers return, in place; a linear layer returns a view of 3D inputs."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layers = nn.ModuleList(layer() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            y = layer(x)
+            y += x
+            x = y * 2
+        return self.layers[0](x)
+
+
+LAYERS = {"view": lambda: nn.Linear(4, 4), "plain": lambda: nn.LayerNorm(4), "nested": Identity}
+
+
+@spread(kind=[*LAYERS, *LAYERS], reshard=[True, False, None, None, True, False])
+@on_threads(2)
+def test_outputs_may_be_changed_in_place(kind, reshard):
+    def step(model, rank):
+        out = model(inputs_of(rank, shape=(1, 3, 4)))
+        out += 1
+        return out.square().sum()
+
+    inner = [f"layers.{number}.inner" for number in range(3)] if kind == "nested" else []
+    model, plain = sharded_and_plain(
+        Residual(LAYERS[kind]), (*inner, "layers"), reshard_after_forward=reshard
+    )
+    check_gradients(model, plain, step)
+
+
+FORWARD_MODE = {
+    "replicated": None,
+    "hsdp": {"mesh_shape": (2, 1)},
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, output_dtype=torch.float32)},
+    "offloaded": {"offload_policy": CPUOffloadPolicy(pin_memory=False)},
+}
+
+
+@pytest.mark.parametrize("kind", FORWARD_MODE)
+@on_ranks(2)
+def test_losses_of_forward_derivatives(kind):
+    """``torch.func.jvp`` through units of every kind; ``tests.peers`` has it beside the peer."""
+
+    def step(model, rank):
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use
+            x, tangent = inputs_of(rank), inputs_of(rank, 1)
+            out, derivative = torch.func.jvp(model, (x,), (tangent,))
+        return out.square().mean() + derivative.square().mean()
+
+    if kind == "replicated":
+        model, plain = seeded(MlpStack()), seeded(MlpStack())
+        meshard.replicate(model, init_device_mesh("cpu", (2,)), bucket_cap_mb=1e-3)
+    else:
+        model, plain = sharded_and_plain(MlpStack(), **FORWARD_MODE[kind])
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    for _ in range(3):  # replicated parameters get their last buckets in the third
+        check_gradients(model, plain, step, times=1, dtype=dtype)

@@ -12,12 +12,15 @@ from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from tests.support.parity import assert_same, full_state
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 
 STEPS = 3
 
 
 def pre_all_gather(local, calls, mesh, outer_size, outer_stride, module, mp_policy):
-    calls.append(("pre", mesh.size(), tuple(outer_size), tuple(outer_stride), type(module)))
+    calls.append(
+        ("pre", mesh.size(), tuple(outer_size), tuple(outer_stride), type(module).__name__)
+    )
     return (local.to(torch.bfloat16),), None
 
 
@@ -71,9 +74,7 @@ def train_with_methods(fully_shard, reshard_after_forward):
     model = sharded(fully_shard, reshard_after_forward=reshard_after_forward)
     calls = [set_methods(model[0].weight), set_methods(model[2].weight)]
     losses = train(model)
-    named = [[(*call[:-1], call[-1].__name__) if call[0] == "pre" else call for call in each]
-             for each in calls]  # fmt: skip
-    return losses, full_state(model), named
+    return losses, full_state(model), calls
 
 
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
@@ -89,16 +90,13 @@ def test_they_are_called_as_by_torch(run_ranks, reshard_after_forward):
         assert_same(state, peer_state, bitwise=True, what="parameters")
 
 
-def train_set_late():
+@on_threads(2)
+def test_they_may_be_set_after_a_step():
     model = sharded(meshard.fully_shard)
     train(model, 1)
     calls = set_methods(model[0].weight)
     train(model, 1)
-    return len(calls)
-
-
-def test_they_may_be_set_after_a_step(run_ranks):
-    assert all(run_ranks(train_set_late, 2))
+    assert calls
 
 
 def on_other_dim(param):
@@ -132,49 +130,42 @@ def test_the_other_parameters_of_the_unit_train_as_before(run_ranks, kwargs):
         assert_same(state, plain_state, bitwise=True, what="parameters")
 
 
-def sharded_on_other_dim():
-    layer = nn.Linear(6, 4)
-    meshard.fully_shard(
-        layer,
-        init_device_mesh("cpu", (2,)),
-        shard_placement_fn=lambda param: Shard(param.dim() - 1),
-    )
+def shard_layer(**options):
+    return meshard.fully_shard(nn.Linear(6, 4), init_device_mesh("cpu", (2,)), **options)
+
+
+@on_fake_ranks(2)
+def test_parameters_on_other_dims_are_gathered_beside_them():
+    layer = shard_layer(shard_placement_fn=lambda param: Shard(param.dim() - 1))
     set_methods(layer.bias)
-    before = layer.weight.full_tensor()
     layer.unshard()
-    same = torch.equal(layer.weight, before)
+    assert layer.weight.shape == (4, 6)
     layer.reshard()
     set_methods(layer.weight)
     with pytest.raises(NotImplementedError, match="dim 0 only"):
         layer(torch.ones(2, 6))
-    return same and isinstance(layer.weight, DTensor)
+    assert isinstance(layer.weight, DTensor)
 
 
-def test_parameters_on_other_dims_are_gathered_beside_them(run_ranks):
-    assert all(run_ranks(sharded_on_other_dim, 2))
-
-
-def refusals():
-    mesh = init_device_mesh("cpu", (2,))
+@on_fake_ranks(2)
+def test_what_cannot_be_done_is_refused():
     before = nn.Linear(6, 4)
     before.weight.fsdp_pre_all_gather = before.weight.fsdp_post_all_gather = print
     with pytest.raises(ValueError, match="after fully_shard"):
-        meshard.fully_shard(before, mesh)
+        meshard.fully_shard(before)
 
-    one_only = meshard.fully_shard(nn.Linear(6, 4), mesh)
+    one_only = shard_layer()
     one_only.weight._local_tensor.fsdp_pre_all_gather = print
     with pytest.raises(ValueError, match="fsdp_post_all_gather"):
         one_only(torch.ones(2, 6))
 
-    offloaded = meshard.fully_shard(
-        nn.Linear(6, 4), mesh, offload_policy=meshard.CPUOffloadPolicy(pin_memory=False)
-    )
+    offloaded = shard_layer(offload_policy=meshard.CPUOffloadPolicy(pin_memory=False))
     set_methods(offloaded.weight)
     for _ in range(2):  # and not gathered without them afterwards
         with pytest.raises(NotImplementedError, match="'weight'"):
             offloaded(torch.ones(2, 6))
 
-    summoned = meshard.fully_shard(nn.Linear(6, 4), mesh)
+    summoned = shard_layer()
     set_methods(summoned.weight)
     with (
         pytest.raises(NotImplementedError, match="unsharded_params"),
@@ -182,42 +173,32 @@ def refusals():
     ):
         pass
 
-    return True
 
-
-def test_what_cannot_be_done_is_refused(run_ranks):
-    assert all(run_ranks(refusals, 2))
-
-
-def lose_methods():
-    layer = meshard.fully_shard(nn.Linear(6, 4), init_device_mesh("cpu", (2,)))
+@on_ranks(2)
+def test_methods_may_go_again_but_not_in_silence():
+    layer, x = shard_layer(), torch.ones(2, 6)
     calls = set_methods(layer.weight)
-    layer(torch.ones(2, 6))
+    layer(x)
     values = {name: torch.ones(value.shape) for name, value in layer.state_dict().items()}
     layer.load_state_dict(values)  # in place: the local tensor and its methods stay
     calls.clear()
-    layer(torch.ones(2, 6))
+    layer(x)
     assert calls
     with pytest.warns(UserWarning, match="set the methods again"):
         layer.to_empty(device="cpu")
     layer.load_state_dict(values)
     calls.clear()
     with torch.no_grad():
-        outputs = layer(torch.ones(2, 6))
+        outputs = layer(x)
     assert not calls and torch.equal(outputs, torch.full((2, 4), 7.0))
 
-    again = set_methods(layer.weight)
-    layer(torch.ones(2, 6)).sum().backward()
+    calls = set_methods(layer.weight)
+    layer(x).sum().backward()
     with pytest.warns(UserWarning, match="set the methods again"):
         copied = copy.deepcopy(layer)
-    copied(torch.ones(2, 6))
+    copied(x)
     del layer.weight._local_tensor.fsdp_pre_all_gather
     del layer.weight._local_tensor.fsdp_post_all_gather
-    num_calls = len(again)
-    assert torch.equal(layer(torch.ones(2, 6)), outputs)
-    return num_calls, len(again)
-
-
-def test_methods_may_go_again_but_not_in_silence(run_ranks):
-    for before, after in run_ranks(lose_methods, 2):
-        assert before == after > 0
+    num_calls = len(calls)
+    assert torch.equal(layer(x), outputs)
+    assert num_calls == len(calls) > 0

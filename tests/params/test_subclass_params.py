@@ -1,7 +1,6 @@
 """Tensor subclasses with a custom all-gather: training."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import GradientSync
-from tests.support.covering import covering
 from tests.support.extensions import (
     Bfloat16Whole,
     Int8ForThePeer,
@@ -23,12 +21,12 @@ from tests.support.extensions import (
 )
 from tests.support.integer_model import IntegerBlock, IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.threads import run_threads
 
 NAMES = ("replicate", "shard")
 STEPS = 5
 LEARNING_RATE = 2.0**-9  # so that weights have more bits than travel
 N, R, F = GradientSync.NONE, GradientSync.REDUCE_SCATTER, GradientSync.FULL
-KINDS = [Int8OnWire, Bfloat16Whole]
 
 
 def mesh_of(shape):
@@ -81,43 +79,40 @@ def train_plain(kind, num_ranks, schedule):
         return torch.cat([integer_batch(step, rank) for rank in range(num_ranks)])
 
     records = train(model, [None] * len(schedule), batch_of)
-    return [(loss, _renamed(grads), _renamed(params)) for loss, grads, params in records]
+
+    def renamed(values):
+        return {name.removeprefix("model."): value for name, value in values.items()}
+
+    return [(loss, renamed(grads), renamed(params)) for loss, grads, params in records]
 
 
-def _renamed(values):
-    return {name.removeprefix("model."): value for name, value in values.items()}
-
-
-def assert_same_records(runs, expected):
-    for step, (loss, grads, params) in enumerate(expected):
-        assert sum(run[step][0] for run in runs) == loss
-        for run in runs:
-            assert_same(run[step][1], grads, bitwise=True, what=f"step {step}: grads")
-            assert_same(run[step][2], params, bitwise=True, what=f"step {step}: params")
-
-
-@pytest.mark.default_rows(1)
-@covering(
-    "kind, shape, schedule",
-    itertools.product(KINDS, [(2,), (3,), (2, 2)], [(F,), (N, N, F), (R, F)]),
+@pytest.mark.parametrize(
+    ("kind", "shape", "schedule", "reshard"),
+    [
+        (Int8OnWire, (2,), (F,), None),
+        (Int8OnWire, (3,), (N, N, F), False),
+        (Int8OnWire, (2, 2), (R, F), True),
+        (Int8OnWire, (4,), (N, F), 2),
+        (Bfloat16Whole, (2,), (R, F), None),
+        (Bfloat16Whole, (3,), (F,), True),
+        (Bfloat16Whole, (2, 2), (N, N, F), False),
+        (Bfloat16Whole, (4,), (N, F), 2),
+    ],
 )
-def test_training_is_that_of_one_process(run_ranks, kind, shape, schedule):
+def test_training_is_that_of_one_process(kind, shape, schedule, reshard):
     num_ranks = torch.Size(shape).numel()
     expected = train_plain(kind, num_ranks, schedule)
     last = expected[-1][2]["blocks.0.linear.weight"]
     assert not torch.equal(kind.rounded(last), last), "rounding does nothing to these weights"
-    runs = run_ranks(train_sharded, num_ranks, kind, shape, schedule)
-    assert_same_records(runs, expected)
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
-def test_ways_of_resharding(run_ranks, kind, reshard_after_forward):
-    runs = run_ranks(
-        train_sharded, 4, kind, (4,), (N, F), reshard_after_forward=reshard_after_forward
+    runs = run_threads(
+        train_sharded, num_ranks, kind, shape, schedule, reshard_after_forward=reshard
     )
-    assert_same_records(runs, train_plain(kind, 4, (N, F)))
+    for step, (loss, grads, params) in enumerate(expected):
+        assert sum(run[step][0] for run in runs) == loss
+        for rank, run in enumerate(runs):
+            what = f"step {step}, rank {rank}"
+            assert_same(run[step][1], grads, bitwise=True, what=f"{what}: grads")
+            assert_same(run[step][2], params, bitwise=True, what=f"{what}: params")
 
 
 class EvenModel(nn.Module):
@@ -156,16 +151,15 @@ def train_both(make, kind, shape, reshard_after_forward):
 # scale per row is not possible there.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("make", "kind", "shape"),
+    ("make", "kind", "shape", "reshard_after_forward"),
     [
-        (EvenModel, Int8ForThePeer, (2,)),
-        (EvenModel, Int8ForThePeer, (2, 2)),
-        (IntegerModel, Bfloat16Whole, (2,)),
-        (IntegerModel, Bfloat16Whole, (3,)),
-        (IntegerModel, Bfloat16Whole, (2, 2)),
+        (EvenModel, Int8ForThePeer, (2,), False),
+        (EvenModel, Int8ForThePeer, (2, 2), True),
+        (IntegerModel, Bfloat16Whole, (2,), True),
+        (IntegerModel, Bfloat16Whole, (3,), True),
+        (IntegerModel, Bfloat16Whole, (2, 2), False),
     ],
 )
-@pytest.mark.parametrize("reshard_after_forward", [True, False])
 def test_the_peer_gives_the_same(run_ranks, make, kind, shape, reshard_after_forward):
     num_ranks = torch.Size(shape).numel()
     is_exact = num_ranks != 3  # what is divided by three is rounded

@@ -1,10 +1,12 @@
 """Tensor subclasses with a custom all-gather: the contract of their methods, and memory."""
 
 import copy
+import gc
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -19,14 +21,11 @@ from tests.support.extensions import (
     quantised,
     with_matrices_as,
 )
-from tests.support.threads import run_threads
+from tests.support.ranks import on_fake_ranks, on_ranks
 
 
 def mesh_of(*shape):
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-# --- arguments ---------------------------------------------------------------------------------
 
 
 class Listening(Wrapper):
@@ -56,7 +55,8 @@ class ListeningToMesh(Wrapper):
         return None if out is not None else (all_gather_outputs[0], all_gather_outputs)
 
 
-def listen():
+@on_ranks(4)
+def test_both_signatures_are_told_of_the_shard_axis():
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=False)
     mesh = mesh_of(2, 2)  # one for both: torch's caches mix equal meshes up, and their groups
     layer = meshard.fully_shard(linear(Listening), mesh, mp_policy=policy)
@@ -68,29 +68,17 @@ def listen():
     short = meshard.fully_shard(linear(ListeningToMesh, rows=4), mesh)
     short.unshard()
     assert short.weight.shape == (4, 3)
-    return Listening.told, Listening.given, ListeningToMesh.told
+    assert Listening.told == ((2,), ("shard",), (5, 3), (3, 1))
+    assert Listening.given == ("metadata", torch.bfloat16, [7.0, 7.0], (6, 3))
+    assert ListeningToMesh.told == ((2,), ("shard",))
 
 
-def listen_without_names():
+@on_ranks(4)
+def test_a_mesh_without_names_has_a_shard_axis_too():
     layer = meshard.fully_shard(linear(Listening), init_device_mesh("cpu", (2, 2)))
     layer.unshard()
-    group = Listening.mesh.get_group()
-    layer.reshard()
-    return torch.distributed.get_process_group_ranks(group)
-
-
-def test_a_mesh_without_names_has_a_shard_axis_too(run_ranks):
-    assert run_ranks(listen_without_names, 4) == [[0, 1], [0, 1], [2, 3], [2, 3]]
-
-
-def test_both_signatures_are_told_of_the_shard_axis(run_ranks):
-    for told, given, short in run_ranks(listen, 4):
-        assert told == ((2,), ("shard",), (5, 3), (3, 1))
-        assert given == ("metadata", torch.bfloat16, [7.0, 7.0], (6, 3))
-        assert short == ((2,), ("shard",))
-
-
-# --- memory ------------------------------------------------------------------------------------
+    first = dist.get_rank() // 2 * 2
+    assert dist.get_process_group_ranks(Listening.mesh.get_group()) == [first, first + 1]
 
 
 def _bytes_of(tensor):
@@ -122,33 +110,29 @@ def forward_and_look(layer, memory):
     handle.remove()
 
 
-def free_memory(kind, reshard_after_forward):
-    layer = meshard.fully_shard(
-        linear(kind), mesh_of(2), reshard_after_forward=reshard_after_forward
-    )
-    memory = (lambda whole: whole.inner) if kind is Bfloat16Whole else (lambda whole: whole)
-    looks = list(forward_and_look(layer, memory))
-    assert isinstance(layer.weight, DTensor)
-    outputs = [_bytes_of(output) for output in Watched.outputs] if kind is Watched else []
-    layer.unshard()
-    held = [_bytes_of(output) for output in Watched.outputs] if kind is Watched else []
-    whole = _bytes_of(memory(layer.weight))
-    layer.reshard()
-    return looks, outputs, held, whole
-
-
 @pytest.mark.parametrize(
     ("kind", "whole_kind", "num_bytes"),
     [(Bfloat16Whole, WholeBfloat16, 6 * 3 * 2), (Watched, nn.Parameter, 6 * 3 * 4)],
 )
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_memory_is_given_back(run_ranks, kind, whole_kind, num_bytes, reshard_after_forward):
-    for looks, outputs, held, whole in run_ranks(free_memory, 2, kind, reshard_after_forward):
-        kept = 0 if reshard_after_forward else num_bytes
-        assert looks == [(whole_kind, kept, 0)] * 2
-        # What nothing refers to any more is freed while the parameter is whole.
-        assert set(outputs + held) <= {0}
-        assert whole == num_bytes
+@on_ranks(2)
+def test_memory_is_given_back(reshard_after_forward, kind, whole_kind, num_bytes):
+    def assert_no_outputs():
+        """What nothing refers to any more is freed while the parameter is whole."""
+        assert kind is not Watched or {_bytes_of(output) for output in Watched.outputs} == {0}
+
+    layer = meshard.fully_shard(
+        linear(kind), mesh_of(2), reshard_after_forward=reshard_after_forward
+    )
+    memory = (lambda whole: whole.inner) if kind is Bfloat16Whole else (lambda whole: whole)
+    kept = 0 if reshard_after_forward else num_bytes
+    assert list(forward_and_look(layer, memory)) == [(whole_kind, kept, 0)] * 2
+    assert isinstance(layer.weight, DTensor)
+    assert_no_outputs()
+    layer.unshard()
+    assert_no_outputs()
+    assert _bytes_of(memory(layer.weight)) == num_bytes
+    layer.reshard()
 
 
 class Releasing(Bfloat16Whole):
@@ -169,30 +153,24 @@ class Releasing(Bfloat16Whole):
 
 
 @pytest.mark.parametrize("answer", [True, False])
+@on_fake_ranks(1)
 def test_a_class_may_say_whether_outputs_are_freed_early(monkeypatch, answer):
     monkeypatch.setattr(Releasing, "answer", answer)
-
-    def run():
-        layer = meshard.fully_shard(linear(Releasing), mesh_of(1))
-        for _ in range(2):
-            layer.unshard()
-            assert (_bytes_of(Releasing.outputs[0]) == 0) is answer
-            assert torch.equal(layer.weight.inner[:, 0], 3.0 * torch.arange(5) - 4)
-            layer.reshard()
-            assert _bytes_of(Releasing.outputs[0]) == 0
-
-    run_threads(run, 1)
+    layer = meshard.fully_shard(linear(Releasing), mesh_of(1))
+    for _ in range(2):
+        layer.unshard()
+        assert (_bytes_of(Releasing.outputs[0]) == 0) is answer
+        assert torch.equal(layer.weight.inner[:, 0], 3.0 * torch.arange(5) - 4)
+        layer.reshard()
+        assert _bytes_of(Releasing.outputs[0]) == 0
 
 
+@on_fake_ranks(1)
 def test_an_answer_must_be_a_bool(monkeypatch):
     monkeypatch.setattr(Releasing, "answer", None)
-
-    def run():
-        layer = meshard.fully_shard(linear(Releasing), mesh_of(1))
-        with pytest.raises(TypeError, match=r"fsdp_should_release_all_gather_outputs.* 'weight'"):
-            layer.unshard()
-
-    run_threads(run, 1)
+    layer = meshard.fully_shard(linear(Releasing), mesh_of(1))
+    with pytest.raises(TypeError, match=r"fsdp_should_release_all_gather_outputs.* 'weight'"):
+        layer.unshard()
 
 
 class Telling(Int8OnWire):
@@ -208,41 +186,38 @@ class Telling(Int8OnWire):
         return super().fsdp_post_all_gather(all_gather_outputs, None, *args, out=out)
 
 
-def tell(reshard_after_forward):
+# Rows that are gathered again among neighbours are filled in with what was told of them.
+@pytest.mark.parametrize("reshard_after_forward", [True, 2])
+@on_ranks(4)
+def test_metadata_is_that_of_the_last_gather(reshard_after_forward):
     layer = linear(Telling)
     meshard.fully_shard(layer, mesh_of(4), reshard_after_forward=reshard_after_forward)
     seen = []
     for _ in range(2):
         layer(torch.ones(2, 3)).sum().backward()
         seen.append(Telling.told)
-    return [ref() is not None for ref in seen]
+    assert [ref() is not None for ref in seen] == [False, True]
 
 
-# Rows that are gathered again among neighbours are filled in with what was told of them.
-@pytest.mark.parametrize("reshard_after_forward", [True, 2])
-def test_metadata_is_that_of_the_last_gather(run_ranks, reshard_after_forward):
-    assert run_ranks(tell, 4, reshard_after_forward) == [[False, True]] * 4
-
-
-def delete_model():
+@on_ranks(2)
+def test_a_deleted_model_goes_without_the_garbage_collector():
     layer = meshard.fully_shard(linear(Bfloat16Whole), mesh_of(2))
     layer(torch.ones(2, 3)).sum().backward()
     refs = [weakref.ref(layer), weakref.ref(layer.weight)]
-    del layer
-    return [ref() is None for ref in refs]
+    gc.disable()
+    try:
+        del layer
+        assert [ref() is None for ref in refs] == [True, True]
+    finally:
+        gc.enable()
 
 
-def test_a_deleted_model_goes_without_the_garbage_collector(run_ranks):
-    import gc
-
-    assert run_ranks(delete_model, 2) == [[True, True]] * 2
-    assert gc.isenabled()
+each_kind = pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
 
 
-# --- the life of a model -----------------------------------------------------------------------
-
-
-def frozen_and_inference(kind):
+@each_kind
+@on_ranks(2)
+def test_frozen_weights_and_a_first_run_under_inference_mode(kind):
     layer = linear(kind)
     layer.weight.requires_grad_(False)
     meshard.fully_shard(layer, mesh_of(2), reshard_after_forward=True)
@@ -257,26 +232,21 @@ def frozen_and_inference(kind):
     layer.weight.requires_grad_(True)
     layer(x).sum().backward()
     assert torch.equal(layer.weight.grad.full_tensor(), torch.full((5, 3), 2.0))
-    return x.grad
-
-
-@pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
-def test_frozen_weights_and_a_first_run_under_inference_mode(run_ranks, kind):
     weight = kind.rounded(nn.Parameter(torch.arange(15).view(5, 3) - 4.0))
-    for gradient in run_ranks(frozen_and_inference, 2, kind):
-        assert torch.equal(gradient, 2 * weight.sum(0).expand(2, 3))
+    assert torch.equal(x.grad, 2 * weight.sum(0).expand(2, 3))
 
 
-def copies_and_states(kind):
-    layer = meshard.fully_shard(linear(kind), mesh_of(2))
-    x = torch.ones(2, 3)
+@each_kind
+@on_ranks(2)
+def test_copies_and_state_dicts(kind):
+    layer, x = meshard.fully_shard(linear(kind), mesh_of(2)), torch.ones(2, 3)
     layer(x).sum().backward()
     copied = copy.deepcopy(layer)
     assert type(copied.weight.to_local()) is kind
-    return compare_states(kind, layer, copied, x)
+    with torch.no_grad():  # a forward with a graph leaves modules unsharded
+        compare_states(kind, layer, copied, x)
 
 
-@torch.no_grad()  # a forward with a graph leaves modules unsharded
 def compare_states(kind, layer, copied, x):
     assert torch.equal(copied(x), layer(x))
     state = copy.deepcopy(layer.state_dict())
@@ -284,40 +254,31 @@ def compare_states(kind, layer, copied, x):
     for param in layer.parameters():
         param.detach().to_local().add_(1.0)
     layer.reshard()
-    moved = layer(x)
-    assert not torch.equal(moved, copied(x))
+    assert not torch.equal(layer(x), copied(x))
     layer.load_state_dict(state)
     layer.reshard()
     assert torch.equal(layer(x), copied(x))
-    whole = linear(kind).state_dict()
-    for given in (whole, {name: torch.Tensor(v.float()) for name, v in plain_state().items()}):
+    plain = linear(torch.Tensor).state_dict()
+    for given in (linear(kind).state_dict(), {name: v.float() for name, v in plain.items()}):
         for param in layer.parameters():
             param.detach().to_local().zero_()
         layer.load_state_dict(given)
         layer.reshard()
         assert torch.equal(layer(x), copied(x))
-    layer.load_state_dict(state, assign=True)
-    assert torch.equal(layer(x), copied(x))
-    layer.load_state_dict(linear(kind).state_dict(), assign=True)
-    assert torch.equal(layer(x), copied(x))
+    for given in (state, linear(kind).state_dict()):
+        layer.load_state_dict(given, assign=True)
+        assert torch.equal(layer(x), copied(x))
     layer.weight = nn.Parameter(linear(kind).weight.detach())
     assert torch.equal(layer(x), copied(x))
     assert type(layer.weight.to_local()) is kind
     layer.double()
     assert layer(x.double()).dtype == torch.float64
-    return True
 
 
-def plain_state():
-    return linear(torch.Tensor).state_dict()
-
-
-@pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
-def test_copies_and_state_dicts(run_ranks, kind):
-    assert all(run_ranks(copies_and_states, 2, kind))
-
-
-def begin_on_meta(kind, how):
+@each_kind
+@pytest.mark.parametrize("how", ["to_empty", "materialize"])
+@on_ranks(2)
+def test_a_model_may_begin_on_the_meta_device(how, kind):
     with torch.device("meta"):
         layer = with_matrices_as(nn.Linear(3, 5, bias=False), kind)
     meshard.fully_shard(layer, mesh_of(2))
@@ -332,12 +293,5 @@ def begin_on_meta(kind, how):
     layer.reshard()
     loss = layer(torch.ones(2, 3)).sum()
     loss.backward()
-    return loss.item(), layer.weight.grad.full_tensor()
-
-
-@pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
-@pytest.mark.parametrize("how", ["to_empty", "materialize"])
-def test_a_model_may_begin_on_the_meta_device(run_ranks, kind, how):
-    for loss, gradient in run_ranks(begin_on_meta, 2, kind, how):
-        assert loss == 2 * (torch.arange(15).sum() - 60)
-        assert torch.equal(gradient, torch.full((5, 3), 2.0))
+    assert loss.item() == 2 * (torch.arange(15).sum() - 60)
+    assert torch.equal(layer.weight.grad.full_tensor(), torch.full((5, 3), 2.0))

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshard
 from tests.support.extensions import Int8OnWire, Wrapper, linear, quantised
+from tests.support.ranks import on_ranks
 
 
 def mesh_of(*shape):
@@ -140,31 +141,18 @@ def test_errors_name_the_parameter_or_unit_on_all_ranks(run_ranks, kind, texts):
         assert all(text in message for text in texts), message
 
 
-def assign_plain():
+@on_ranks(2)
+def test_a_plain_tensor_in_the_place_of_one_that_says_what_is_gathered():
     layer = meshard.fully_shard(linear(Int8OnWire), mesh_of(2))
     with pytest.raises(RuntimeError, match=r"'weight' .* plain tensor, without the fsdp_pre_all"):
         layer.load_state_dict(linear(torch.Tensor).state_dict(), assign=True)
-    return True
 
 
-def test_a_plain_tensor_in_the_place_of_one_that_says_what_is_gathered(run_ranks):
-    assert all(run_ranks(assign_plain, 2))
-
-
-def not_built():
+@on_ranks(2)
+def test_what_is_not_built_says_so():
     layer = meshard.fully_shard(linear(Int8OnWire), mesh_of(2))
-    messages = []
-    for call in (
-        lambda: meshard.offload(layer),
-        lambda: meshard.unsharded_params(layer).__enter__(),
-    ):
-        with pytest.raises(NotImplementedError) as caught:
-            call()
-        messages.append(str(caught.value))
+    for call in (meshard.offload, lambda layer: meshard.unsharded_params(layer).__enter__()):
+        with pytest.raises(NotImplementedError, match="not built yet") as caught:
+            call(layer)
+        assert "'weight'" in str(caught.value)
     layer(torch.ones(1, 3)).sum().backward()  # nothing was changed
-    return messages
-
-
-def test_what_is_not_built_says_so(run_ranks):
-    for messages in run_ranks(not_built, 2):
-        assert ["'weight'" in text and "not built yet" in text for text in messages] == [True] * 2

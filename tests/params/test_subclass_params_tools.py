@@ -17,6 +17,8 @@ import meshard
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, RoundingModel, with_matrices_as
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss, ternary
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import spread
 
 KINDS = [Int8OnWire, Bfloat16Whole]
 
@@ -41,50 +43,50 @@ def expected_grads(kind, num_ranks, divisor=1.0, model=None):
     return {name.removeprefix("model."): grad / divisor for name, grad in full_grads(model).items()}
 
 
-def count_collectives():
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def check_grads(model, kind, plain=None):
+    """Compare the gradients of one backward with those of one process."""
+    one_backward(model)
+    grads = {name.replace(".block.", "."): grad for name, grad in full_grads(model).items()}
+    assert_same(grads, expected_grads(kind, 2, divisor=2.0, model=plain), bitwise=True)
+
+
+@on_threads(2)
+def test_a_unit_has_one_gather_and_one_reduction_more():
+    rows, columns = 14, 5  # with one row of padding
     model = sharded(Int8OnWire)
     one_backward(model)
     model.zero_grad()
-    with meshard.CommLedger() as ledger:
+    with meshard.CommLedger(model) as ledger:
         one_backward(model)
     # Gathered in forward and in backward, and reduced: the weight apart from the bias.
-    return [
+    events = [
         (event.unit.endswith("(tensor subclasses)"), event.op, event.payload_bytes)
         for event in ledger.events
         if event.unit.startswith("blocks.1")
     ]
+    assert sorted(events) == [
+        (False, "all_gather", rows * 4),
+        (False, "all_gather", rows * 4),
+        (False, "reduce_scatter", rows * 4),
+        (True, "all_gather", rows * (columns + 4)),  # a byte each, and a scale
+        (True, "all_gather", rows * (columns + 4)),
+        (True, "reduce_scatter", rows * columns * 4),
+    ]
 
 
-def test_a_unit_has_one_gather_and_one_reduction_more(run_ranks):
-    rows, columns = 14, 5  # with one row of padding
-    weight = rows * columns * 4
-    for events in run_ranks(count_collectives, 2):
-        assert sorted(events) == [
-            (False, "all_gather", rows * 4),
-            (False, "all_gather", rows * 4),
-            (False, "reduce_scatter", rows * 4),
-            (True, "all_gather", rows * (columns + 4)),  # a byte each, and a scale
-            (True, "all_gather", rows * (columns + 4)),
-            (True, "reduce_scatter", weight),
-        ]
-
-
-def norms_and_tables(kind):
+@each_kind
+@on_threads(2)
+def test_norms_and_the_table_of_units(kind):
     model = sharded(kind)
-    one_backward(model)
-    norm = meshard.clip_grad_norm_(model, 1e-3)
-    clipped = nn.utils.get_total_norm([g for g in full_grads(model).values() if g is not None])
-    return norm.item(), clipped.item(), meshard.describe(model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_norms_and_the_table_of_units(run_ranks, kind):
-    grads = expected_grads(kind, 2, divisor=2.0)
-    expected = nn.utils.get_total_norm(list(grads.values()))
-    for norm, clipped, table in run_ranks(norms_and_tables, 2, kind):
-        assert_same(torch.tensor(norm), expected)
-        assert clipped == pytest.approx(1e-3, rel=1e-4)
-        assert "(tensor subclasses)" in table
+    check_grads(model, kind)
+    expected = nn.utils.get_total_norm(list(expected_grads(kind, 2, divisor=2.0).values()))
+    assert_same(meshard.clip_grad_norm_(model, 1e-3), expected)
+    clipped = nn.utils.get_total_norm(list(full_grads(model).values()))
+    assert clipped.item() == pytest.approx(1e-3, rel=1e-4)
+    assert "(tensor subclasses)" in meshard.describe(model)
 
 
 class Recomputed(nn.Module):
@@ -98,88 +100,59 @@ class Recomputed(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
-def recompute(kind):
+@each_kind
+@on_threads(2)
+def test_recomputation(kind):
     model = with_matrices_as(IntegerModel(), kind)
     for number, block in enumerate(model.blocks):
         model.blocks[number] = Recomputed(meshard.fully_shard(block))
-    meshard.fully_shard(model)
-    one_backward(model)
-    return {name.replace(".block.", "."): grad for name, grad in full_grads(model).items()}
+    check_grads(meshard.fully_shard(model), kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_recomputation(run_ranks, kind):
-    for grads in run_ranks(recompute, 2, kind):
-        assert_same(grads, expected_grads(kind, 2, divisor=2.0), bitwise=True)
-
-
-def prefetch_by_hand(kind):
+@each_kind
+@on_threads(2)
+def test_lists_of_what_to_gather_ahead(kind):
     model = sharded(kind)
     first, second, third = model.blocks
     first.set_modules_to_forward_prefetch([second, third])
     third.set_modules_to_backward_prefetch([second, first])
-    for _ in range(2):
-        model.zero_grad()
-        one_backward(model)
-    return full_grads(model)
+    one_backward(model)
+    model.zero_grad()
+    check_grads(model, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_lists_of_what_to_gather_ahead(run_ranks, kind):
-    for grads in run_ranks(prefetch_by_hand, 2, kind):
-        assert_same(grads, expected_grads(kind, 2, divisor=2.0), bitwise=True)
-
-
-def under_debug(kind):
+@each_kind
+@on_ranks(2)
+def test_debugging(kind):
     with mock.patch.dict(os.environ, {"MESHARD_DEBUG": "1"}):
-        model = sharded(kind)
-        one_backward(model)
-        grads = full_grads(model)
-        if dist.get_rank():
-            weight = IntegerModel()
-            with torch.no_grad():
-                weight.blocks[0].linear.weight[0, 0] += 1
-        else:
-            weight = IntegerModel()
+        check_grads(sharded(kind), kind)
+        model = IntegerModel()
+        with torch.no_grad():
+            model.blocks[0].linear.weight[0, 0] += dist.get_rank()
         with pytest.raises(RuntimeError, match=r"differ, first 'linear\.weight'"):
-            sharded(kind, model=weight)
-    return grads
+            sharded(kind, model=model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_debugging(run_ranks, kind):
-    for grads in run_ranks(under_debug, 2, kind):
-        assert_same(grads, expected_grads(kind, 2, divisor=2.0), bitwise=True)
-
-
-def take_first_values(kind):
+@each_kind
+@on_threads(2)
+def test_values_of_the_first_rank(kind):
     model = with_matrices_as(IntegerModel(seed=dist.get_rank()), kind)
-    units = meshard.fully_shard_units(model, sync_init=True)
-    assert len(units) == 4
-    return full_state(model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_values_of_the_first_rank(run_ranks, kind):
-    for state in run_ranks(take_first_values, 2, kind):
-        assert_same(state, full_state(IntegerModel()), bitwise=True)
-
-
-def save_and_load(kind, path):
-    model = sharded(kind)
-    dcp.save(dict(model.state_dict()), checkpoint_id=path)
-    other = sharded(kind, model=IntegerModel(seed=3))
-    state = dict(other.state_dict())
-    with torch.serialization.safe_globals([kind]):  # as for any class that is pickled
-        dcp.load(state, checkpoint_id=path)
-    other.load_state_dict(state)
-    assert_same(full_state(other), full_state(IntegerModel()), bitwise=True)
+    assert len(meshard.fully_shard_units(model, sync_init=True)) == 4
+    assert_same(full_state(model), full_state(IntegerModel()), bitwise=True)
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("kind", KINDS)
-def test_checkpoints(run_ranks, kind, tmp_path):
-    run_ranks(save_and_load, 2, kind, str(tmp_path))
+@each_kind
+@on_ranks(2)
+def test_checkpoints(kind, tmp_path):
+    model = sharded(kind)
+    dcp.save(dict(model.state_dict()), checkpoint_id=str(tmp_path))
+    other = sharded(kind, model=IntegerModel(seed=3))
+    state = dict(other.state_dict())
+    with torch.serialization.safe_globals([kind]):  # as for any class that is pickled
+        dcp.load(state, checkpoint_id=str(tmp_path))
+    other.load_state_dict(state)
+    assert_same(full_state(other), full_state(IntegerModel()), bitwise=True)
 
 
 class Reading(IntegerModel):
@@ -191,19 +164,13 @@ class Reading(IntegerModel):
         return ternary(self.blocks[2](self.blocks[1](x)) + self.shift)
 
 
-def read_inside(kind):
+@each_kind
+@on_threads(2)
+def test_a_parent_reads_the_weight(kind):
     model = with_matrices_as(Reading(), kind)
     for block in model.blocks:
         meshard.fully_shard(block, unshard_on_access=True)
-    meshard.fully_shard(model)
-    one_backward(model)
-    return full_grads(model)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_parent_reads_the_weight(run_ranks, kind):
-    for grads in run_ranks(read_inside, 2, kind):
-        assert_same(grads, expected_grads(kind, 2, divisor=2.0), bitwise=True)
+    check_grads(meshard.fully_shard(model), kind)
 
 
 class Tied(IntegerModel):
@@ -222,49 +189,39 @@ class Tied(IntegerModel):
         return ternary(ternary(self.again(x)) + self.blocks[0](x) + self.shift)
 
 
-def tie(kind):
+@each_kind
+@on_threads(2)
+def test_tied_weights(kind):
     model = Tied()
     model.blocks[0].linear.weight = nn.Parameter(kind(model.again.weight.detach()))
     model.again.weight = model.blocks[0].linear.weight
-    meshard.fully_shard(model)
-    one_backward(model)
+    check_grads(meshard.fully_shard(model), kind, Tied())
     assert model.again.weight is model.blocks[0].linear.weight
-    return full_grads(model)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_tied_weights(run_ranks, kind):
-    for grads in run_ranks(tie, 2, kind):
-        assert_same(grads, expected_grads(kind, 2, divisor=2.0, model=Tied()), bitwise=True)
-
-
-def step_flat(kind, foreach):
-    results = []
-    for make in (torch.optim.AdamW, None):
+@spread(kind=KINDS, foreach=[None, False, True])
+@on_threads(2)
+def test_optimizers_of_flat_shards(kind, foreach):
+    states = []
+    for is_flat in (False, True):
         model = sharded(kind)
-        if make is None:
+        if is_flat:
             optimizer = meshard.flat_optimizer(model, torch.optim.AdamW, foreach=foreach)
         else:
-            optimizer = make(model.parameters(), foreach=foreach)
+            optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
         for _ in range(3):
             one_backward(model)
             optimizer.step()
             optimizer.zero_grad()
-        results.append(full_state(model))
-    return results
+        states.append(full_state(model))
+    assert_same(states[1], states[0], bitwise=True)
+    first = IntegerModel().blocks[0].linear.weight
+    assert not torch.equal(states[1]["blocks.0.linear.weight"], first)
 
 
-@pytest.mark.parametrize("foreach", [None, False, True])
-@pytest.mark.parametrize("kind", KINDS)
-def test_optimizers_of_flat_shards(run_ranks, kind, foreach):
-    for ordinary, flat in run_ranks(step_flat, 2, kind, foreach):
-        assert_same(flat, ordinary, bitwise=True)
-        assert not torch.equal(
-            flat["blocks.0.linear.weight"], IntegerModel().blocks[0].linear.weight
-        )
-
-
-def tensor_parallel(kind):
+@each_kind
+@on_threads(4)
+def test_tensor_parallelism(kind):
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     tp = world["tp"]
     whole = (torch.arange(18).view(6, 3) - 8) / 2
@@ -278,28 +235,17 @@ def tensor_parallel(kind):
         y = layer(DTensor.from_local(x, tp, [Replicate()])).full_tensor()
         assert torch.equal(y, x @ kind.rounded(whole).T)
         y.sum().backward()
-    return layer.weight.grad.redistribute(placements=[Replicate()] * 2).to_local()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tensor_parallelism(run_ranks, kind):
-    for gradient in run_ranks(tensor_parallel, 4, kind):
-        assert torch.equal(gradient, torch.full((6, 3), 2.0 * (1 + 2 + 2 + 3) / 2))
-
-
-def compiled(kind):
-    model = sharded(kind, wrap=lambda block: block.compile(backend="eager"))
-    with warnings.catch_warnings():
-        # Dynamo itself does what torch advises against.
-        warnings.simplefilter("ignore")
-        for _ in range(2):
-            model.zero_grad()
-            one_backward(model)
-    return full_grads(model)
+    gradient = layer.weight.grad.redistribute(placements=[Replicate()] * 2).to_local()
+    assert torch.equal(gradient, torch.full((6, 3), 2.0 * (1 + 2 + 2 + 3) / 2))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_compiled_blocks(run_ranks, kind):
-    for grads in run_ranks(compiled, 2, kind):
-        assert_same(grads, expected_grads(kind, 2, divisor=2.0), bitwise=True)
+@each_kind
+@on_ranks(2)
+def test_compiled_blocks(kind):
+    model = sharded(kind, wrap=lambda block: block.compile(backend="eager"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # dynamo itself does what torch advises against
+        one_backward(model)
+        model.zero_grad()
+        check_grads(model, kind)
