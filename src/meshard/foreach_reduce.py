@@ -229,8 +229,8 @@ def early_divisor(divisors: Divisors, shard_count: int) -> int:
 
 
 def _near_root(divisor: Fraction) -> Fraction:
-    # Halves of the exponent are rounded up, which divides more before the sum: an overflow spoils a
-    # step, while underflow loses small values only.
+    # If half of the exponent is no integer, it is rounded up, so that more is divided before the sum
+    # than after it: an overflow spoils the step, and an underflow loses small values only.
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 

@@ -124,7 +124,7 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
 
     accumulate_dtype: torch.dtype | None = None
     buffer_dtype: torch.dtype | None = None
-    # torch's own policy has this field since torch 2.15.
+    # FSDP2's policy has this field from torch 2.15 on, with this name, and by keyword only.
     param_dtype_override_fn: Callable[[nn.Parameter], torch.dtype | None] | None = field(
         default=None, kw_only=True
     )

@@ -47,7 +47,7 @@ REMEDY = (
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round, over all models.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group: how many roots fully_shard and replicate have made that use it. See ``name_root``.
+# How many roots communicate through each group. ``name_root`` numbers them, alike on all ranks.
 _num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 

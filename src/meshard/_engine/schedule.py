@@ -52,8 +52,9 @@ class ForwardPass:
     earlier: frozenset[int] = frozenset()
     window: int = -1
     ticks: int = 0  # logical time: entries and exits so far
-    # Valid in backward number ``open_in``. The backward is not over for the first ``num_open`` of
-    # ``first_entries``, and has not begun for the first ``num_to_begin`` of ``exits``.
+    # How far the backward of this pass has come: of the first ``num_open`` calls in
+    # ``first_entries`` it is not over, and of the first ``num_to_begin`` in ``exits`` it has not
+    # begun. Both counts belong to backward number ``open_in``, and mean nothing in another one.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1

@@ -404,7 +404,8 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        # Hooks must see complete sums.
+        # A hook on arrived gradients must see them summed over the other mesh axes (TP). Without
+        # such hooks, that sum may wait until the gradients were added to ``U``.
         may_lack_sums = self._unreduced is not None and not _on_arrived(settings)
         arrived = self._take(may_lack_sums=may_lack_sums)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))

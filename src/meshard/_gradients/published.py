@@ -37,8 +37,8 @@ class Mark:
     """
 
     def __init__(self) -> None:
-        # The address of each .grad, by parameter index: users may replace the memory of a tensor
-        # (grad.data = ...), and the tensor still refers to this mark.
+        # The address of each .grad, by parameter index. The mark alone does not tell that the
+        # memory is ours: after ``grad.data = ...`` the tensor has the mark, and other memory.
         self.addresses: dict[int, int] = {}
 
     def __reduce__(self) -> Any:

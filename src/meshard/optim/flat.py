@@ -253,9 +253,9 @@ class FlatStepper:
                 "module.parameters()."
             )
         step: Any = type(inner).step
-        # The step without torch's wrappers. Every optimizer's step has one that calls hooks, and
-        # the step of the optimizer that users hold has called them already. The steps of torch's
-        # pointwise optimizers have a second one, for differentiable steps.
+        # The step without torch's wrappers. The first calls the hooks of ``step``, which the
+        # user's optimizer has called already. Pointwise optimizers of torch have a second wrapper,
+        # for differentiable steps.
         bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
         self._step: Callable[[Optimizer], object] = bare
         return inner

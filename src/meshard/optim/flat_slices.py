@@ -24,7 +24,8 @@ from meshard._torch.private import without_torch_function
 
 State = dict[str, Any]
 States = MutableMapping[torch.Tensor, State]
-# By (address, number of elements): the tensors that held the state of slices until it was exposed.
+# The tensors that held the flat state of slices until users read ``state``, which cuts it up by
+# parameter. By (address, number of elements), so that unchanged state is found again, not copied.
 ExposedMemory = Mapping[tuple[int, int], torch.Tensor]
 
 
