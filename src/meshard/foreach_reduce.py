@@ -229,8 +229,8 @@ def early_divisor(divisors: Divisors, shard_count: int) -> int:
 
 
 def _near_root(divisor: Fraction) -> Fraction:
-    # If half of the exponent is no integer, it is rounded up, so that more is divided before the sum
-    # than after it: an overflow spoils the step, and an underflow loses small values only.
+    # Half of the exponent is rounded to an integer, and x.5 is rounded up: then more is divided
+    # before the sum than after it. An overflow spoils the step; an underflow loses small values.
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
