@@ -12,6 +12,7 @@ in an order in which each module comes after those that hold it.
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import itertools
 from collections.abc import Callable
@@ -84,6 +85,7 @@ def fully_shard_units(
     ['', '0', '1']
     """
     _check_arguments(model, mesh, min_params)
+    _check_names(fully_shard_kwargs)
     check_bool("sync_init", sync_init)
     if overrides is not None and not callable(overrides):
         raise TypeError(f"overrides must be callable or None, got {overrides!r}.")
@@ -125,6 +127,16 @@ def fully_shard_units(
             "blocks by units=, or call fully_shard(model) if one unit is what you want.",
         )
     return unit_names
+
+
+def _check_names(arguments: dict[str, Any]) -> None:
+    known = [*inspect.signature(fully_shard).parameters][1:]
+    own = [*inspect.signature(fully_shard_units).parameters][1:-1]
+    for name in arguments:
+        if name not in known:
+            close = difflib.get_close_matches(name, [*known, *own], n=1)
+            hint = f"; did you mean {close[0]!r}?" if close else "."
+            raise TypeError(f"fully_shard_units got an unexpected keyword argument {name!r}{hint}")
 
 
 def _unit_names(model: nn.Module) -> list[str]:

@@ -385,9 +385,10 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
 
 def _gather_over_mesh(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
     """Return every rank's ``row [n]`` as ``[ranks, n]``, replica by replica."""
-    rows = gather_from_all(row, mesh_info.shard_group, label="(same start)")
+    label = "(comparison of initial values)"
+    rows = gather_from_all(row, mesh_info.shard_group, label=label)
     if mesh_info.replicate_group is not None:
-        rows = gather_from_all(rows, mesh_info.replicate_group, label="(same start)")
+        rows = gather_from_all(rows, mesh_info.replicate_group, label=label)
     return rows.view(-1, row.numel())
 
 

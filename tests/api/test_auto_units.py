@@ -365,7 +365,8 @@ def unchanged_after(error, match, model, **kwargs):
         ({"units": ()}, TypeError, "units must be 'auto'"),
         ({"min_params": 1.5}, TypeError, "min_params must be an int"),
         ({"reshard": True}, TypeError, "unexpected keyword argument .reshard"),
-        ({"module": None}, TypeError, "multiple values for argument .module"),
+        ({"unit": []}, TypeError, "argument 'unit'; did you mean 'units'"),
+        ({"module": None}, TypeError, "unexpected keyword argument .module"),
         ({"reshard_after_forward": 3}, ValueError, "must divide the 4 ranks"),
         ({"overrides": lambda fqn, m: 1}, TypeError, "overrides returned 1 for unit"),
         ({"overrides": lambda fqn, m: {"x": 1}}, TypeError, "unexpected keyword argument .x"),
@@ -458,3 +459,11 @@ def test_ranks_may_run_different_modules_of_a_joined_unit():
             (plain(x, each).sum() / 2).backward()
         assert_same(full_grads(model), full_grads(plain))
         model.zero_grad(), plain.zero_grad()
+
+
+@on_fake_ranks(2)
+def test_a_misspelled_option_is_refused_also_if_all_units_exist():
+    model = MlpStack()
+    fully_shard_units(model)
+    with pytest.raises(TypeError, match="did you mean 'reshard_after_forward'"):
+        fully_shard_units(model, reshard_after_foward=True)

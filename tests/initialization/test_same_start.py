@@ -223,4 +223,4 @@ def test_the_first_reduction_compares_what_ranks_brought(how, mesh_shape):
     for text in first:
         assert f"rank(s) {others} differ from rank 0" in text
         assert "fully_shard_units(..., sync_init=True)" in text
-    assert not any("same start" in event.unit for event in ledger.events)
+    assert not any("initial values" in event.unit for event in ledger.events)

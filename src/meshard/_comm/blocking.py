@@ -48,7 +48,7 @@ def exchange_numbers(
     stall_seconds()
     own = torch.tensor(numbers, device=device)
     gathered = own.new_empty(group.size() * len(numbers))
-    with Waiting("exchange of numbers that prepares a collective", group):
+    with Waiting("exchange of sizes that comes before the first collective of a group", group):
         all_gather_single(gathered, own, group=group)
     rows: list[list[int]] = gathered.view(group.size(), -1).tolist()
     return rows

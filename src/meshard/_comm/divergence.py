@@ -38,9 +38,10 @@ _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
 _GO = "go"
 REMEDY = (
-    "Every rank must run the same units of the same models in the same order, with as many "
-    "microbatches, the same GradientSync and the same divide factor; ranks may differ in which "
-    "parameters of a unit they use."
+    "The usual cause is a rank with more batches or microbatches than another. Every rank must run "
+    "the same units of the same models in the same order, with as many microbatches, the same "
+    "GradientSync and the same divide factor; ranks may differ in which parameters of a unit they "
+    "use."
 )
 
 # By default group: how many rounds have ended in an error on this rank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import sysconfig
 import warnings
 from pathlib import Path
 from types import FrameType
@@ -15,16 +16,26 @@ _PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
 # Files of frames between a context manager of ours and the ``with`` of the user.
 _HELPERS = (contextlib.__file__,)
+# Where Python and installed packages are, such as transformers. Users cannot change their lines.
+_INSTALLED = tuple(
+    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")
+)
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
-    """Return the innermost frame at or around ``frame`` that is in neither meshard nor torch."""
+    """Return the innermost frame at or around ``frame`` that is in neither meshard nor torch.
+
+    A frame of a program is preferred to one of Python or of an installed package.
+    """
+    installed = None
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_USERS) and file not in _HELPERS:
-            return frame
+            if not file.startswith(_INSTALLED):
+                return frame
+            installed = installed or frame
         frame = frame.f_back
-    return None
+    return installed
 
 
 def warn_user(text: str) -> None:
