@@ -119,16 +119,29 @@ def _run(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def leave_group() -> None:
+    """Destroy the process group, and drop the meshes that DTensor's caches keep.
+
+    A mesh of the next call may equal one of this call, but its groups have other names: DTensor
+    would answer with the mesh that it has seen first. And the threads of gloo of a group that is
+    kept go on polling: with some dozens of them, tests take several times as long.
+    """
     import torch
     import torch.distributed as dist
+    from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
     dist.destroy_process_group()
-    # A mesh of the next call may equal one of this call, but its groups have other names: DTensor
-    # would answer with the mesh that it has seen first.
-    # torch.distributed.tensor.debug has a function for it, and needs numpy.
-    from torch.distributed.tensor import DTensor
-
-    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    # torch.distributed.tensor.debug has a function for some of them, and needs numpy.
+    for cached in (
+        propagator.propagate_op_sharding,
+        getattr(propagator, "_propagate_tensor_meta_cached", None),
+        _collective_utils.MeshTopoInfo.build_from_mesh,
+        _redistribute._gen_transform_infos,
+    ):
+        if cached is not None:
+            cached.cache_clear()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
     torch._C._clear_DTensor_sharding_propagator_cache()
 
 
