@@ -15,8 +15,8 @@ import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads, own_grads, own_state
-from tests.support.ranks import on_fake_ranks
-from tests.support.threads import run_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.spread import spread
 
 
 def make(case, mesh, **kwargs):
@@ -73,24 +73,24 @@ def interrupted(case_name, mesh_shape, foreach, **kwargs):
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize(
-    ("case_name", "kwargs"),
-    [
+@on_threads(4)
+@spread(
+    row=[
         ("mlp_stack", {}),
         ("uneven", {"reshard_after_forward": False}),
         ("mixed_dtype", {}),
         ("frozen_beside", {"mp_policy": MIXED}),
         ("transformer_tied", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     ],
+    foreach=[True, False],
 )
-def test_training_goes_on_bit_for_bit(case_name, kwargs, foreach):
-    run_threads(interrupted, 4, case_name, (2, 2), foreach, **kwargs)
+def test_training_goes_on_bit_for_bit(row, foreach):
+    interrupted(row[0], (2, 2), foreach, **row[1])
 
 
-def test_training_goes_on_bit_for_bit_in_processes(run_ranks):
-    run_ranks(interrupted, 2, "transformer", (2,), True)
+@on_ranks(2)
+def test_training_goes_on_bit_for_bit_in_processes():
+    interrupted("transformer", (2,), True)
 
 
 def memory(model, optimizer):
