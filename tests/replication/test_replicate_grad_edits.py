@@ -32,8 +32,11 @@ def test_a_replaced_gradient_is_counted_when_it_is_taken_over():
     pair = Pair()
     pair.steps(range(2))  # buckets are final
     pair.backward(0)
+    for param in pair.ours.parameters():
+        param.grad.detach_()  # some training loops do: it is the same tensor
     for model in (pair.ours, pair.plain):
         model.shift.grad = model.shift.grad * 2
+        model.blocks[0].linear.bias.grad = None
     with pair.ours.no_sync():
         pair.backward(1)
         pair.backward(2)
@@ -98,20 +101,16 @@ def test_a_param_group_of_another_optimizer_in_backward_is_refused():
     second.add_param_group({"params": [*model[0].parameters()]})
 
 
-def start_from_the_first_rank(dtype):
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn, torch.bfloat16])
+def test_buffers_of_any_dtype_start_from_the_first_rank(dtype):
     model = nn.Linear(2, 2)
     value = torch.arange(6).view(2, 3) + dist.get_rank()
     model.register_buffer("table", value.to(dtype))
     model.register_buffer("scalar", torch.tensor(dist.get_rank()).to(dtype))
     meshard.replicate(model)
-    return [*model.table.float().flatten().tolist(), model.scalar.float().item()]
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn, torch.bfloat16])
-def test_buffers_of_any_dtype_start_from_the_first_rank(run_ranks, dtype):
-    first, second = run_ranks(start_from_the_first_rank, 2, dtype)
-    expected = [*torch.arange(6).to(dtype).float().tolist(), 0.0]
-    assert first == second == expected
+    assert torch.equal(model.table.float().flatten(), torch.arange(6).to(dtype).float())
+    assert model.scalar.float() == 0
 
 
 @on_ranks(2)

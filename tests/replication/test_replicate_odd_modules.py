@@ -6,9 +6,9 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
-from tests.support.ranks import on_ranks
-from tests.support.replicated import SMALL, Pair, run
+from tests.support.integer_model import IntegerModel
+from tests.support.ranks import on_ranks, on_threads
+from tests.support.replicated import SMALL, Pair
 
 
 class CastInPart(IntegerModel):
@@ -21,9 +21,10 @@ class CastInPart(IntegerModel):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("cap", [SMALL, 25])
-@pytest.mark.parametrize("keep_grads", [False, True])
-@pytest.mark.parametrize("when", [1, 3])
+@pytest.mark.parametrize(
+    ("when", "keep_grads", "cap"),
+    [(1, False, SMALL), (1, True, 25), (3, False, 25), (3, True, SMALL)],
+)
 def test_a_submodule_may_be_cast(when, keep_grads, cap):
     pair = Pair(CastInPart(), bucket_cap_mb=cap)
     for number in range(5):
@@ -41,7 +42,7 @@ def test_a_submodule_may_be_cast(when, keep_grads, cap):
             pair.update()
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_cast_counts_for_what_is_sent():
     """Gradients have the bits of the new dtype, on the wire too."""
     model = nn.Sequential(nn.Linear(1, 1, bias=False))
@@ -57,7 +58,7 @@ def test_a_cast_counts_for_what_is_sent():
     assert model[0].weight.grad.item() == 2 / 3
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_modules_without_trainable_parameters():
     nothing = meshard.replicate(nn.Identity())
     assert torch.equal(nothing(torch.ones(2)), torch.ones(2))
@@ -78,7 +79,7 @@ def test_modules_without_trainable_parameters():
     assert dist.get_rank() == 0 or not torch.equal(buffers.running_mean, sent)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_ignored_parameters_are_left_alone():
     """What is ignored is left as it is: not sent at first, nor its gradient reduced."""
     rank = dist.get_rank()
@@ -112,7 +113,7 @@ class InAnotherOrder(nn.Module):
         return x
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_buckets_made_anew_have_one_dtype_each():
     model = meshard.replicate(InAnotherOrder(), bucket_cap_mb=2e-4)
 
@@ -126,18 +127,3 @@ def test_buckets_made_anew_have_one_dtype_each():
         model(torch.ones(3)).sum().backward()
         model.zero_grad()
     assert all(len(found) == 1 for found in dtypes())
-
-
-@on_ranks(2)
-def test_one_rank_may_contribute_everything():
-    model = meshard.replicate(IntegerModel(), bucket_cap_mb=SMALL)
-    model.set_gradient_divide_factor(1.0)
-    plain = IntegerModel()
-    for number in range(4):
-        if dist.get_rank() == number % 2:
-            run(model, integer_batch(number, 0))
-        else:
-            (integer_loss(model(integer_batch(number, 0))) * 0).backward()
-        run(plain, integer_batch(number, 0))
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 import meshard
 from tests.support.integer_model import IntegerModel, integer_batch, ternary
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import SMALL, Pair, run
+from tests.support.spread import spread
 
 
 class Strange(nn.Module):
@@ -43,7 +44,9 @@ class Strange(nn.Module):
         return ternary(ternary(x @ self.head) @ self.tied)
 
 
-def strange(memory_format, as_views):
+@on_threads(2)
+@spread(memory_format=[torch.contiguous_format, torch.channels_last], as_views=[True, False])
+def test_all_sorts_of_parameters(memory_format, as_views):
     model = Strange()
     for name in ("first", "depthwise"):
         param = getattr(model, name)
@@ -59,34 +62,9 @@ def strange(memory_format, as_views):
         pair.assert_views()
 
 
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_sorts_of_parameters(run_ranks, world, memory_format, as_views):
-    run_ranks(strange, world, memory_format, as_views)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("keep_grads", [True, False])
-def test_parameters_may_be_frozen_and_thawed_between_steps(keep_grads):
-    """Which parameters are frozen changes from step to step, with gradients there or not."""
-    pair = Pair()
-    frozen = [{0}, {0, 3}, set(), {1, 2, 3, 4, 5, 6}, {0, 1, 2, 3, 4, 5, 6}, {2}, set()]
-    for number, chosen in enumerate(frozen):
-        for model in (pair.ours, pair.plain):
-            for index, param in enumerate(model.parameters()):
-                param.requires_grad_(index not in chosen)
-        if len(chosen) == 7:
-            with torch.no_grad():
-                pair.ours(integer_batch(0, 0))
-            continue
-        pair.backward(number)
-        pair.compare()
-        if not keep_grads:
-            pair.update()
-
-
-def replaced(when):
+@on_threads(2)
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_parameters_may_be_replaced(when):
     pair = Pair()
     for number in range(4):
         if number == when:
@@ -100,12 +78,7 @@ def replaced(when):
     pair.assert_views()
 
 
-@pytest.mark.parametrize("when", [0, 1, 2])
-def test_parameters_may_be_replaced(run_ranks, when):
-    run_ranks(replaced, 2, when)
-
-
-@on_ranks(1)
+@on_threads(1)
 def test_a_replacement_of_another_shape_is_refused():
     model = meshard.replicate(IntegerModel())
     model.shift = nn.Parameter(torch.zeros(5))
@@ -113,9 +86,8 @@ def test_a_replacement_of_another_shape_is_refused():
         model(integer_batch(0, 0))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("when", [0, 1, 2])
-@pytest.mark.parametrize("assign", [True, False])
+@on_threads(2)
+@spread(when=[0, 1, 2], assign=[True, False])
 def test_state_dicts_are_those_of_the_plain_module(assign, when):
     pair = Pair()
     assert list(pair.ours.state_dict()) == list(pair.plain.state_dict())
@@ -131,9 +103,8 @@ def test_state_dicts_are_those_of_the_plain_module(assign, when):
     pair.assert_views()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("keep_grads", [True, False])
-@pytest.mark.parametrize("when", [0, 1, 2])
+@on_threads(2)
+@spread(when=[0, 1, 2], keep_grads=[True, False])
 def test_modules_may_be_cast(when, keep_grads):
     pair = Pair()
     for number in range(4):
@@ -150,9 +121,8 @@ def test_modules_may_be_cast(when, keep_grads):
     pair.assert_views()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("when", [0, 1, 3])
+@on_threads(2)
+@spread(when=[0, 1, 3], as_views=[True, False])
 def test_deep_copies_train_by_themselves(when, as_views):
     """A copy trains by itself, and so does what it is a copy of."""
     pair = Pair(gradient_as_bucket_view=as_views)
@@ -175,23 +145,6 @@ def test_deep_copies_train_by_themselves(when, as_views):
         grads = [param.grad for param in each.ours.parameters()]
         assert all((grad._base is None) for grad in grads)
         assert (len({grad.untyped_storage().data_ptr() for grad in grads}) < 7) is as_views
-
-
-@on_ranks(2)
-def test_gradients_put_back_under_another_name_are_the_same():
-    """Gradients that were put back as other tensors of the same memory, their own or another's."""
-    pair = Pair()
-    for number in range(4):
-        pair.backward(2 * number)
-        for model in (pair.ours, pair.plain):
-            params = list(model.parameters())
-            params[1].grad = params[1].grad.detach()
-            params[2].grad = params[2].grad.view_as(params[2])
-        pair.backward(2 * number + 1)
-        pair.compare()
-        pair.update()
-    pair.backward(8)
-    pair.assert_views()
 
 
 @on_ranks(2)
@@ -218,7 +171,7 @@ def test_gradients_may_be_exchanged():
     assert pair.ours.num_replaced_gradients == 6
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_sparse_gradients_become_dense():
     """An embedding with sparse gradients, of which each rank uses other rows."""
     table = nn.Embedding(10, 3, sparse=True)

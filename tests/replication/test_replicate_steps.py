@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import meshard
@@ -11,6 +10,7 @@ from tests.support.integer_model import IntegerModel, integer_batch, integer_los
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair, run
+from tests.support.spread import spread
 
 
 class Interrupted(IntegerModel):
@@ -33,8 +33,7 @@ def _fail(_):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", [0, 1, 2])
-@pytest.mark.parametrize("where", ["forward", "backward"])
+@spread(when=[0, 1, 2, 1], where=["forward", "backward"])
 def test_after_an_exception_the_next_step_has_the_same_bits(where, when):
     pair = Pair(Interrupted())
     for number in range(4):
@@ -163,9 +162,7 @@ WAYS = {
 
 
 @on_ranks(2)
-@pytest.mark.default_rows(4)
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("name", WAYS)
+@spread(name=[*WAYS], as_views=[True, False])
 def test_ways_to_run_a_step(name, as_views):
     pair = Pair(gradient_as_bucket_view=as_views)
     pair.steps(range(4), WAYS[name], WAYS[name])
@@ -214,29 +211,6 @@ def test_gradients_from_outside_of_any_forward():
     pair.backward(4)
     with pytest.raises(RuntimeError, match="outside the forward of the replicated module"):
         penalty(pair.ours, 2.0)
-
-
-class Generative(nn.Module):
-    """Calls the replicated module several times."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x):
-        once = self.inner(x)
-        again = self.inner(torch.cat([once, x[:, :3]], dim=1))
-        return once + again
-
-
-@on_ranks(2)
-def test_a_module_called_twice_in_one_forward():
-    pair = Pair()
-
-    def twice(model, x):
-        integer_loss(Generative(model)(x)).backward()
-
-    pair.steps(range(4), twice, twice)
 
 
 @on_ranks(2)
