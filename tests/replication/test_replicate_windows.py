@@ -8,7 +8,7 @@ from torch import nn
 import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import SMALL, Pair, compressed, run
 from tests.support.spread import spread
 
@@ -57,7 +57,7 @@ def test_pending_gradients():
     pair.assert_views()
 
 
-@on_threads(2)
+@on_ranks(2)
 @pytest.mark.parametrize("narrow", [False, True])
 @pytest.mark.parametrize("norm_type", [2.0, float("inf")])
 def test_clipping(norm_type, narrow):
@@ -201,7 +201,7 @@ def test_divide_factors(name):
         pair.ours.set_gradient_divide_factor(0)
 
 
-@on_threads(2)
+@on_ranks(2)
 @pytest.mark.parametrize(
     ("schedule", "expected"), [("F", 1), ("NNF", 1), ("RRF", 1), ("FFF", 3), ("NRF", 1)]
 )
