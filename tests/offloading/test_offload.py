@@ -106,6 +106,7 @@ def drop_some(model):
         param.grad = None
 
 
+@pytest.mark.slow
 @on_threads(4)
 @spread(
     row=[

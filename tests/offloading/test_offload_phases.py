@@ -13,17 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
-from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads, own_grads, own_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.sharding import sharded_case
 from tests.support.spread import spread
-
-
-def make(case, mesh, **kwargs):
-    model = case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh, **kwargs)
-    return model
 
 
 def objects(model, optimizer):
@@ -50,10 +43,9 @@ def train(case, model, optimizer, between, *, accumulate=2):
 
 
 def interrupted(case_name, mesh_shape, foreach, **kwargs):
-    case, mesh = CASES[case_name], init_device_mesh("cpu", mesh_shape)
     results = []
     for is_interrupted in (False, True):
-        model = make(case, mesh, **kwargs)
+        case, model, _ = sharded_case(case_name, mesh_shape, **kwargs)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=foreach)
 
         def rest(model=model, optimizer=optimizer):

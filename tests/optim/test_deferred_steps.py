@@ -225,7 +225,6 @@ def test_a_scaled_loss():
 @on_ranks(2)
 @pytest.mark.parametrize("how", ["in place", "replaced"])
 def test_edited_gradients_are_clipped(how):
-    """Gradients in ``.grad`` are edited, or replaced, until ``step``."""
     ours, theirs = make((2,)), make((2,))
     late = overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED)
     plain = ADAMW(trainable(theirs), **OPTIONS)
@@ -274,7 +273,6 @@ class Multiplying(torch.optim.Optimizer):
 @on_ranks(2)
 @pytest.mark.parametrize("cls", [torch.optim.Adam, Multiplying])
 def test_a_step_in_a_forward_under_other_modes(cls):
-    """A step in the next forward has the modes and hyperparameters that ``step`` had."""
     ours, theirs = make((2,)), make((2,))
     for model, wait in ((ours, "gather"), (theirs, "step")):
         rate = torch.tensor(0.1)

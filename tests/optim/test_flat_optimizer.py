@@ -222,7 +222,6 @@ def test_a_step_that_raised_counts_as_far_as_the_ordinary_one_had_come():
 
 @on_threads(2)
 def test_state_that_comes_later():
-    """State that the optimizer makes only after some steps."""
 
     def story(model, optimizer):
         for step in range(5):

@@ -102,7 +102,6 @@ def test_no_gradient_is_left_and_one_is_alive_at_the_peak(run_ranks, name):
 
 @on_ranks(1)
 def test_what_a_step_takes_it_takes_for_one_unit():
-    """What an optimizer takes for its step, it takes for one unit."""
     (backward, later), (plain_backward, plain_later) = both(
         torch.optim.AdamW, {"lr": 0.01, "foreach": True}
     )
@@ -114,7 +113,6 @@ def test_what_a_step_takes_it_takes_for_one_unit():
 
 @on_ranks(1)
 def test_accumulated_gradients_are_freed():
-    """What microbatches have added up is freed, too."""
     cls, options = IN_PLACE["momentum"]
     states = []
     for schedule in ("NNF", "FFF"):

@@ -83,7 +83,6 @@ def test_after_detach_gradients_stay(cls, kwargs):
 
 @on_ranks(2)
 def test_attach_and_detach_in_the_middle_of_a_window():
-    """Attached after some microbatches, and detached after some."""
     ours, theirs = make((2,)), make((2,))
     plain, other = ADAMW(trainable(ours), **OPTIONS), ADAMW(trainable(theirs), **OPTIONS)
     for model in (ours, theirs):
@@ -209,7 +208,6 @@ def test_errors_come_before_anything_is_touched(run_ranks):
 
 @on_ranks(2)
 def test_a_backward_that_fails():
-    """After a backward that has raised, the next window is a window like any other."""
     ours, theirs = make((2,)), make((2,))
     overlapped = overlap_optimizer(ours, torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(trainable(theirs), lr=0.1)

@@ -316,15 +316,18 @@ def test_the_page_has_a_row_for_each_and_no_other():
     assert [cells[0] for cells in rows_of_page()] == [row.name for row in ROWS]
 
 
-IN_BOTH_TIERS = [
-    pytest.param(number, shape, id=f"{row.name} on {shape}", marks=marks)
-    for shape, marks in (((2,), []), ((2, 2), [pytest.mark.slow]))
-    for number, row in enumerate(ROWS)
-    if len(shape) == 1 or row.cls not in POINTWISE
-]
+def rows(shape, *, is_slow):
+    marks = [pytest.mark.slow] if is_slow else []
+    for number, row in enumerate(ROWS):
+        if (row.cls in POINTWISE) == (is_slow and shape == (2,)):
+            yield pytest.param(number, shape, id=f"{row.name} on {shape}", marks=marks)
 
 
-@pytest.mark.parametrize(("number", "shape"), IN_BOTH_TIERS)
+# The pointwise ones, which test_as_the_ordinary_one trains too, on one mesh; all others on both.
+@pytest.mark.parametrize(
+    ("number", "shape"),
+    [*rows((2,), is_slow=False), *rows((2,), is_slow=True), *rows((2, 2), is_slow=True)],
+)
 def test_the_page_says_what_becomes_of_it(run_ranks, number, shape):
     page = rows_of_page()[number][: 1 + len(ways_on(shape))]
     for found in run_ranks(outcomes, torch.Size(shape).numel(), ROWS[number], shape):

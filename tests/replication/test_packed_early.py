@@ -126,7 +126,6 @@ def test_hooks_see_one_microbatch():
 
 @on_ranks(2)
 def test_parameters_that_are_used_late_in_a_window():
-    """A parameter that is first used in a later microbatch, with a hook that sees the sum."""
     with packing_early():
         model = Table([(4,), (5,), (6,)], [torch.float32] * 3)
         meshard.replicate(model)
@@ -189,7 +188,6 @@ def test_gradients_that_travel_compressed():
 
 @on_ranks(2)
 def test_a_backward_that_fails_leaves_nothing():
-    """What a backward that failed has left in the bucket is gone."""
 
     def fail(_):
         raise ZeroDivisionError

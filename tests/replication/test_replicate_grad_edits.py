@@ -1,4 +1,4 @@
-"""What users put into ``.grad`` of a replicated module, and who may step its parameters."""
+"""What users put into ``.grad`` of a replicated module or drop there, and who may step it."""
 
 import warnings
 
@@ -9,7 +9,8 @@ from torch import nn
 
 import meshard
 from tests.support.integer_model import integer_batch, integer_loss
-from tests.support.ranks import on_ranks
+from tests.support.models import seeded
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import Pair
 
 
@@ -121,3 +122,35 @@ def test_an_expanded_buffer_is_named():
         meshard.replicate(model)
     assert type(model) is nn.Linear
     meshard.replicate(model, init_sync=False)
+
+
+FIRST, SECOND = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
+
+
+def by_hand(model):
+    for param in model.parameters():
+        param.grad = None
+
+
+def by_zero_grad(model):
+    model.zero_grad()
+
+
+@on_threads(2)
+@pytest.mark.parametrize(
+    ("clear", "mode", "is_dropped"),
+    [
+        (by_hand, meshard.GradientSync.NONE, False),  # it is in the bucket, and not in .grad
+        (by_zero_grad, meshard.GradientSync.NONE, True),
+        (by_hand, meshard.GradientSync.FULL, True),
+        (by_zero_grad, meshard.GradientSync.FULL, True),
+    ],
+)
+def test_what_is_dropped(clear, mode, is_dropped):
+    """Run two backwards, the first under ``mode``, with ``clear`` in between."""
+    model = meshard.replicate(seeded(nn.Linear(2, 1, bias=False), 0))
+    with meshard.gradient_sync(model, mode):
+        model(FIRST).sum().backward()
+    clear(model)
+    model(SECOND).sum().backward()
+    assert torch.equal(model.weight.grad, SECOND if is_dropped else FIRST + SECOND)

@@ -290,7 +290,6 @@ def test_a_deleted_model_frees_every_byte_without_the_garbage_collector(steps, k
 
 @on_ranks(2)
 def test_copies_for_compute_last_as_long_as_a_step():
-    """Copies in another dtype take memory from forward to the end of backward only."""
     model = replicated(mp_policy=MixedPrecisionPolicy(torch.bfloat16))()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 

@@ -88,7 +88,6 @@ def test_clipping(norm_type, narrow):
 
 @on_threads(2)
 def test_torchs_functions_change_gradients_in_place():
-    """torch's own functions on gradients work: they change views in place."""
     pair = Pair()
     for number in range(3):
         pair.backward(number)
@@ -243,7 +242,6 @@ class First(nn.Sequential):
 
 @on_threads(2)
 def test_what_nobody_used_may_get_a_gradient_of_zero():
-    """A gradient of zero for what nobody used, if that is asked for."""
     model = First(nn.Linear(2, 2), nn.Linear(2, 2))
     meshard.replicate(model, bucket_cap_mb=SMALL).set_reduce_scatter_unused_params(True)
     for _ in range(3):
