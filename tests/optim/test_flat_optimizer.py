@@ -55,7 +55,7 @@ def test_fused_kernels_agree_to_rounding():
     both(story, lambda: make((2,)), ADAMW, bitwise=False, lr=0.01, fused=True)
 
 
-@on_threads(2)
+@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_a_model_that_is_converted_between_steps(dtype):
     """Storage that is replaced is stepped where it is now; of bfloat16, gradients lie apart."""
