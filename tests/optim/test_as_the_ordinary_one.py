@@ -128,16 +128,16 @@ def test_every_layout(layout, schedule, name):
 
 @on_ranks(2)
 @pytest.mark.parametrize(
-    ("layout", "schedule"),
+    ("layout", "schedule", "name"),
     [
-        ("one axis", "RF"),
-        ("offloaded", "RF"),
-        ("replicated", "RF"),
-        ("rests in the last microbatch", "NNF"),  # gathered for a backward that does not come
+        ("one axis", "RF", "adamw"),
+        ("offloaded", "RF", "another class"),  # whose step waits for copies to the host itself
+        ("replicated", "RF", "adamw"),
+        ("rests in the last microbatch", "NNF", "adamw"),
     ],
 )
-def test_in_processes(layout, schedule):
-    compare(functools.partial(train, windows=range(3), schedule=schedule), LAYOUTS[layout])
+def test_in_processes(layout, schedule, name):
+    compare(functools.partial(train, windows=range(3), schedule=schedule), LAYOUTS[layout], name)
 
 
 # --- what users do on the way --------------------------------------------------------------
