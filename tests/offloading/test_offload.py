@@ -1,5 +1,6 @@
 """Models whose shards live in host memory, against those on the device, bit for bit."""
 
+import copy
 import warnings
 
 import pytest
@@ -16,7 +17,8 @@ import meshard.offloading
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads, full_state, own_grads, own_state
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 HOST = CPUOffloadPolicy(pin_memory=False)
@@ -70,19 +72,17 @@ def compare(case_name, mesh_shape, how, **kwargs):
         assert_same(ours, theirs, bitwise=True)
 
 
-def test_one_model_in_processes(run_ranks):
-    run_ranks(compare, 2, "uneven", (2,), {})
+@on_ranks(2)
+def test_one_model_in_processes():
+    compare("uneven", (2,), {})
 
 
-CASE_NAMES = ["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"]
-
-
-@pytest.mark.default_rows(2)
-@pytest.mark.parametrize("case_name", CASE_NAMES)
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_offloaded_training_equals_the_ordinary_one(run_ranks, case_name, mesh_shape):
-    num_ranks = torch.Size(mesh_shape).numel()
-    run_ranks(compare, num_ranks, case_name, mesh_shape, {})
+@spread(
+    case_name=["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"],
+    mesh_shape=[(2,), (2, 2)],
+)
+def test_offloaded_training_equals_the_ordinary_one(case_name, mesh_shape):
+    run_threads(compare, torch.Size(mesh_shape).numel(), case_name, mesh_shape, {})
 
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
@@ -106,10 +106,10 @@ def drop_some(model):
         param.grad = None
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize(
-    ("how", "kwargs"),
-    [
+@pytest.mark.slow
+@on_threads(4)
+@spread(
+    row=[
         ({"is_last": False}, {}),
         ({"is_last": False}, {"mp_policy": MIXED}),
         ({"set_to_none": False}, {}),
@@ -117,21 +117,16 @@ def drop_some(model):
         ({"is_last": False, "clear_every": 3}, {}),
         ({"is_last": False, "clear_every": 3}, {"dtype": torch.bfloat16, "mp_policy": MIXED}),
         ({"edit": halve}, {"dtype": torch.bfloat16, "mp_policy": MIXED}),
-        ({"edit": halve}, {}),
         ({"edit": replace_some}, {}),
         ({"edit": drop_some}, {}),
-        ({}, {"mp_policy": MIXED}),
         ({}, {"reshard_after_forward": False}),
         ({}, {"reshard_after_forward": 2}),
         ({}, {"shard_placement_fn": lambda p: Shard(p.dim() - 1)}),
     ],
-    ids=str,
+    case_name=["uneven", "mixed_dtype", "mixed_dtype"],
 )
-@pytest.mark.parametrize(
-    "case_name", [pytest.param("uneven", marks=pytest.mark.slow), "mixed_dtype"]
-)
-def test_also_under_every_way_of_accumulating(case_name, how, kwargs):
-    run_threads(compare, 4, case_name, (2, 2), how, **kwargs)
+def test_also_under_every_way_of_accumulating(row, case_name):
+    compare(case_name, (2, 2), row[0], **row[1])
 
 
 @on_threads(2)
@@ -212,24 +207,6 @@ def test_hooks_on_sharded_parameters_see_what_has_arrived():
         heard.clear()
 
 
-@on_threads(4)
-def test_parameters_are_frozen_and_thawed_between_reductions():
-    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2, 2))
-    results = []
-    for policy in (meshard.OffloadPolicy(), HOST):
-        model = make(case, mesh, offload_policy=policy)
-        seen = []
-        for number in range(6):
-            model.blocks[0].up.weight.requires_grad_(number % 2 == 0)
-            model.set_is_last_backward(number % 3 == 2)
-            case.loss(model(case.batch(number, dist.get_rank()))).backward()
-            meshard.finalize_gradients(model)
-            seen.append(full_grads(model))
-        results.append(seen)
-    for ours, theirs in zip(*results, strict=True):
-        assert_same(theirs, ours, bitwise=True)
-
-
 @on_threads(2)
 def test_a_model_made_on_meta_is_filled_on_the_host():
     case, mesh = CASES["transformer"], init_device_mesh("cpu", (2,))
@@ -275,10 +252,12 @@ def test_a_policy_is_checked_where_it_is_made():
         CPUOffloadPolicy(pin_memory="yes")
 
 
-def evaluate_inside(mesh_shape, dtype):
+@on_threads(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_evaluation_in_inference_mode_between_microbatches_changes_no_gradient(dtype):
     case, seen = CASES["mlp_stack"], []
     for evaluates in (False, True):
-        model = make(case, init_device_mesh("cpu", mesh_shape), dtype, offload_policy=HOST)
+        model = make(case, init_device_mesh("cpu", (2,)), dtype, offload_policy=HOST)
         for number in range(3):
             model.set_is_last_backward(number == 2)
             batch = case.batch(number, dist.get_rank()).to(dtype)
@@ -293,6 +272,132 @@ def evaluate_inside(mesh_shape, dtype):
     assert_same(*seen, bitwise=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_evaluation_in_inference_mode_between_microbatches_changes_no_gradient(dtype):
-    run_threads(evaluate_inside, 2, (2,), dtype)
+# --- gradients that are cleared or whose parameters are frozen, beside others --------------
+
+
+def beside_the_ordinary(story, case_name="mlp_stack", mesh_shape=(2,)):
+    """Compare what ``story(case, model)`` has seen of an offloaded model and an ordinary one."""
+    case, mesh = CASES[case_name], init_device_mesh("cpu", mesh_shape)
+    seen = [
+        list(story(case, make(case, mesh, offload_policy=policy)))
+        for policy in (HOST, meshard.OffloadPolicy())
+    ]
+    for ours, theirs in zip(*seen, strict=True):
+        assert_same(ours, theirs, bitwise=True)
+
+
+def backward(case, model, number, *args):
+    case.loss(model(case.batch(number, dist.get_rank()), *args)).backward()
+
+
+@on_threads(4)
+def test_parameters_are_frozen_and_thawed_between_reductions():
+    def story(case, model):
+        for number in range(6):
+            model.blocks[0].up.weight.requires_grad_(number % 2 == 0)
+            model.set_is_last_backward(number % 3 == 2)
+            backward(case, model, number)
+            meshard.finalize_gradients(model)
+            yield full_grads(model)
+
+    beside_the_ordinary(story, mesh_shape=(2, 2))
+
+
+@on_threads(2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_first_gradients_on_their_way_are_cleared(set_to_none):
+    """A parameter gets its first gradient beside one that has some, and both are cleared."""
+
+    def story(case, model):
+        for number, used in enumerate([(True, False, False), (True,) * 3, (True,) * 3]):
+            model.set_is_last_backward(number != 1)
+            backward(case, model, number, used)
+            if number == 1:
+                model.zero_grad(set_to_none=set_to_none)
+            else:
+                yield full_grads(model)
+
+    beside_the_ordinary(story, "sometimes_unused")
+
+
+@on_threads(2)
+@spread(num_before=[0, 1, 2, 1], set_to_none=[True, False])
+def test_gradients_on_their_way_are_cleared(num_before, set_to_none):
+    """Clear some gradients while they are on their way; what comes after must not be touched."""
+
+    def story(case, model):
+        some = torch.optim.SGD(list(model.parameters())[::2], lr=0.1)
+        for number in range(4):
+            model.set_is_last_backward(number < num_before or number == 3)
+            backward(case, model, number)
+            if number == 2:
+                some.zero_grad(set_to_none=set_to_none)
+                model.blocks[0].zero_grad(set_to_none=set_to_none)
+            if number < num_before or number == 3:
+                yield full_grads(model)
+
+    beside_the_ordinary(story)
+
+
+@on_threads(2)
+def test_hooks_see_every_gradient_before_it_is_added():
+    def story(case, model):
+        for number, param in enumerate(model.parameters()):
+            param.register_hook(lambda grad, number=number: grad * (number + 1))
+        for number in range(4):
+            model.set_is_last_backward(number % 2 == 1)
+            backward(case, model, number)
+        yield full_grads(model)
+
+    beside_the_ordinary(story)
+
+
+@on_threads(2)
+def test_shards_are_edited_loaded_and_copied():
+    def story(case, model):
+        with meshard.unsharded_params(model), torch.no_grad():
+            for param in model.parameters():
+                param.mul_(2)
+        yield full_state(model)
+        whole = {name: 1.5 * value.full_tensor() for name, value in model.state_dict().items()}
+        model.load_state_dict(whole)
+        backward(case, model, 0)
+        assert_same(full_state(model), whole, bitwise=True)
+        for each in (model, copy.deepcopy(model)):
+            each.zero_grad()
+            backward(case, each, 0)
+            backward(case, each, 1)
+            yield full_grads(each)
+
+    beside_the_ordinary(story)
+
+
+@on_threads(2)
+def test_a_copy_of_a_model_that_rests_rests_too():
+    case = CASES["mlp_stack"]
+    model = make(case, init_device_mesh("cpu", (2,)))
+    meshard.offload(model)
+    copied = copy.deepcopy(model)
+    for each in (model, copied):
+        with pytest.raises(RuntimeError, match=r"call meshard\.onload"):
+            backward(case, each, 0)
+        with (
+            pytest.raises(RuntimeError, match=r"call meshard\.onload"),
+            meshard.unsharded_params(each),
+        ):
+            pass
+        meshard.onload(each)
+        backward(case, each, 0)
+    assert_same(full_grads(copied), full_grads(model), bitwise=True)
+
+
+@on_threads(2)
+def test_a_model_on_meta_is_initialised():
+    case, mesh = CASES["transformer"], init_device_mesh("cpu", (2,))
+    with torch.device("meta"):
+        model = case.build()
+    for unit in case.units(model):
+        meshard.fully_shard(unit, mesh, offload_policy=HOST)
+    meshard.materialize(model)
+    backward(case, model, 0)
+    assert all(param.grad.full_tensor().isfinite().all() for param in model.parameters())

@@ -13,17 +13,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
-from tests.support.cases import CASES
 from tests.support.parity import assert_same, full_grads, own_grads, own_state
-from tests.support.ranks import on_fake_ranks
-from tests.support.threads import run_threads
-
-
-def make(case, mesh, **kwargs):
-    model = case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh, **kwargs)
-    return model
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.sharding import sharded_case
+from tests.support.spread import spread
 
 
 def objects(model, optimizer):
@@ -50,10 +43,9 @@ def train(case, model, optimizer, between, *, accumulate=2):
 
 
 def interrupted(case_name, mesh_shape, foreach, **kwargs):
-    case, mesh = CASES[case_name], init_device_mesh("cpu", mesh_shape)
     results = []
     for is_interrupted in (False, True):
-        model = make(case, mesh, **kwargs)
+        case, model, _ = sharded_case(case_name, mesh_shape, **kwargs)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, foreach=foreach)
 
         def rest(model=model, optimizer=optimizer):
@@ -73,24 +65,24 @@ def interrupted(case_name, mesh_shape, foreach, **kwargs):
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("foreach", [True, False])
-@pytest.mark.parametrize(
-    ("case_name", "kwargs"),
-    [
+@on_threads(4)
+@spread(
+    row=[
         ("mlp_stack", {}),
         ("uneven", {"reshard_after_forward": False}),
         ("mixed_dtype", {}),
         ("frozen_beside", {"mp_policy": MIXED}),
         ("transformer_tied", {"offload_policy": CPUOffloadPolicy(pin_memory=False)}),
     ],
+    foreach=[True, False],
 )
-def test_training_goes_on_bit_for_bit(case_name, kwargs, foreach):
-    run_threads(interrupted, 4, case_name, (2, 2), foreach, **kwargs)
+def test_training_goes_on_bit_for_bit(row, foreach):
+    interrupted(row[0], (2, 2), foreach, **row[1])
 
 
-def test_training_goes_on_bit_for_bit_in_processes(run_ranks):
-    run_ranks(interrupted, 2, "transformer", (2,), True)
+@on_ranks(2)
+def test_training_goes_on_bit_for_bit_in_processes():
+    interrupted("transformer", (2,), True)
 
 
 def memory(model, optimizer):

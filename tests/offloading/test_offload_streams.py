@@ -1,7 +1,5 @@
 """Order of reads and writes of host memory while copies are in flight."""
 
-from itertools import product
-
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,9 +11,9 @@ from meshard._comm.communicator import DONE
 from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
-from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
+from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, make_model
 
 SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
@@ -25,7 +23,7 @@ CHECK = CPUOffloadPolicy(pin_memory=False)
 class Run:
     """A model on a fake device, with its shards in what the device takes for pinned memory."""
 
-    def __init__(self, monkeypatch, mesh_shape=(4,), build=make_model, **kwargs):
+    def __init__(self, monkeypatch, mesh_shape=(4,), **kwargs):
         self.device = FakeDevice()
         self.host = FakeHost(self.device)
         self.recorder = Recorder(self.device)
@@ -36,8 +34,7 @@ class Run:
         )
         monkeypatch.setattr(MemoryLocation, "host_memory", lambda device, *, pin: self.host)
         mesh = init_device_mesh("cpu", mesh_shape)
-        self.mesh_shape = mesh_shape
-        self.model = build()
+        self.model = make_model()
         for block in self.model[1:4]:
             meshard.fully_shard(block, mesh, offload_policy=CHECK, **kwargs)
         meshard.fully_shard(self.model, mesh, offload_policy=CHECK, **kwargs)
@@ -54,38 +51,30 @@ class Run:
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
 
-MESHES = [(4,), (2, 2), (1,)]
-
-
-@pytest.fixture(params=MESHES, ids=str)
-def run_on(monkeypatch, request):
-    size = torch.Size(request.param).numel()
-    with fake_group(size):
-        yield lambda **kwargs: Run(monkeypatch, request.param, **kwargs)
-
-
 @pytest.fixture
 def run(monkeypatch):
     with fake_group(4):
         yield Run(monkeypatch, (2, 2))
 
 
-@covering(
-    "run_on, is_mixed, is_last, set_to_none",
-    product(MESHES, [False, True], [True, False], [True, False]),
-    indirect=["run_on"],
+@spread(
+    mesh=[(4,), (2, 2), (1,), (2, 2)],
+    is_mixed=[False, True],
+    is_last=[False, False, True, True],
+    set_to_none=[True, False, False, True],
 )
-def test_training_has_no_race(run_on, is_mixed, is_last, set_to_none):
-    run = run_on(mp_policy=MIXED if is_mixed else MixedPrecisionPolicy())
-    with run.recorder:
-        for schedule in ("FFF", "NNF", "RNF", "F"):
-            run.window(schedule, is_last=is_last)
-            run.step(set_to_none=set_to_none)
+def test_training_has_no_race(monkeypatch, mesh, is_mixed, is_last, set_to_none):
+    with fake_group(torch.Size(mesh).numel()):
+        policy = MIXED if is_mixed else MixedPrecisionPolicy()
+        run = Run(monkeypatch, mesh, mp_policy=policy)
+        with run.recorder:
+            for schedule in ("FFF", "NNF", "RNF", "F"):
+                run.window(schedule, is_last=is_last)
+                run.step(set_to_none=set_to_none)
     assert run.device.races == []
     assert run.recorder.num_checked > 1000
     # Compute, gathers, the stream of the host, the host, and reductions over several ranks.
-    scatters = run.mesh_shape[-1] > 1
-    assert len(run.recorder.streams_used) >= 4 + scatters + (len(run.mesh_shape) == 2)
+    assert len(run.recorder.streams_used) >= 4 + (mesh[-1] > 1) + (len(mesh) == 2)
 
 
 def test_the_host_waits_at_the_end_of_backward_only(monkeypatch, run):
@@ -109,8 +98,7 @@ def test_the_host_waits_at_the_end_of_backward_only(monkeypatch, run):
     assert run.recorder.num_blocking == 0
 
 
-@pytest.mark.parametrize("schedules", [("F", "F", "F"), ("FF", "NRF", "FFF")])
-@pytest.mark.parametrize("is_last", [True, False])
+@spread(is_last=[True, False], schedules=[("FF", "NRF", "FFF")])
 def test_a_window_allocates_host_memory_once_per_unit(run, schedules, is_last):
     with run.recorder:
         for schedule in schedules:
@@ -157,23 +145,15 @@ def edit(run):
             param.mul_(2)
 
 
-def test_shards_may_be_edited_after_an_evaluation(run):
-    with run.recorder:
-        with torch.no_grad():
+def test_shards_may_be_edited_after_evaluations_and_one_that_fails(run):
+    with run.recorder, torch.no_grad():
+        for _ in range(2):
+            run.model(torch.ones(2, 5))
+            edit(run)
+        run.model[3].register_forward_hook(lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
             run.model(torch.ones(2, 5))
         edit(run)
-        with torch.no_grad():
-            run.model(torch.ones(2, 5))
-    assert run.device.races == []
-
-
-def test_shards_may_be_edited_after_an_evaluation_that_fails(run):
-    hook = run.model[3].register_forward_hook(lambda *_: 1 // 0)
-    with run.recorder:
-        with torch.no_grad(), pytest.raises(ZeroDivisionError):
-            run.model(torch.ones(2, 5))
-        edit(run)
-    hook.remove()
     assert run.device.races == []
 
 
@@ -237,9 +217,6 @@ def test_a_backward_that_fails_leaves_nothing_on_its_way(run):
         run.window("F")
         run.step()
     assert run.device.races == []
-
-
-# --- what the checks find ------------------------------------------------------------------
 
 
 def test_a_host_that_does_not_wait_is_found_out(monkeypatch, run):

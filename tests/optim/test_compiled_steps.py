@@ -55,17 +55,11 @@ def train(model, batches, optimizer, step):
     return full_state(model)
 
 
+@pytest.mark.slow
 @on_ranks(2, timeout=240)
 @pytest.mark.parametrize(
     ("backend", "optimizer_class"),
-    [
-        pytest.param("aot_eager", CompilesInside, marks=pytest.mark.slow),
-        pytest.param("aot_eager", AdamW, marks=pytest.mark.slow),
-        pytest.param("inductor", SGD, marks=pytest.mark.slow),
-        pytest.param("aot_eager", SGD, marks=pytest.mark.exhaustive),
-        pytest.param("inductor", AdamW, marks=pytest.mark.exhaustive),
-        pytest.param("inductor", CompilesInside, marks=pytest.mark.exhaustive),
-    ],
+    [("aot_eager", CompilesInside), ("aot_eager", AdamW), ("inductor", SGD)],
 )
 def test_a_compiled_step_is_the_ordinary_step(optimizer_class, backend):
     """Train on two ranks by compiled steps, and in one process by ordinary ones."""

@@ -1,9 +1,6 @@
 """Steps that wait for the norm of all gradients, against ordinary clipped steps."""
 
 import contextlib
-import gc
-import weakref
-from itertools import product
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import OverlappedOptimizer, overlap_optimizer
 from meshard.optim.overlap import UnitStepper
-from tests.support.covering import covering
 from tests.support.optimizers import (
     ADAMW,
     DEFERRED,
@@ -22,7 +18,6 @@ from tests.support.optimizers import (
     MANY,
     MAX_NORM,
     OPTIONS,
-    SCHEDULES,
     SignDescent,
     assert_same_state,
     batch,
@@ -32,15 +27,15 @@ from tests.support.optimizers import (
     groups_of,
     make,
     plain_state,
-    train,
     trainable,
     window,
 )
 from tests.support.parity import assert_same, full_state, own_state
 from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.threads import run_threads
 
 
-def compare(shape, name, dtype, schedule, wait, grouped=False):
+def compare(shape, name, dtype, schedule, wait, grouped):
     cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
     ours, theirs = make(shape, DTYPES[dtype]), make(shape, DTYPES[dtype])
     groups = [groups_of(model) if grouped else trainable(model) for model in (ours, theirs)]
@@ -54,20 +49,18 @@ def compare(shape, name, dtype, schedule, wait, grouped=False):
     assert_same_state(plain_state(late), plain_state(plain))
 
 
-NAMES = ("adamw", "momentum", "another class")
-
-
-@pytest.mark.default_rows(2)
-@covering(
-    "shape, name, schedule, wait", product([(2,), (2, 2)], NAMES, SCHEDULES, ("step", "gather"))
+@pytest.mark.parametrize(
+    ("shape", "name", "dtype", "schedule", "wait", "grouped"),
+    [
+        ((2,), "adamw", "float32", "F", "step", False),
+        ((2, 2), "momentum", "float32", "NRF", "gather", False),
+        ((2,), "another class", "float32", "RF", "step", False),
+        ((2,), "another class", "float32", "F", "gather", False),
+        ((2,), "adamw", "bfloat16", "FFF", "gather", True),
+    ],
 )
-def test_as_the_ordinary_one(run_ranks, shape, name, schedule, wait):
-    run_ranks(compare, torch.Size(shape).numel(), shape, name, "float32", schedule, wait)
-
-
-def test_mixed_precision_and_groups(run_ranks):
-    run_ranks(compare, 2, (2,), "adamw", "bfloat16", "F", "step", True)
-    run_ranks(compare, 2, (2,), "adamw", "float32", "F", "gather", True)
+def test_as_the_ordinary_one(shape, name, dtype, schedule, wait, grouped):
+    run_threads(compare, torch.Size(shape).numel(), shape, name, dtype, schedule, wait, grouped)
 
 
 @contextlib.contextmanager
@@ -87,7 +80,8 @@ def noted():
         UnitStepper.run = run
 
 
-def moments():
+@on_ranks(2)
+def test_steps_are_taken_in_step():
     model = make((2,))
     optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, **DEFERRED)
     with noted() as stepped:
@@ -97,7 +91,8 @@ def moments():
         assert len(stepped) == 5
 
 
-def moments_with_gathers():
+@on_ranks(2)
+def test_steps_are_taken_before_the_next_gather():
     """Each unit is stepped just before its next gather; the user may ask for all at once."""
     model = make((2,))
     optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, wait="gather", **DEFERRED)
@@ -128,12 +123,9 @@ def moments_with_gathers():
         assert_same(full_state(model), before, bitwise=True)
 
 
-def test_when_units_are_stepped(run_ranks):
-    run_ranks(moments, 2)
-    run_ranks(moments_with_gathers, 2)
-
-
-def interrupted(wait):
+@on_ranks(2)
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_an_interrupted_window_is_void(wait):
     """A window whose backward raises is void, and those around it count."""
     ours, theirs = make((2,)), make((2,))
     late = overlap_optimizer(ours, ADAMW, wait=wait, **OPTIONS, **DEFERRED)
@@ -155,11 +147,6 @@ def interrupted(wait):
     clipped(theirs, plain, range(4))
     late.wait()
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
-
-
-def test_an_interrupted_window_is_void(run_ranks):
-    run_ranks(interrupted, 2, "step")
-    run_ranks(interrupted, 2, "gather")
 
 
 @on_ranks(2)
@@ -235,8 +222,9 @@ def test_a_scaled_loss():
     assert_same(own_state(ours), own_state(theirs), bitwise=True)
 
 
-def edited(how):
-    """Gradients in ``.grad`` are edited, or replaced, until ``step``."""
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["in place", "replaced"])
+def test_edited_gradients_are_clipped(how):
     ours, theirs = make((2,)), make((2,))
     late = overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED)
     plain = ADAMW(trainable(theirs), **OPTIONS)
@@ -256,11 +244,6 @@ def edited(how):
             optimizer.zero_grad()
         assert late.total_norm == norm > MAX_NORM
     assert_same(own_state(ours), own_state(theirs), bitwise=True)
-
-
-@pytest.mark.parametrize("how", ["in place", "replaced"])
-def test_edited_gradients_are_clipped(run_ranks, how):
-    run_ranks(edited, 2, how)
 
 
 @contextlib.contextmanager
@@ -290,7 +273,6 @@ class Multiplying(torch.optim.Optimizer):
 @on_ranks(2)
 @pytest.mark.parametrize("cls", [torch.optim.Adam, Multiplying])
 def test_a_step_in_a_forward_under_other_modes(cls):
-    """A step in the next forward has the modes and hyperparameters that ``step`` had."""
     ours, theirs = make((2,)), make((2,))
     for model, wait in ((ours, "gather"), (theirs, "step")):
         rate = torch.tensor(0.1)
@@ -304,29 +286,6 @@ def test_a_step_in_a_forward_under_other_modes(cls):
                 model(batch(number))
         optimizer.wait()
     assert_same(own_state(ours), own_state(theirs), bitwise=True)
-
-
-def around():
-    """Checkpoints, offloading and detaching take the steps first."""
-    ours, theirs = make((2,)), make((2,))
-    late = overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED)
-    plain = ADAMW(trainable(theirs), **OPTIONS)
-    deferred(ours, late, range(2))
-    meshard.offload(ours, late)
-    meshard.onload(ours, late)
-    deferred(ours, late, range(2, 3))
-    late.load_state_dict(late.state_dict())
-    deferred(ours, late, range(3, 4))
-    late.detach()
-    clipped(theirs, plain, range(4))
-    for model, optimizer in ((ours, late), (theirs, plain)):
-        train(model, optimizer, range(4, 6))
-    assert_same(full_state(ours), full_state(theirs), bitwise=True)
-    assert_same_state(plain_state(late), plain_state(plain))
-
-
-def test_what_takes_the_steps_first(run_ranks):
-    run_ranks(around, 2)
 
 
 @on_ranks(2)
@@ -351,21 +310,6 @@ def test_errors():
     assert OverlappedOptimizer.attached_to(model) == []
     with pytest.raises(ValueError, match='must be "deferred" or None'):
         overlap_optimizer(model, ADAMW, clip="norm", max_norm=1.0)
-
-
-@on_ranks(2)
-def test_a_deleted_model_is_gone():
-    gc.collect()
-    gc.disable()
-    try:
-        model = make((2,))
-        overlap_optimizer(model, ADAMW, **DEFERRED)
-        window(model, 0)
-        alive = weakref.ref(model), weakref.ref(model.first.weight)
-        del model
-        assert [each() for each in alive] == [None, None]
-    finally:
-        gc.enable()
 
 
 class FailsOnce(torch.optim.SGD):

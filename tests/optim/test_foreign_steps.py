@@ -18,7 +18,7 @@ from torch.distributed import rpc
 import meshard
 from meshard import GradientSync
 from tests.support.models import seeded
-from tests.support.parity import assert_same, full_grads
+from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 
 SHARDING = {"fully_shard": meshard.fully_shard, "replicate": meshard.replicate}
@@ -48,19 +48,19 @@ def apply(name, model):
 
 def parameters_are_equal(model):
     """Whether all ranks hold the same values."""
-    for param in model.parameters():
-        own = param.full_tensor() if hasattr(param, "full_tensor") else param
-        values = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(values, own.detach().contiguous())
-        if not all(torch.equal(value, values[0]) for value in values):
-            return False
-    return True
+    own = torch.cat([value.flatten() for value in full_state(model).values()])
+    values = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(values, own)
+    return all(torch.equal(value, own) for value in values)
 
 
 REFUSED = r"'2\.weight'.* has _in_backward_optimizers.* meshard\.overlap_optimizer"
 
 
-def torch_optimizer(name, when):
+@on_ranks(2)
+@pytest.mark.parametrize("when", ["before", "after", "later"])
+@pytest.mark.parametrize("name", SHARDING)
+def test_torch_optimizers_in_backward_are_refused(name, when):
     model = net()
     if when == "before":
         step_in_backward([model[2].weight])
@@ -77,14 +77,6 @@ def torch_optimizer(name, when):
         with pytest.raises(RuntimeError, match=REFUSED):
             model(batch())
     assert parameters_are_equal(model)
-
-
-@pytest.mark.default_rows(4)
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("when", ["before", "after", "later"])
-@pytest.mark.parametrize("name", SHARDING)
-def test_torch_optimizers_in_backward_are_refused(run_ranks, name, when, world):
-    run_ranks(torch_optimizer, world, name, when)
 
 
 @on_ranks(2)
@@ -114,9 +106,6 @@ def test_optimizers_in_backward_of_ignored_parameters_are_allowed():
     assert not torch.equal(model[2].weight, before)
 
 
-# --- hooks that step, under replicate ------------------------------------------------------------
-
-
 def step_and_clear(optimizers):
     """Return the hook of torch's tutorial."""
 
@@ -142,7 +131,10 @@ def take(_):
 NOT_REDUCED = r"before (it was|gradients were) reduced, so ranks would drift apart.*overlap_optim"
 
 
-def hooked(make, bucket_cap_mb):
+@on_ranks(2)
+@pytest.mark.parametrize("bucket_cap_mb", [25, 4e-5])
+@pytest.mark.parametrize("make", [step_and_clear, step_only, take])
+def test_hooks_that_step_before_the_reduction_are_refused(make, bucket_cap_mb):
     model = meshard.replicate(seeded(net(), 0), bucket_cap_mb=bucket_cap_mb)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
     handles = [
@@ -158,14 +150,6 @@ def hooked(make, bucket_cap_mb):
     for param in model.parameters():
         optimizers[param].step()
     assert make is take or parameters_are_equal(model)
-
-
-@pytest.mark.default_rows(4)
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("bucket_cap_mb", [25, 4e-5])
-@pytest.mark.parametrize("make", [step_and_clear, step_only, take])
-def test_hooks_that_step_before_the_reduction_are_refused(run_ranks, make, bucket_cap_mb, world):
-    run_ranks(hooked, world, make, bucket_cap_mb)
 
 
 @on_ranks(2)
@@ -195,8 +179,7 @@ def test_hooks_on_shards_may_step():
     inputs = [torch.randn(6, 3, generator=torch.Generator().manual_seed(rank)) for rank in ranks]
     (plain(torch.cat(inputs)).sum() / len(inputs)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    for param, wanted in zip(model.parameters(), plain.parameters(), strict=True):
-        torch.testing.assert_close(param.full_tensor(), wanted)
+    assert_same(full_state(model), full_state(plain))
 
 
 class Unused(torch.autograd.Function):
@@ -243,9 +226,6 @@ def test_a_parameter_may_be_frozen_between_forward_and_backward():
     assert model[2].bias.grad.tolist() == [6.0, 6.0]
 
 
-# --- torch.distributed.autograd ------------------------------------------------------------------
-
-
 @contextlib.contextmanager
 def rpc_agent():
     """An agent of its own for each rank: autograd asks for one, and they need not talk."""
@@ -263,7 +243,10 @@ def rpc_agent():
             rpc.shutdown()
 
 
-def distributed_autograd(name):
+@pytest.mark.extras  # torch's rpc needs numpy
+@on_ranks(2)
+@pytest.mark.parametrize("name", SHARDING)
+def test_distributed_autograd_is_refused(name):
     model = apply(name, seeded(net(), 0))
     with rpc_agent():
         with dist_autograd.context(), pytest.raises(RuntimeError, match=r"loss\.backward\(\) outs"):
@@ -281,10 +264,3 @@ def distributed_autograd(name):
         assert all(param.grad is None for param in model.parameters())
         model(batch()).sum().backward()  # outside of a context, as ever
         assert all(param.grad is not None for param in model.parameters())
-
-
-@pytest.mark.extras  # torch's rpc needs numpy
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("name", SHARDING)
-def test_distributed_autograd_is_refused(run_ranks, name, world):
-    run_ranks(distributed_autograd, world, name)

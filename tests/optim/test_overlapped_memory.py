@@ -1,5 +1,7 @@
 """Optimizers in backward free gradients as docs/how-to/optimizer-overlap.md says, to the byte."""
 
+import functools
+
 import pytest
 import torch
 from torch import nn
@@ -24,24 +26,25 @@ IN_PLACE = {
 }
 
 
-@pytest.fixture
-def run_ranks(run_ranks):
+def on_one_rank(test):
     """Three tries: torch's profiler loses allocation events, and a defect would be there each time.
 
     Measured: 15 of 2088 recordings of one backward lacked two or three events of one node, with the
     same code as all others and with the right tensors alive before and after.
     """
+    run = on_ranks(1)(test)
 
-    def run(*args):
+    @functools.wraps(run)
+    def try_again(*args, **kwargs):
         for tries_left in (2, 1, 0):
             try:
-                return run_ranks(*args)
+                return run(*args, **kwargs)
             except RankError as error:
                 if not tries_left or "AssertionError" not in str(error):
                     raise
         return None
 
-    return run
+    return try_again
 
 
 def make():
@@ -82,7 +85,9 @@ def both(cls, options):
     return found[0][:2], found[1][:2]
 
 
-def freed(name):
+@on_one_rank
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_no_gradient_is_left_and_one_is_alive_at_the_peak(name):
     cls, options = IN_PLACE[name]
     (backward, later), (plain_backward, plain_later) = both(cls, options)
     # Of all gradients, those of the units reduced before are alive: none here but all there.
@@ -95,14 +100,8 @@ def freed(name):
     assert backward.peak == (1 + 2) * UNIT + 2 * ROW
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
-def test_no_gradient_is_left_and_one_is_alive_at_the_peak(run_ranks, name):
-    run_ranks(freed, 1, name)
-
-
-@on_ranks(1)
+@on_one_rank
 def test_what_a_step_takes_it_takes_for_one_unit():
-    """What an optimizer takes for its step, it takes for one unit."""
     (backward, later), (plain_backward, plain_later) = both(
         torch.optim.AdamW, {"lr": 0.01, "foreach": True}
     )
@@ -112,9 +111,8 @@ def test_what_a_step_takes_it_takes_for_one_unit():
     assert backward.peak == (1 + 2 + 1) * UNIT + ROW
 
 
-@on_ranks(1)
+@on_one_rank
 def test_accumulated_gradients_are_freed():
-    """What microbatches have added up is freed, too."""
     cls, options = IN_PLACE["momentum"]
     states = []
     for schedule in ("NNF", "FFF"):
@@ -137,7 +135,7 @@ def test_accumulated_gradients_are_freed():
         assert_same(states[0], other, bitwise=True)
 
 
-@on_ranks(1)
+@on_one_rank
 def test_deferred_steps_keep_them_until_they_are_taken():
     """Deferred steps keep the gradients until ``step``, or until the next forward."""
     for wait in ("step", "gather"):

@@ -2,7 +2,6 @@
 
 import threading
 import time
-from itertools import product
 
 import pytest
 import torch
@@ -10,46 +9,23 @@ import torch
 import meshard
 from meshard import CPUOffloadPolicy, overlap_optimizer
 from meshard._comm.host_copies import HostCopies
-from tests.support.covering import covering
 from tests.support.optimizers import (
     ADAMW,
     DEFERRED,
-    DTYPES,
-    MANY,
     OPTIONS,
-    SCHEDULES,
-    SignDescent,
     clipped,
     deferred,
     grads,
     make,
-    train_both,
     trainable,
     window,
 )
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 
-OFFLOAD = CPUOffloadPolicy(pin_memory=False)
 
-
-def make_offloaded(shape=(2,), **kwargs):
-    return make(shape, offload_policy=OFFLOAD, **kwargs)
-
-
-def compare(shape, name, dtype, schedule):
-    cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
-    policy = DTYPES[dtype]
-    train_both(lambda: make_offloaded(shape, policy=policy), cls, options, schedule=schedule)
-
-
-NAMES = ("adamw", "momentum", "another class")
-
-
-@pytest.mark.default_rows(1)
-@covering("shape, name, dtype, schedule", product([(2,), (2, 2)], NAMES, DTYPES, SCHEDULES))
-def test_as_the_ordinary_one(run_ranks, shape, name, dtype, schedule):
-    run_ranks(compare, torch.Size(shape).numel(), shape, name, dtype, schedule)
+def make_offloaded():
+    return make((2,), offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 @on_ranks(2)
@@ -69,7 +45,9 @@ def test_clipping_beside_it():
     assert_same(full_state(late), full_state(plain), bitwise=True)
 
 
-def gated(wait):
+@on_ranks(2)
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_backward_does_not_wait_for_a_step(wait):
     """Backward and its end go on while no step has been taken; then ``step`` waits, or does not."""
     model = make_offloaded()
     optimizer = overlap_optimizer(model, ADAMW, wait=wait, **OPTIONS)
@@ -111,24 +89,19 @@ def gated(wait):
         HostCopies.wait, meshard.optim.flat.FlatStepper.run = wait_for_copies, run
 
 
-def test_backward_does_not_wait_for_a_step(run_ranks):
-    for wait in ("step", "gather"):
-        run_ranks(gated, 2, wait)
-
-
 @on_ranks(2)
-def test_errors_of_the_worker():
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_errors_of_the_worker(wait):
     """What the optimizer raises in the worker comes where someone needs its result, once."""
-    for wait in ("step", "gather"):
-        model = make_offloaded()
-        optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, wait=wait)
-        window(model, 0)
-        optimizer.wait()
-        optimizer.param_groups[0]["lr"] = "fast"
-        window(model, 1)
-        with pytest.raises(TypeError):
-            optimizer.step() if wait == "step" else optimizer.wait()
-        optimizer.param_groups[0]["lr"] = 0.1
-        optimizer.wait()
-        window(model, 2)
-        optimizer.step()
+    model = make_offloaded()
+    optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1, wait=wait)
+    window(model, 0)
+    optimizer.wait()
+    optimizer.param_groups[0]["lr"] = "fast"
+    window(model, 1)
+    with pytest.raises(TypeError):
+        optimizer.step() if wait == "step" else optimizer.wait()
+    optimizer.param_groups[0]["lr"] = 0.1
+    optimizer.wait()
+    window(model, 2)
+    optimizer.step()

@@ -8,13 +8,9 @@ import meshard
 from tests.support.models import seeded
 from tests.support.optimizers import (
     DEFERRED,
-    MANY,
-    SCHEDULES,
     Net,
-    SignDescent,
     clipped,
     deferred,
-    train_both,
 )
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
@@ -23,15 +19,6 @@ from tests.support.ranks import on_ranks
 def make():
     """A model in many buckets."""
     return meshard.replicate(seeded(Net()), init_device_mesh("cpu", (2,)), bucket_cap_mb=0.0002)
-
-
-@on_ranks(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["momentum", "adamw", "another class"])
-def test_as_the_ordinary_one(name):
-    cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
-    for schedule in SCHEDULES:
-        train_both(make, cls, options, schedule=schedule)
 
 
 @on_ranks(2)

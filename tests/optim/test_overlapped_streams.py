@@ -2,7 +2,6 @@
 
 import copy
 import functools
-from itertools import product
 
 import pytest
 import torch
@@ -14,9 +13,9 @@ import meshard.optim.overlap
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
-from tests.support.covering import covering
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
+from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, make_model
 
 SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
@@ -63,15 +62,6 @@ class Run:
         return 0 if optimizer is None else stream.clock.get(optimizer.number, 0)
 
 
-MESHES = [(4,), (2, 2), (1,)]
-
-
-@pytest.fixture(params=MESHES, ids=str)
-def run_on(monkeypatch, request):
-    with fake_group(torch.Size(request.param).numel()):
-        yield lambda **kwargs: Run(monkeypatch, request.param, **kwargs)
-
-
 @pytest.fixture
 def run(monkeypatch):
     with fake_group(4):
@@ -88,38 +78,27 @@ def sgd_run(monkeypatch):
         yield Run(monkeypatch, cls=cls, options=GATHER)
 
 
-@pytest.mark.default_rows(2)
-@covering(
-    "run_on, is_mixed, cls, options",
-    product(
-        MESHES,
-        [False, True],
-        [torch.optim.SGD, torch.optim.AdamW],
-        [{}, GATHER, UNIT_NORM, DEFERRED, LATE],
-    ),
-    indirect=["run_on"],
+@spread(
+    options=[{}, GATHER, UNIT_NORM, DEFERRED, LATE],
+    mesh=[(4,), (2, 2), (1,)],
+    reshard=[None, True, False],
+    is_mixed=[False, True],
+    cls=[torch.optim.SGD, torch.optim.AdamW],
 )
-def test_training_has_no_race(run_on, is_mixed, cls, options):
-    run = run_on(mp_policy=MIXED if is_mixed else MixedPrecisionPolicy(), cls=cls, options=options)
-    with run.recorder:
-        for schedule in ("F", "FFF", "NNF", "RNF"):
-            run.window(schedule)
-            run.optimizer.step()
-            run.optimizer.zero_grad()
+def test_training_has_no_race(monkeypatch, options, mesh, reshard, is_mixed, cls):
+    policy = MIXED if is_mixed else MixedPrecisionPolicy()
+    kwargs = {"mp_policy": policy, "reshard_after_forward": reshard}
+    with fake_group(torch.Size(mesh).numel()):
+        run = Run(monkeypatch, mesh, cls, options, **kwargs)
+        with run.recorder:
+            for schedule in ("F", "FFF", "NNF", "RNF"):
+                run.window(schedule)
+                run.optimizer.step()
+                run.optimizer.zero_grad()
+                with torch.no_grad():
+                    run.model(torch.ones(2, 5))
     assert run.device.races == []
     assert run.on_stream(CommStream.OPTIMIZER).number in run.recorder.streams_used
-
-
-@pytest.mark.parametrize("reshard", [True, False])
-def test_every_way_of_resharding_has_no_race(run_on, reshard):
-    run = run_on(reshard_after_forward=reshard)
-    with run.recorder:
-        for schedule in ("F", "RF", "F"):
-            run.window(schedule)
-        with torch.no_grad():
-            run.model(torch.ones(2, 5))
-        run.window()
-    assert run.device.races == []
 
 
 READS = {
@@ -158,48 +137,33 @@ WAITING = ("state_dict", "loading", "unsharded_params", "the state", "its state_
 WAITING += ("loading the state",)
 
 
-@pytest.mark.default_rows(3)
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("options", [{}, DEFERRED], ids=str)
-def test_steps_are_over_when_step_returns(monkeypatch, read, options):
-    with fake_group(4):
-        run = Run(monkeypatch, options=options)
-        check_read(run, run.optimizer.step, READS[read])
+@pytest.mark.parametrize("options", [{}, DEFERRED, GATHER, LATE], ids=str)
+def test_steps_are_over_when_step_or_wait_returns(monkeypatch, options):
+    for name in READS:
+        is_late = "wait" in options
+        check_read(monkeypatch, options, name, steps=options is not GATHER, waits=is_late)
 
 
-@pytest.mark.default_rows(3)
-@pytest.mark.parametrize("read", READS)
-@pytest.mark.parametrize("options", [GATHER, LATE], ids=str)
-def test_steps_are_over_when_wait_returns(monkeypatch, read, options):
-    with fake_group(4):
-        run = Run(monkeypatch, options=options)
-
-        def step_and_wait():
-            if options is LATE:
-                run.optimizer.step()
-            run.optimizer.wait()
-
-        check_read(run, step_and_wait, READS[read])
-
-
-@pytest.mark.parametrize("read", WAITING)
 @pytest.mark.parametrize("options", [{}, GATHER, LATE], ids=str)
-def test_state_dicts_and_gathers_wait_by_themselves(monkeypatch, read, options):
+def test_state_dicts_and_gathers_wait_by_themselves(monkeypatch, options):
+    for name in WAITING:
+        check_read(monkeypatch, options, name, steps=options is LATE)
+
+
+def check_read(monkeypatch, options, name, *, steps=True, waits=False):
     with fake_group(4):
         run = Run(monkeypatch, options=options)
-        check_read(run, run.optimizer.step if options is LATE else lambda: None, READS[read])
-
-
-def check_read(run, wait, read):
-    with run.recorder, torch.no_grad():
-        for _ in range(2):
-            with torch.enable_grad():
-                run.window()
-            wait()
-            read(run)
-        with torch.enable_grad():
-            run.window()
-    assert run.device.races == []
+        with run.recorder, torch.no_grad():
+            for is_last in (False, False, True):
+                with torch.enable_grad():
+                    run.window()
+                if not is_last:
+                    if steps:
+                        run.optimizer.step()
+                    if waits:
+                        run.optimizer.wait()
+                    READS[name](run)
+        assert run.device.races == [], name
 
 
 def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatch, sgd_run):
@@ -255,9 +219,6 @@ def test_gradients_are_given_back_when_the_step_is_over(run):
         run.device.is_through = True
         run.optimizer.step()
         assert len(run.comm._held_until_done) == 0
-
-
-# --- what the checks find ------------------------------------------------------------------
 
 
 def test_a_gather_that_does_not_wait_is_found_out(monkeypatch, run):

@@ -16,6 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
+from meshard.optim.flat import POINTWISE
 from tests import ROOT
 from tests.support import stand_in_optimizers as stand_ins
 from tests.support.models import UnevenMlp, seeded
@@ -190,6 +191,13 @@ def rows_of_page():
     return [line.strip("| ").split(" | ") for line in table.splitlines()]
 
 
+def sharded():
+    model = seeded(UnevenMlp())
+    for unit in (*model.layers, model):
+        meshard.fully_shard(unit)
+    return model
+
+
 def adafactor(model, optimizer, steps):
     for step in steps:
         model(torch.full((2, 7), 0.1 * step + 0.1)).square().sum().backward()
@@ -200,8 +208,7 @@ def adafactor(model, optimizer, steps):
 @on_ranks(2)
 def test_adafactor_goes_on_from_its_state_dict():
     """States of unsharded steps are plain tensors, and an optimizer that loads them goes on."""
-    models = [made(Row(name="", cls=torch.optim.Adafactor), "sharded", (2,))[0] for _ in range(3)]
-    straight, before, after = models
+    straight, before, after = sharded(), sharded(), sharded()
     make = functools.partial(meshard.overlap_optimizer, optimizer=torch.optim.Adafactor, lr=0.05)
     adafactor(straight, make(straight), range(5))
     optimizer = make(before)
@@ -248,9 +255,7 @@ class Logs(torch.optim.SGD):
 
 @on_ranks(2)
 def test_a_step_that_raised_is_over_in_the_next_step_of_another_model():
-    model = seeded(UnevenMlp())
-    for unit in (*model.layers, model):
-        meshard.fully_shard(unit)
+    model = sharded()
     weight = model.layers[1].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(raise_for_a_test)
@@ -262,9 +267,7 @@ def test_a_step_that_raised_is_over_in_the_next_step_of_another_model():
 
 @on_ranks(2)
 def test_a_step_inside_a_step_does_not_end_it():
-    model = seeded(UnevenMlp())
-    for unit in (*model.layers, model):
-        meshard.fully_shard(unit)
+    model = sharded()
     weight, others = model.layers[1].weight, list(model.layers[0].parameters())
     optimizer = ReadsAfterAnother([weight], torch.optim.SGD(others, lr=0.1))
     model(torch.ones(2, 7)).sum().backward()
@@ -276,9 +279,7 @@ def test_a_step_inside_a_step_does_not_end_it():
 @on_ranks(2)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_step_reads_numbers_of_whole_parameters_and_nothing_else_does(overlapped):
-    model = seeded(UnevenMlp())
-    for unit in (*model.layers, model):
-        meshard.fully_shard(unit)
+    model = sharded()
     make = meshard.overlap_optimizer if overlapped else lambda m, cls: cls(m.parameters())
     optimizer = make(model, Reads)
     weight = model.layers[1].weight
@@ -294,13 +295,10 @@ def test_a_step_reads_numbers_of_whole_parameters_and_nothing_else_does(overlapp
     if torch.distributed.get_rank() == 0:
         assert weight.detach().norm().item() < norm  # alone, after the step
     optimizer.register_step_pre_hook(raise_for_a_test)
-    try:
+    with pytest.raises(ZeroDivisionError):
         optimizer.step()
-    except ZeroDivisionError:
-        if torch.distributed.get_rank() == 0:
-            assert weight.detach().norm().item() < norm  # alone, after a step that raised
-    else:
-        raise AssertionError("the hook has not raised")
+    if torch.distributed.get_rank() == 0:
+        assert weight.detach().norm().item() < norm  # alone, after a step that raised
 
 
 @on_ranks(2)
@@ -318,9 +316,18 @@ def test_the_page_has_a_row_for_each_and_no_other():
     assert [cells[0] for cells in rows_of_page()] == [row.name for row in ROWS]
 
 
-@pytest.mark.default_rows(10)
-@pytest.mark.parametrize("shape", [(2,), pytest.param((2, 2), marks=pytest.mark.slow)], ids=str)
-@pytest.mark.parametrize("number", range(len(ROWS)), ids=[row.name for row in ROWS])
+def rows(shape, *, is_slow):
+    marks = [pytest.mark.slow] if is_slow else []
+    for number, row in enumerate(ROWS):
+        if (row.cls in POINTWISE) == (is_slow and shape == (2,)):
+            yield pytest.param(number, shape, id=f"{row.name} on {shape}", marks=marks)
+
+
+# The pointwise ones, which test_as_the_ordinary_one trains too, on one mesh; all others on both.
+@pytest.mark.parametrize(
+    ("number", "shape"),
+    [*rows((2,), is_slow=False), *rows((2,), is_slow=True), *rows((2, 2), is_slow=True)],
+)
 def test_the_page_says_what_becomes_of_it(run_ranks, number, shape):
     page = rows_of_page()[number][: 1 + len(ways_on(shape))]
     for found in run_ranks(outcomes, torch.Size(shape).numel(), ROWS[number], shape):

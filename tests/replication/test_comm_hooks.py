@@ -29,6 +29,7 @@ from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL
+from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, make_model
 
 STEPS = 11
@@ -55,9 +56,6 @@ def batches(steps=STEPS, dtype=torch.float32):
     return [
         torch.randn(5, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(steps)
     ]
-
-
-# --- the hooks that torch has ------------------------------------------------------------------
 
 
 def bf16(state, bucket):
@@ -101,16 +99,15 @@ HOOKS = {
 NARROW = {"fp16": torch.float16, "powerSGD in fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def with_2d_matrices():
+_orthogonalize = powerSGD_hook._orthogonalize
+
+
+def orthogonalize(matrices, epsilon=0):
     """Mend torch 2.13, where the batched hook fails in DDP too: it passes a matrix for a batch."""
-    original = powerSGD_hook._orthogonalize
-
-    def orthogonalize(matrices, epsilon=0):
-        original(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
-
-    return mock.patch.object(powerSGD_hook, "_orthogonalize", orthogonalize)
+    _orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
 
 
+@mock.patch.object(powerSGD_hook, "_orthogonalize", orthogonalize)
 def parity(name, as_views):
     make_state, hook = HOOKS[name]
     ours, theirs = seeded(Net()), seeded(Net())
@@ -135,22 +132,11 @@ def parity(name, as_views):
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
-def parity_of_batched(as_views):
-    with with_2d_matrices():
-        parity("batched_powerSGD", as_views)
-
-
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("name", HOOKS)
-@pytest.mark.default_rows(6)
-def test_ten_steps_are_those_of_ddp(run_ranks, name, as_views, world):
+@spread(name=[*HOOKS], as_views=[True, False])
+def test_ten_steps_are_those_of_ddp(run_ranks, name, as_views):
     if "powerSGD" in name:
         pytest.importorskip("numpy")  # which its state needs
-    if name == "batched_powerSGD":
-        run_ranks(parity_of_batched, world, as_views)
-    else:
-        run_ranks(parity, world, name, as_views)
+    run_ranks(parity, 4 if name in ("post_localSGD", "powerSGD") else 2, name, as_views)
 
 
 def compressed_in_several_buckets():
@@ -175,18 +161,13 @@ def compressed_in_several_buckets():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("is_checked", [False, True])
-def test_power_sgd_in_several_buckets(run_ranks, monkeypatch, is_checked):
+def test_power_sgd_in_several_buckets(run_ranks, monkeypatch):
     pytest.importorskip("numpy")
-    if is_checked:
-        monkeypatch.setenv("MESHARD_DEBUG", "1")
+    monkeypatch.setenv("MESHARD_DEBUG", "1")
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", "0")
     first, *others = run_ranks(compressed_in_several_buckets, 4)
     for other in others:
         assert_same(other, first, bitwise=True)
-
-
-# --- what a hook is given ----------------------------------------------------------------------
 
 
 class Recorder:
@@ -222,7 +203,8 @@ def run(model, x):
     model(x).square().sum().backward()
 
 
-def given():
+@on_ranks(2)
+def test_buckets_have_ddps_protocol():
     model, plain, hook = seeded(Net()), seeded(Net()), Recorder()
     meshard.replicate(model, bucket_cap_mb=SMALL)
     meshard.replicate(plain, bucket_cap_mb=SMALL)
@@ -245,20 +227,15 @@ def given():
         for batch in meshard.microbatches(each, [x, y, z]):
             run(each, batch)
     assert hook.order(model) == order
-    assert_same(full_grads(model), full_grads(plain), bitwise=dist.get_world_size() == 2)
+    assert_same(full_grads(model), full_grads(plain), bitwise=True)
     # Frozen parameters are in no bucket, and another bucket is the last one.
     for each in (model, plain):
         each.zero_grad()
         each.first.requires_grad_(False)
         run(each, z)
-    assert_same(full_grads(model), full_grads(plain), bitwise=dist.get_world_size() == 2)
+    assert_same(full_grads(model), full_grads(plain), bitwise=True)
     assert [is_last for _, is_last, *_ in hook.calls] == [False] * (len(order) - 2) + [True]
     assert hook.order(model) == order[:-1]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_buckets_have_ddps_protocol(run_ranks, world):
-    run_ranks(given, world)
 
 
 class Spoiling:
@@ -279,7 +256,8 @@ class Some(nn.Module):
         return sum((scale * getattr(self, name)).sum() for name in names)
 
 
-def unused():
+@on_ranks(2)
+def test_parameters_that_no_rank_used_get_nothing_from_a_hook():
     model = meshard.replicate(Some())
     model.register_comm_hook(None, Spoiling())
     rank = dist.get_rank()
@@ -295,10 +273,6 @@ def unused():
     model(2.0, ["one", "two"] if rank else ["one"]).backward()  # one rank used it
     assert model.one.grad.tolist() == [3.0] * 3
     assert model.two.grad.tolist() == [2.0] * 3
-
-
-def test_parameters_that_no_rank_used_get_nothing_from_a_hook(run_ranks):
-    run_ranks(unused, 2)
 
 
 @on_ranks(2)
@@ -355,9 +329,6 @@ def test_a_bucket_has_the_dtype_of_reductions(policy, dtype):
     assert [kind for _, _, kind, _ in hook.calls] == [dtype]
     assert all(param.grad.dtype == torch.float32 for param in model.parameters())
     assert_same(full_grads(model), full_grads(plain), torch.bfloat16)
-
-
-# --- hooks of users ----------------------------------------------------------------------------
 
 
 class _Late(torch.futures.Future):
@@ -460,9 +431,6 @@ def test_a_second_hook_is_refused():
         layer.register_comm_hook(None, default_hooks.fp16_compress_hook)
 
 
-# --- with other features -----------------------------------------------------------------------
-
-
 @on_ranks(2)
 def test_overlapped_steps_and_buckets_that_stay():
     """The optimizer's step in backward sees what the hook has made; buckets stay as they are."""
@@ -478,7 +446,7 @@ def test_overlapped_steps_and_buckets_that_stay():
             optimizer.step()
             optimizer.zero_grad()
         first = hooks[0].order(models[0])
-    assert_same(full_state(models[0]), full_state(models[1]), bitwise=dist.get_world_size() == 2)
+    assert_same(full_state(models[0]), full_state(models[1]), bitwise=True)
     # From the third window on a hook may keep tensors by the index of a bucket.
     in_backward.detach()
     for x in batches(2):
@@ -505,8 +473,10 @@ def test_a_copy_has_no_hook():
     assert_same(full_grads(other), full_grads(model), bitwise=True)
 
 
-def windows_of_hooks():
+@on_ranks(2)
+def test_windows_are_compressed_as_in_ddp():
     """Two backwards without ``zero_grad``, and ``no_sync``, with a hook that keeps errors."""
+    pytest.importorskip("numpy")
     ours, theirs = (seeded(Net().double()) for _ in range(2))
     meshard.replicate(ours)
     peer = DistributedDataParallel(theirs)
@@ -520,11 +490,6 @@ def windows_of_hooks():
             assert_same(full_grads(ours), full_grads(theirs), torch.float64)
             ours.zero_grad()
             theirs.zero_grad()
-
-
-def test_windows_are_compressed_as_in_ddp(run_ranks):
-    pytest.importorskip("numpy")
-    run_ranks(windows_of_hooks, 2)
 
 
 def mean_of_four(state, bucket):
@@ -556,9 +521,6 @@ def test_a_hook_on_a_stream_causes_no_race(monkeypatch, mp_policy):
                 model.zero_grad()
     assert device.races == []
     assert recorder.num_checked > 500
-
-
-# --- set_custom_all_reduce ---------------------------------------------------------------------
 
 
 class Counted:

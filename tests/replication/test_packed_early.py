@@ -19,6 +19,7 @@ from tests.support.integer_model import IntegerModel, integer_batch, integer_los
 from tests.support.models import Table
 from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair, compressed, run
+from tests.support.spread import spread
 
 WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
 
@@ -125,7 +126,6 @@ def test_hooks_see_one_microbatch():
 
 @on_ranks(2)
 def test_parameters_that_are_used_late_in_a_window():
-    """A parameter that is first used in a later microbatch, with a hook that sees the sum."""
     with packing_early():
         model = Table([(4,), (5,), (6,)], [torch.float32] * 3)
         meshard.replicate(model)
@@ -175,9 +175,7 @@ def divided_early(kind):
     assert any(grad.any() for grad in early)
 
 
-@pytest.mark.default_rows(4)
-@pytest.mark.parametrize("world", [2, 3, 4])
-@pytest.mark.parametrize("kind", ["default", "number", "callable", "mode"])
+@spread(kind=["default", "number", "callable", "mode"], world=[3, 2])
 def test_when_gradients_are_divided_makes_no_difference(run_ranks, kind, world):
     run_ranks(divided_early, world, kind)
 
@@ -188,8 +186,8 @@ def test_gradients_that_travel_compressed():
         compressed(bucket_cap_mb=25)
 
 
-def failed():
-    """What a backward that failed has left in the bucket is gone."""
+@on_ranks(2)
+def test_a_backward_that_fails_leaves_nothing():
 
     def fail(_):
         raise ZeroDivisionError
@@ -208,7 +206,3 @@ def failed():
             pair.ours.zero_grad()
             pair.steps(range(4, 6))
             pair.assert_views()
-
-
-def test_a_backward_that_fails_leaves_nothing(run_ranks):
-    run_ranks(failed, 2)

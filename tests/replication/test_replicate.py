@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import meshard
 from tests.support.models import MlpBlock, seeded
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 
 
 class Net(nn.Module):
@@ -73,48 +73,11 @@ def parity(cap_mb, microbatches):
         torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("cap_mb", [25, 0.0004])
+@pytest.mark.parametrize(
+    ("world", "microbatches", "cap_mb"), [(2, 1, 0.0004), (3, 3, 0.0004), (2, 3, 25)]
+)
 def test_ten_steps_are_those_of_ddp(run_ranks, world, microbatches, cap_mb):
     run_ranks(parity, world, cap_mb, microbatches)
-
-
-def integer_net():
-    model = nn.Sequential(nn.Linear(3, 4, bias=False), nn.Linear(4, 2), nn.Linear(2, 1))
-    for number, param in enumerate(model.parameters()):
-        param.data = torch.arange(float(param.numel())).view_as(param) % 3 - 1 + number % 2
-    return model
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("to_none", [True, False])
-@pytest.mark.parametrize(
-    "modes",
-    [("full",), ("none", "full"), ("full", "none", "reduce_scatter", "full"), ("full", "full")],
-)
-def test_any_schedule_gives_the_same_integers(modes, to_none):
-    """Any schedule of sync modes gives what one process gives on all batches, bit for bit."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    model, plain = integer_net(), integer_net()
-    meshard.replicate(model, bucket_cap_mb=2e-5)
-    model.set_gradient_divide_factor(1.0)
-    for window in range(3):
-        for number, mode in enumerate(modes):
-            everybodys = [
-                torch.full((2, 3), float(r + number + window)).add_(torch.arange(3.0))
-                for r in range(size)
-            ]
-            for batch in everybodys:
-                plain(batch).sum().backward()
-            with meshard.gradient_sync(model, meshard.GradientSync(mode)):
-                model(everybodys[rank]).sum().backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
-            assert ours.grad.stride() == ours.stride()
-        if window != 1:  # once the next window is added to what is there
-            model.zero_grad(set_to_none=to_none)
-            plain.zero_grad(set_to_none=to_none)
 
 
 class Branches(nn.Module):
@@ -130,7 +93,8 @@ class Branches(nn.Module):
         return x.sum()
 
 
-def divergent():
+@on_threads(3)
+def test_ranks_may_use_different_parameters():
     rank, size = dist.get_rank(), dist.get_world_size()
     model = seeded(Branches(), 0)
     plain = copy.deepcopy(model)
@@ -157,11 +121,6 @@ def divergent():
         plain.zero_grad()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_may_use_different_parameters(run_ranks, world):
-    run_ranks(divergent, world)
-
-
 @on_ranks(2)
 def test_gradients_are_views_of_buckets_at_stable_addresses():
     model = seeded(Net(), 0)
@@ -178,57 +137,14 @@ def test_gradients_are_views_of_buckets_at_stable_addresses():
     assert addresses[1] == addresses[2] == addresses[3]  # after the buckets were made anew
 
 
-def poisoned(to_none):
+@on_threads(2)
+def test_what_a_bucket_holds_after_zero_grad_never_shows():
     model = seeded(Net(), 0)
     meshard.replicate(model)
     for step in range(4):
         model(batches(step)[0]).sum().backward()
         grads = [param.grad for param in model.parameters() if param.grad is not None]
         assert not any(grad.isnan().any() for grad in grads)
-        model.zero_grad(set_to_none=to_none)
-        if to_none:
-            for grad in grads:
-                grad.fill_(float("nan"))  # what a bucket holds after zero_grad is nobody's
-
-
-def test_what_a_bucket_holds_after_zero_grad_never_shows(run_ranks):
-    run_ranks(poisoned, 2, True)
-
-
-@on_ranks(2)
-def test_gradients_that_users_replace_are_taken_over():
-    model, plain = integer_net(), integer_net()
-    meshard.replicate(model)
-    x = torch.arange(6.0).view(2, 3)
-    for each in (model, plain):
-        each(x).sum().backward()
-    for param in model.parameters():
-        param.grad.detach_()  # some training loops do
-    assert model.num_replaced_gradients == 0
-    for each in (model, plain):
-        each[0].weight.grad = each[0].weight.grad * 2
-        each[1].bias.grad = None
-    with pytest.warns(UserWarning, match="replaced by another tensor"):
-        model(x).sum().backward()
-    plain(x).sum().backward()
-    assert model.num_replaced_gradients == 1
-    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert torch.equal(ours.grad, theirs.grad)
-
-
-@on_ranks(2)
-def test_hooks_of_parameters_see_the_gradients_of_this_rank():
-    rank = dist.get_rank()
-    model = integer_net()
-    meshard.replicate(model)
-    seen = []
-    model[0].weight.register_hook(lambda grad: grad * 2)
-    model[0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.sum()))
-    plain = integer_net()
-    x = torch.arange(6.0).view(2, 3) * (rank + 1)
-    model(x).sum().backward()
-    for r in range(2):
-        plain(torch.arange(6.0).view(2, 3) * (r + 1)).sum().backward()
-    assert len(seen) == 1
-    assert torch.equal(model[0].weight.grad, plain[0].weight.grad)  # twice the mean
-    assert torch.equal(model[1].weight.grad * 2, plain[1].weight.grad)
+        model.zero_grad()
+        for grad in grads:
+            grad.fill_(float("nan"))

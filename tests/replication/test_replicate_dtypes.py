@@ -8,8 +8,9 @@ from torch.func import functional_call
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss, ternary
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_threads
 from tests.support.replicated import SMALL, Pair, run
+from tests.support.spread import spread
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -28,10 +29,12 @@ def run_wide(model, x):
     integer_loss(model(x).float()).backward()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("reduce_dtype", [None, FP32, FP16])
-@pytest.mark.parametrize("dtype", [BF16, FP64])
+@on_threads(2)
+@spread(
+    dtype=[BF16, FP64, BF16, FP64],
+    reduce_dtype=[None, FP32, FP16, None],
+    as_views=[True, False, False, True],
+)
 def test_copies_of_parameters_compute_in_another_dtype(dtype, reduce_dtype, as_views):
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
     pair = Pair(mp_policy=policy, gradient_as_bucket_view=as_views)
@@ -50,7 +53,7 @@ def test_copies_of_parameters_compute_in_another_dtype(dtype, reduce_dtype, as_v
         assert param.dtype == param.grad.dtype == FP32
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_inputs_and_outputs_are_cast_as_the_policy_says():
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP32, cast_forward_inputs=False)
     model = meshard.replicate(IntegerModel(), mp_policy=policy)
@@ -60,7 +63,7 @@ def test_inputs_and_outputs_are_cast_as_the_policy_says():
     assert all(param.dtype == FP32 for param in model.parameters())
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_copies_follow_what_is_done_to_parameters():
     """What computes in another dtype sees what is done to what it is a copy of."""
     pair = Pair(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
@@ -79,10 +82,11 @@ def test_copies_follow_what_is_done_to_parameters():
     pair.steps(range(3, 6), *ways)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("reduce_dtype", "accumulate_dtype"), [(FP32, None), (None, FP32)])
+@on_threads(2)
+@pytest.mark.parametrize(
+    ("dtype", "reduce_dtype", "accumulate_dtype", "as_views"),
+    [(BF16, FP32, None, True), (FP16, None, FP32, True), (BF16, None, FP32, False)],
+)
 def test_narrow_gradients_are_added_up_in_more_bits(
     dtype, reduce_dtype, accumulate_dtype, as_views
 ):
@@ -98,7 +102,7 @@ def test_narrow_gradients_are_added_up_in_more_bits(
     assert (model.weight.grad == 260).all()
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_changes_of_narrow_gradients_count():
     """A copy of the sum that was changed (clipped, unscaled) counts as changed."""
     model = nn.Linear(3, 2, bias=False, dtype=BF16)
@@ -116,7 +120,7 @@ def test_changes_of_narrow_gradients_count():
     assert model.num_replaced_gradients == 0
 
 
-@on_ranks(4)
+@on_threads(4)
 def test_a_half_precision_wire_does_not_overflow():
     """Sums of float16 that overflow, if they are divided after it."""
     model = nn.Linear(2, 2, bias=False)
@@ -142,9 +146,8 @@ class Mixed(IntegerModel):
         return ternary(x + self.shift)
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("cap", [SMALL, 25])
-@pytest.mark.parametrize("as_views", [True, False])
+@on_threads(2)
+@spread(as_views=[True, False], cap=[SMALL, 25])
 def test_parameters_of_several_dtypes(as_views, cap):
     pair = Pair(Mixed(), gradient_as_bucket_view=as_views, bucket_cap_mb=cap)
     for unit in pair.ours._meshard_buckets.units:
@@ -157,7 +160,8 @@ def test_parameters_of_several_dtypes(as_views, cap):
         assert pair.ours.num_replaced_gradients == 0
 
 
-def autocast():
+@on_threads(2)
+def test_autocast():
     """Under autocast parameters and gradients stay wide, as of the plain module."""
     pair = Pair()
 
@@ -170,7 +174,3 @@ def autocast():
     pair.backward(3, way, way)
     pair.assert_views()
     run(pair.ours, integer_batch(0, 0))
-
-
-def test_autocast(run_ranks):
-    run_ranks(autocast, 2)

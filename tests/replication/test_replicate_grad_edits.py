@@ -1,4 +1,4 @@
-"""What users put into ``.grad`` of a replicated module, and who may step its parameters."""
+"""What users put into ``.grad`` of a replicated module or drop there, and who may step it."""
 
 import warnings
 
@@ -9,7 +9,8 @@ from torch import nn
 
 import meshard
 from tests.support.integer_model import integer_batch, integer_loss
-from tests.support.ranks import on_ranks
+from tests.support.models import seeded
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import Pair
 
 
@@ -32,8 +33,11 @@ def test_a_replaced_gradient_is_counted_when_it_is_taken_over():
     pair = Pair()
     pair.steps(range(2))  # buckets are final
     pair.backward(0)
+    for param in pair.ours.parameters():
+        param.grad.detach_()  # some training loops do: it is the same tensor
     for model in (pair.ours, pair.plain):
         model.shift.grad = model.shift.grad * 2
+        model.blocks[0].linear.bias.grad = None
     with pair.ours.no_sync():
         pair.backward(1)
         pair.backward(2)
@@ -98,20 +102,16 @@ def test_a_param_group_of_another_optimizer_in_backward_is_refused():
     second.add_param_group({"params": [*model[0].parameters()]})
 
 
-def start_from_the_first_rank(dtype):
+@on_ranks(2)
+@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn, torch.bfloat16])
+def test_buffers_of_any_dtype_start_from_the_first_rank(dtype):
     model = nn.Linear(2, 2)
     value = torch.arange(6).view(2, 3) + dist.get_rank()
     model.register_buffer("table", value.to(dtype))
     model.register_buffer("scalar", torch.tensor(dist.get_rank()).to(dtype))
     meshard.replicate(model)
-    return [*model.table.float().flatten().tolist(), model.scalar.float().item()]
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn, torch.bfloat16])
-def test_buffers_of_any_dtype_start_from_the_first_rank(run_ranks, dtype):
-    first, second = run_ranks(start_from_the_first_rank, 2, dtype)
-    expected = [*torch.arange(6).to(dtype).float().tolist(), 0.0]
-    assert first == second == expected
+    assert torch.equal(model.table.float().flatten(), torch.arange(6).to(dtype).float())
+    assert model.scalar.float() == 0
 
 
 @on_ranks(2)
@@ -122,3 +122,35 @@ def test_an_expanded_buffer_is_named():
         meshard.replicate(model)
     assert type(model) is nn.Linear
     meshard.replicate(model, init_sync=False)
+
+
+FIRST, SECOND = torch.tensor([[1.0, 2.0]]), torch.tensor([[10.0, 20.0]])
+
+
+def by_hand(model):
+    for param in model.parameters():
+        param.grad = None
+
+
+def by_zero_grad(model):
+    model.zero_grad()
+
+
+@on_threads(2)
+@pytest.mark.parametrize(
+    ("clear", "mode", "is_dropped"),
+    [
+        (by_hand, meshard.GradientSync.NONE, False),  # it is in the bucket, and not in .grad
+        (by_zero_grad, meshard.GradientSync.NONE, True),
+        (by_hand, meshard.GradientSync.FULL, True),
+        (by_zero_grad, meshard.GradientSync.FULL, True),
+    ],
+)
+def test_what_is_dropped(clear, mode, is_dropped):
+    """Run two backwards, the first under ``mode``, with ``clear`` in between."""
+    model = meshard.replicate(seeded(nn.Linear(2, 1, bias=False), 0))
+    with meshard.gradient_sync(model, mode):
+        model(FIRST).sum().backward()
+    clear(model)
+    model(SECOND).sum().backward()
+    assert torch.equal(model.weight.grad, SECOND if is_dropped else FIRST + SECOND)

@@ -21,6 +21,7 @@ from tests.support.live_memory import live_tensor_bytes
 from tests.support.models import seeded
 from tests.support.ranks import on_ranks
 from tests.support.replicated import run
+from tests.support.spread import spread
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -104,18 +105,13 @@ def compare_with_ddp(steps):
 
 
 @pytest.mark.slow
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("steps", [1, 2, 4])
-def test_gradients_take_their_own_size_once(run_ranks, steps):
-    for found in run_ranks(compare_with_ddp, 2, steps):
+def test_gradients_take_their_own_size_once(run_ranks):
+    for found in run_ranks(compare_with_ddp, 2, 4):
         assert found["replicate"] == pytest.approx(1.0, abs=1e-3), found
         assert found["replicate, no views"] == pytest.approx(2.0, abs=1e-3), found
         # Not exactly: what gloo's threads free for DDP is not seen, and counts as live.
         assert found["DDP, views"] > 0.999, found
         assert found["DDP"] > 1.999, found
-
-
-# --- at the peak of a backward ---------------------------------------------------------------
 
 
 def chain(width, depth):
@@ -197,17 +193,18 @@ def column_of_page(name):
     }
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("name", AT_PEAK)
+FIRST, *LARGER = AT_PEAK
+
+
+@pytest.mark.parametrize(
+    "name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)]
+)
 def test_gradients_at_the_peak_take_what_ddp_takes_with_views(run_ranks, name):
     for found, largest in run_ranks(compare_peaks, 2, name):
         for ours, theirs in zip(found["replicate"], found["DDP, views"], strict=True):
             assert ours <= theirs + largest, found
         for peer, peaks in column_of_page(name).items():
             assert found[peer] == pytest.approx(peaks, abs=0.011), found
-
-
-# --- in later steps ---------------------------------------------------------------------------
 
 
 @on_ranks(2)
@@ -255,17 +252,14 @@ def test_accumulation_is_in_the_bucket():
 
 
 @on_ranks(2)
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize(
-    "kwargs",
-    [
+@spread(
+    kwargs=[
         {},
         {"gradient_as_bucket_view": False, "broadcast_buffers": True},
         {"mp_policy": MixedPrecisionPolicy(torch.bfloat16)},
     ],
-    ids=["plain", "no views", "bfloat16"],
+    steps=[3, 1],
 )
-@pytest.mark.parametrize("steps", [1, 3])
 def test_a_deleted_model_frees_every_byte_without_the_garbage_collector(steps, kwargs):
     meshard.replicate(nn.Linear(2, 2))(torch.ones(1, 2)).sum().backward()  # imports modules
     settle()
@@ -296,7 +290,6 @@ def test_a_deleted_model_frees_every_byte_without_the_garbage_collector(steps, k
 
 @on_ranks(2)
 def test_copies_for_compute_last_as_long_as_a_step():
-    """Copies in another dtype take memory from forward to the end of backward only."""
     model = replicated(mp_policy=MixedPrecisionPolicy(torch.bfloat16))()
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6)
 

@@ -11,8 +11,9 @@ from torch.nn import functional
 
 import meshard
 from tests.support.integer_model import IntegerModel, integer_batch, ternary
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import SMALL, Pair, run
+from tests.support.spread import spread
 
 
 class Strange(nn.Module):
@@ -43,7 +44,9 @@ class Strange(nn.Module):
         return ternary(ternary(x @ self.head) @ self.tied)
 
 
-def strange(memory_format, as_views):
+@on_threads(2)
+@spread(memory_format=[torch.contiguous_format, torch.channels_last], as_views=[True, False])
+def test_all_sorts_of_parameters(memory_format, as_views):
     model = Strange()
     for name in ("first", "depthwise"):
         param = getattr(model, name)
@@ -59,34 +62,9 @@ def strange(memory_format, as_views):
         pair.assert_views()
 
 
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
-@pytest.mark.parametrize("world", [2, 4])
-def test_all_sorts_of_parameters(run_ranks, world, memory_format, as_views):
-    run_ranks(strange, world, memory_format, as_views)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("keep_grads", [True, False])
-def test_parameters_may_be_frozen_and_thawed_between_steps(keep_grads):
-    """Which parameters are frozen changes from step to step, with gradients there or not."""
-    pair = Pair()
-    frozen = [{0}, {0, 3}, set(), {1, 2, 3, 4, 5, 6}, {0, 1, 2, 3, 4, 5, 6}, {2}, set()]
-    for number, chosen in enumerate(frozen):
-        for model in (pair.ours, pair.plain):
-            for index, param in enumerate(model.parameters()):
-                param.requires_grad_(index not in chosen)
-        if len(chosen) == 7:
-            with torch.no_grad():
-                pair.ours(integer_batch(0, 0))
-            continue
-        pair.backward(number)
-        pair.compare()
-        if not keep_grads:
-            pair.update()
-
-
-def replaced(when):
+@on_threads(2)
+@pytest.mark.parametrize("when", [0, 1, 2])
+def test_parameters_may_be_replaced(when):
     pair = Pair()
     for number in range(4):
         if number == when:
@@ -100,12 +78,7 @@ def replaced(when):
     pair.assert_views()
 
 
-@pytest.mark.parametrize("when", [0, 1, 2])
-def test_parameters_may_be_replaced(run_ranks, when):
-    run_ranks(replaced, 2, when)
-
-
-@on_ranks(1)
+@on_threads(1)
 def test_a_replacement_of_another_shape_is_refused():
     model = meshard.replicate(IntegerModel())
     model.shift = nn.Parameter(torch.zeros(5))
@@ -113,9 +86,8 @@ def test_a_replacement_of_another_shape_is_refused():
         model(integer_batch(0, 0))
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("when", [0, 1, 2])
-@pytest.mark.parametrize("assign", [True, False])
+@on_threads(2)
+@spread(when=[0, 1, 2], assign=[True, False])
 def test_state_dicts_are_those_of_the_plain_module(assign, when):
     pair = Pair()
     assert list(pair.ours.state_dict()) == list(pair.plain.state_dict())
@@ -131,9 +103,8 @@ def test_state_dicts_are_those_of_the_plain_module(assign, when):
     pair.assert_views()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("keep_grads", [True, False])
-@pytest.mark.parametrize("when", [0, 1, 2])
+@on_threads(2)
+@spread(when=[0, 1, 2], keep_grads=[True, False])
 def test_modules_may_be_cast(when, keep_grads):
     pair = Pair()
     for number in range(4):
@@ -150,11 +121,9 @@ def test_modules_may_be_cast(when, keep_grads):
     pair.assert_views()
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("when", [0, 1, 3])
+@on_threads(2)
+@spread(when=[0, 1, 3], as_views=[True, False])
 def test_deep_copies_train_by_themselves(when, as_views):
-    """A copy trains by itself, and so does what it is a copy of."""
     pair = Pair(gradient_as_bucket_view=as_views)
     pair.steps(range(when))
     pair.backward(8)
@@ -175,23 +144,6 @@ def test_deep_copies_train_by_themselves(when, as_views):
         grads = [param.grad for param in each.ours.parameters()]
         assert all((grad._base is None) for grad in grads)
         assert (len({grad.untyped_storage().data_ptr() for grad in grads}) < 7) is as_views
-
-
-@on_ranks(2)
-def test_gradients_put_back_under_another_name_are_the_same():
-    """Gradients that were put back as other tensors of the same memory, their own or another's."""
-    pair = Pair()
-    for number in range(4):
-        pair.backward(2 * number)
-        for model in (pair.ours, pair.plain):
-            params = list(model.parameters())
-            params[1].grad = params[1].grad.detach()
-            params[2].grad = params[2].grad.view_as(params[2])
-        pair.backward(2 * number + 1)
-        pair.compare()
-        pair.update()
-    pair.backward(8)
-    pair.assert_views()
 
 
 @on_ranks(2)
@@ -218,7 +170,7 @@ def test_gradients_may_be_exchanged():
     assert pair.ours.num_replaced_gradients == 6
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_sparse_gradients_become_dense():
     """An embedding with sparse gradients, of which each rank uses other rows."""
     table = nn.Embedding(10, 3, sparse=True)
@@ -235,3 +187,121 @@ def test_sparse_gradients_become_dense():
             plain(torch.tensor([number, number, each])).sum().backward()
         for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
             assert torch.equal(ours.grad, theirs.grad)
+
+
+class CastInPart(IntegerModel):
+    """Computes each block in the dtype of its weight."""
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x.to(block.linear.weight.dtype))
+        return x.to(self.shift.dtype) + self.shift
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("when", "keep_grads", "cap"),
+    [(1, False, SMALL), (1, True, 25), (3, False, 25), (3, True, SMALL)],
+)
+def test_a_submodule_may_be_cast(when, keep_grads, cap):
+    pair = Pair(CastInPart(), bucket_cap_mb=cap)
+    for number in range(5):
+        if number == when:
+            for model in (pair.ours, pair.plain):
+                model.blocks[1].double()
+            # Gradients that are there are cast too, by torch; so they are others now.
+        if keep_grads and number == when:
+            with pytest.warns(UserWarning, match="replaced by another tensor"):
+                pair.backward(number)
+        else:
+            pair.backward(number)
+        pair.compare()
+        if not keep_grads:
+            pair.update()
+
+
+@on_threads(2)
+def test_a_cast_counts_for_what_is_sent():
+    """Gradients have the bits of the new dtype, on the wire too."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False))
+    meshard.replicate(model)
+    for _ in range(2):
+        model(torch.ones(1, 1)).sum().backward()
+        model.zero_grad()
+    model[0].double()
+    third = torch.full((1, 1), 1 / 3, dtype=torch.float64)
+    model(third).sum().backward()
+    assert model[0].weight.grad.item() == 1 / 3
+    model(third).sum().backward()
+    assert model[0].weight.grad.item() == 2 / 3
+
+
+@on_threads(2)
+def test_modules_without_trainable_parameters():
+    nothing = meshard.replicate(nn.Identity())
+    assert torch.equal(nothing(torch.ones(2)), torch.ones(2))
+    x = torch.ones(2, requires_grad=True)
+    nothing(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones(2))
+    frozen = meshard.replicate(nn.Linear(2, 2).requires_grad_(False))
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(3):
+        frozen(x).sum().backward()
+    assert frozen.weight.grad is None
+    buffers = nn.BatchNorm1d(2, affine=False)
+    meshard.replicate(buffers, broadcast_buffers=True)
+    for _ in range(3):
+        buffers(torch.full((2, 2), float(dist.get_rank())))
+    sent = buffers.running_mean.clone()
+    dist.broadcast(sent, 0)
+    assert dist.get_rank() == 0 or not torch.equal(buffers.running_mean, sent)
+
+
+@on_threads(2)
+def test_ignored_parameters_are_left_alone():
+    """What is ignored is left as it is: not sent at first, nor its gradient reduced."""
+    rank = dist.get_rank()
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    nn.init.constant_(model[1].weight, float(rank))
+    meshard.replicate(model, ignored_params={model[1].weight})
+    assert (model[1].weight == rank).all()
+    for _ in range(3):
+        out = model(torch.full((1, 2), 1.0 + rank))
+        expected = torch.autograd.grad(out.sum(), model[1].weight, retain_graph=True)[0]
+        out.sum().backward()
+        assert torch.equal(model[1].weight.grad, expected)
+        model.zero_grad()
+
+
+class InAnotherOrder(nn.Module):
+    """Uses its parameters in the order in which it lists them backwards."""
+
+    def __init__(self):
+        super().__init__()
+        dtypes = [torch.float32, torch.bfloat16] * 4
+        sizes = [3, 40, 50, 5, 20, 60, 70, 9]
+        self.params = nn.ParameterList(
+            nn.Parameter(torch.ones(size, dtype=dtype))
+            for size, dtype in zip(sizes, dtypes, strict=True)
+        )
+
+    def forward(self, x):
+        for param in reversed(list(self.params)):
+            x = x + (param.float() * x.detach().mean()).sum()
+        return x
+
+
+@on_threads(2)
+def test_buckets_made_anew_have_one_dtype_each():
+    model = meshard.replicate(InAnotherOrder(), bucket_cap_mb=2e-4)
+
+    def dtypes():
+        groups = [unit.group for unit in model._meshard_buckets.units if unit.params]
+        assert sum(len(group.params) for group in groups) == 8
+        return [{param.sharded.dtype for param in group.params} for group in groups]
+
+    assert all(len(found) == 1 for found in dtypes())
+    for _ in range(3):
+        model(torch.ones(3)).sum().backward()
+        model.zero_grad()
+    assert all(len(found) == 1 for found in dtypes())

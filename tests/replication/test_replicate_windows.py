@@ -8,15 +8,15 @@ from torch import nn
 import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import SMALL, Pair, compressed, run
+from tests.support.spread import spread
 
 WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("until_last", GradientSync)
+@on_threads(2)
+@spread(until_last=[*GradientSync], as_views=[True, False])
 def test_microbatches(until_last, as_views):
     pair = Pair(gradient_as_bucket_view=as_views)
     for window in range(3):
@@ -30,7 +30,8 @@ def test_microbatches(until_last, as_views):
         pair.assert_views()
 
 
-def pending():
+@on_threads(2)
+def test_pending_gradients():
     """What is pending is seen, finished, dropped, and stepped over by nobody."""
     pair = Pair()
     for number, mode in enumerate((GradientSync.NONE, GradientSync.REDUCE_SCATTER) * 2):
@@ -56,23 +57,10 @@ def pending():
     pair.assert_views()
 
 
-def test_pending_gradients(run_ranks):
-    run_ranks(pending, 2)
-
-
 @on_ranks(2)
-def test_windows_are_finished_onto_what_is_there():
-    """A window that is finished without a backward, added to one that was not cleared."""
-    pair = Pair()
-    for number in range(3):
-        pair.backward(2 * number)
-        with pair.ours.no_sync():
-            pair.backward(2 * number + 1)
-        meshard.finalize_gradients(pair.ours)
-        pair.compare()
-
-
-def clipped(norm_type, narrow):
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_clipping(norm_type, narrow):
     dtype = torch.bfloat16 if narrow else torch.float32
     for max_norm in (1e-2, 1e6):
         pair = Pair(IntegerModel().to(dtype))
@@ -98,15 +86,8 @@ def clipped(norm_type, narrow):
             pair.plain.zero_grad()
 
 
-@pytest.mark.parametrize("narrow", [False, True])
-@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
-def test_clipping(run_ranks, norm_type, narrow):
-    run_ranks(clipped, 2, norm_type, narrow)
-
-
-@on_ranks(2)
+@on_threads(2)
 def test_torchs_functions_change_gradients_in_place():
-    """torch's own functions on gradients work: they change views in place."""
     pair = Pair()
     for number in range(3):
         pair.backward(number)
@@ -128,7 +109,7 @@ def line():
     return model
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_loss_scaling():
     """A step that one rank finds infinite is skipped by all."""
     pair = Pair(line())
@@ -161,7 +142,7 @@ def test_loss_scaling():
     pair.assert_views()
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_reduce_hooks_see_every_bucket():
     pair = Pair()
     seen = []
@@ -199,7 +180,7 @@ FACTORS = {
 }
 
 
-@on_ranks(2)
+@on_threads(2)
 @pytest.mark.parametrize("name", FACTORS)
 def test_divide_factors(name):
     pair = Pair()
@@ -259,9 +240,8 @@ class First(nn.Sequential):
         return self[0](x)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_what_nobody_used_may_get_a_gradient_of_zero():
-    """A gradient of zero for what nobody used, if that is asked for."""
     model = First(nn.Linear(2, 2), nn.Linear(2, 2))
     meshard.replicate(model, bucket_cap_mb=SMALL).set_reduce_scatter_unused_params(True)
     for _ in range(3):

@@ -12,19 +12,15 @@ from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_bat
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL, Pair, run
+from tests.support.spread import spread
 
 
-def on_a_mesh(shape):
-    pair = Pair(mesh=init_device_mesh("cpu", shape))
+@on_ranks(4)
+def test_all_axes_of_a_mesh_replicate():
+    pair = Pair(mesh=init_device_mesh("cpu", (2, 2)))
     pair.steps(range(4))
     pair.backward(4)
     pair.assert_views()
-
-
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2), (1, 2)])
-def test_all_axes_of_a_mesh_replicate(run_ranks, shape):
-    run_ranks(on_a_mesh, torch.Size(shape).numel(), shape)
 
 
 def without_a_group():
@@ -114,10 +110,11 @@ def compare_windows(model, plain, schedule):
             assert torch.equal(model(x), plain(x))
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("schedule", ["F", "NRF", "RFF"])
-@pytest.mark.parametrize("shape", [(2,), (2, 2)])
-@pytest.mark.parametrize("how", [sharded_inside, replicated_inside])
+@spread(
+    shape=[(2,), (2, 2), (2, 2), (2,)],
+    how=[sharded_inside, replicated_inside],
+    schedule=["F", "NRF", "RFF"],
+)
 def test_beside_sharded_units(run_ranks, how, shape, schedule):
     run_ranks(how, torch.Size(shape).numel(), shape, schedule)
 
@@ -154,41 +151,6 @@ def test_describe_shows_buckets(run_ranks):
     ]
 
 
-OPTIMIZERS = {
-    "sgd": (torch.optim.SGD, {"lr": LEARNING_RATE, "momentum": 0.5}),
-    "adamw": (torch.optim.AdamW, {"lr": 1e-2, "foreach": False}),
-}
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("kwargs", [{}, {"gradient_as_bucket_view": False}])
-@pytest.mark.parametrize("schedule", ["F", "NRF", "FF"])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_in_backward(name, schedule, kwargs):
-    """Steps in backward, with the bits of ordinary stepping."""
-    cls, options = OPTIMIZERS[name]
-    ours, theirs = IntegerModel(), IntegerModel()
-    for model in (ours, theirs):
-        meshard.replicate(model, bucket_cap_mb=SMALL, **kwargs)
-    optimizer = meshard.overlap_optimizer(ours, cls, **options)
-    plain = cls(theirs.parameters(), **options)
-    for window in range(4):
-        for model in (ours, theirs):
-            for number, letter in enumerate(schedule):
-                model.set_is_last_backward(number == len(schedule) - 1)
-                model.set_gradient_sync(MODES[letter])
-                run(model, integer_batch(10 * window + number, dist.get_rank()))
-        assert all(param.grad is None for param in ours.parameters())
-        for each in (optimizer, plain):
-            each.step()
-            each.zero_grad()
-        assert_same(full_state(ours), full_state(theirs), bitwise=True)
-    one, two = (each.state_dict()["state"] for each in (optimizer, plain))
-    assert set(one) == set(two)
-    for key, state in two.items():
-        assert_same(one[key], state, bitwise=True)
-
-
 @on_ranks(2)
 def test_an_optimizer_may_go_to_backward_later():
     """An optimizer that is put in backward after buckets were made anew, and taken out again."""
@@ -212,22 +174,6 @@ def test_an_optimizer_may_go_to_backward_later():
     optimizer.detach()
     for number in range(6, 8):
         step(number, (optimizer, plain[1]))
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_flat_optimizer(name):
-    cls, options = OPTIMIZERS[name]
-    ours, theirs = IntegerModel(), IntegerModel()
-    for model in (ours, theirs):
-        meshard.replicate(model, bucket_cap_mb=SMALL)
-    optimizers = meshard.flat_optimizer(ours, cls, **options), cls(theirs.parameters(), **options)
-    for number in range(4):
-        for model, optimizer in zip((ours, theirs), optimizers, strict=True):
-            run(model, integer_batch(number, dist.get_rank()))
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(full_state(ours), full_state(theirs), bitwise=True)
 
 
 @on_ranks(1)

@@ -16,10 +16,11 @@ from tests.support.integer_model import (
     integer_loss,
 )
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
+from tests.support.threads import run_threads
 
-MESHES = [(2,), (3,), (2, 2)]
-SCHEDULES = ["F", "RF", "NRF", "FF"]
 MODES = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
 STEPS = 3
 
@@ -47,13 +48,13 @@ def plain_run(ranks, schedule, factor):
     return grads, full_state(model)
 
 
-def sharded_run(shape, schedule, factor, placement_fn, prepare=None, **kwargs):
-    mesh = init_device_mesh("cpu", shape)
-    model = IntegerModel()
-    shard_blocks(model, mesh, shard_placement_fn=placement_fn, **kwargs)
+def compare(shape, schedule="RF", placement_fn=keep_vectors_whole, prepare=None, **kwargs):
+    model = shard_blocks(
+        IntegerModel(), init_device_mesh("cpu", shape), shard_placement_fn=placement_fn, **kwargs
+    )
     if prepare is not None:
         prepare(model)
-    model.set_gradient_divide_factor(factor)
+    model.set_gradient_divide_factor(4.0)
     optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
     for step in range(STEPS):
         for number, mode in enumerate(schedule):
@@ -62,29 +63,18 @@ def sharded_run(shape, schedule, factor, placement_fn, prepare=None, **kwargs):
         grads = full_grads(model)
         optimizer.step()
         optimizer.zero_grad()
-    return grads, full_state(model)
+    expected = plain_run(dist.get_world_size(), schedule, 4.0)
+    assert_same(grads, expected[0], bitwise=True, what="gradient")
+    assert_same(full_state(model), expected[1], bitwise=True)
 
 
-@pytest.mark.default_rows(2)
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("shape", MESHES, ids=str)
-def test_whole_parameters_among_shards(run_ranks, shape, schedule):
-    ranks = torch.Size(shape).numel()
-    expected = plain_run(ranks, schedule, 4.0)
-    args = (shape, schedule, 4.0, keep_vectors_whole)
-    for actual in run_ranks(sharded_run, ranks, *args):
-        for ours, theirs, what in zip(actual, expected, ("gradient", "value"), strict=True):
-            assert_same(ours, theirs, bitwise=True, what=what)
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
-def test_all_parameters_whole(run_ranks, shape):
-    ranks = torch.Size(shape).numel()
-    expected = plain_run(ranks, "RF", 4.0)
-    args = (shape, "RF", 4.0, keep_all_whole)
-    for actual in run_ranks(sharded_run, ranks, *args):
-        for ours, theirs, what in zip(actual, expected, ("gradient", "value"), strict=True):
-            assert_same(ours, theirs, bitwise=True, what=what)
+@spread(
+    shape=[(2,), (3,), (2, 2)],
+    schedule=["F", "RF", "NRF", "FF"],
+    placement_fn=[keep_vectors_whole, keep_vectors_whole, keep_all_whole, keep_all_whole],
+)
+def test_whole_parameters_among_shards(shape, schedule, placement_fn):
+    run_threads(compare, torch.Size(shape).numel(), shape, schedule, placement_fn)
 
 
 def separate(model):
@@ -95,6 +85,7 @@ def allocate_from_groups(model):
     model.set_allocate_memory_from_process_group_for_comm(True)
 
 
+@on_ranks(4)
 @pytest.mark.parametrize(
     ("placement_fn", "prepare", "kwargs"),
     [
@@ -105,15 +96,12 @@ def allocate_from_groups(model):
         (keep_all_whole, allocate_from_groups, {}),  # gloo could not for shards
     ],
 )
-def test_settings_of_shards_do_nothing_to_them(run_ranks, placement_fn, prepare, kwargs):
-    expected = plain_run(4, "RF", 4.0)
-    args = ((4,), "RF", 4.0, placement_fn, prepare)
-    for actual in run_ranks(sharded_run, 4, *args, **kwargs):
-        for ours, theirs, what in zip(actual, expected, ("gradient", "value"), strict=True):
-            assert_same(ours, theirs, bitwise=True, what=what)
+def test_settings_of_shards_do_nothing_to_them(placement_fn, prepare, kwargs):
+    compare((4,), "RF", placement_fn, prepare, **kwargs)
 
 
-def look_at_one():
+@on_ranks(2)
+def test_only_an_all_reduce_is_issued_for_them():
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
     layer = nn.Linear(5, 3)
     whole_bytes = 3 * 4
@@ -129,15 +117,11 @@ def look_at_one():
     assert torch.equal(layer.bias.grad.to_local(), torch.full((3,), 2.0))
     assert [op for op, unit, _ in told if "replicated" in unit] == ["all_reduce"]
     assert [size for _, unit, size in told if "replicated" in unit] == [whole_bytes]
-    return meshard.describe(layer)
+    assert "replicated on dp=2" in meshard.describe(layer)
 
 
-def test_only_an_all_reduce_is_issued_for_them(run_ranks):
-    for table in run_ranks(look_at_one, 2):
-        assert "replicated on dp=2" in table
-
-
-def step_too_early():
+@on_ranks(2)
+def test_reducing_over_the_shards_only_leaves_them_pending():
     layer = meshard.fully_shard(nn.Linear(5, 3), shard_placement_fn=keep_vectors_whole)
     optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
     layer.set_gradient_sync(GradientSync.REDUCE_SCATTER)
@@ -147,21 +131,17 @@ def step_too_early():
         optimizer.step()
     meshard.finalize_gradients(layer)
     optimizer.step()
-    return layer.bias.full_tensor()
+    bias = layer.bias.full_tensor()
+    of_first = bias.clone()
+    dist.broadcast(of_first, 0)
+    assert torch.equal(bias, of_first)
 
 
-def test_reducing_over_the_shards_only_leaves_them_pending(run_ranks):
-    first, second = run_ranks(step_too_early, 2)
-    assert torch.equal(first, second)
-
-
-def mixed_meshes_norm():
+@on_ranks(4)
+def test_whole_on_a_mesh_of_its_own():
     world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))
     mesh = init_device_mesh("cpu", (4,))
-    torch.manual_seed(0)
     layer = nn.Linear(6, 4)
-    expected = nn.Linear(6, 4)
-    expected.load_state_dict(layer.state_dict())
     meshard.fully_shard(
         layer,
         mesh,
@@ -170,15 +150,8 @@ def mixed_meshes_norm():
         ),
     )
     layer.set_gradient_divide_factor(1.0)
-    rank = dist.get_rank()
     layer(torch.full((1, 6), 1.0)).sum().backward()
     assert torch.equal(layer.bias.grad.to_local(), torch.full((4,), 2.0))  # of its own two ranks
     assert layer.bias.device_mesh == world["edp"]
     norm = meshard.get_total_norm([param.grad for param in layer.parameters()])
-    return rank, norm.item()
-
-
-def test_whole_on_a_mesh_of_its_own(run_ranks):
-    expected = (24 * 4.0**2 + 4 * 2.0**2) ** 0.5
-    for _, norm in run_ranks(mixed_meshes_norm, 4):
-        assert norm == pytest.approx(expected, rel=1e-6)
+    assert norm.item() == pytest.approx((24 * 4.0**2 + 4 * 2.0**2) ** 0.5, rel=1e-6)

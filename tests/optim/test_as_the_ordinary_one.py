@@ -1,0 +1,295 @@
+"""Optimizers on flat shards and in backward against the ordinary ones after it, bit for bit."""
+
+import functools
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard import CPUOffloadPolicy, GradientSync, flat_optimizer, overlap_optimizer
+from tests.support import optimizers
+from tests.support.models import seeded
+from tests.support.optimizers import (
+    ADAMW,
+    DTYPES,
+    MANY,
+    OPTIONS,
+    SCHEDULES,
+    SYNC,
+    Net,
+    SignDescent,
+    assert_same_state,
+    batch,
+    grads,
+    groups_of,
+    plain_state,
+    train,
+    trainable,
+    window,
+)
+from tests.support.parity import assert_same, own_state
+from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import spread
+from tests.support.threads import run_threads
+
+NO_LIMIT = {"clip": "deferred", "max_norm": 1e9}
+KINDS = {
+    "flat": flat_optimizer,
+    "in backward": overlap_optimizer,
+    "in backward, awaited by gathers": functools.partial(overlap_optimizer, wait="gather"),
+    "deferred to step": functools.partial(overlap_optimizer, **NO_LIMIT),
+    "deferred to gathers": functools.partial(overlap_optimizer, wait="gather", **NO_LIMIT),
+}
+make = functools.partial(optimizers.make, (2,))
+
+
+def compare(story, make_model=make, name="adamw", *, groups=trainable, kinds=KINDS):
+    """Play ``story`` with the ordinary optimizer, and with all others that take its class."""
+    cls, options = MANY.get(name, (SignDescent, {"lr": 0.01}))
+    if cls in (torch.optim.SGD, torch.optim.ASGD, torch.optim.RAdam):
+        options = {**options, "lr": 1e-3}  # with that of the table, training diverges
+
+    def played(make_optimizer):
+        model = make_model()
+        optimizer = make_optimizer(model, cls, groups(model), **options)
+        story(model, optimizer)
+        state = plain_state(optimizer)  # waits for steps
+        return own_state(model), state
+
+    params, state = played(lambda _, cls, groups, **options: cls(groups, **options))
+    assert all(param.isfinite().all() for param in params.values())
+    for kind in kinds:
+        if cls is SignDescent and kind == "flat":
+            continue
+        found = played(KINDS[kind])
+        assert_same(found[0], params, bitwise=True, what=kind)
+        assert_same_state(found[1], state)
+
+
+@on_threads(2)
+@pytest.mark.parametrize("name", [*MANY, "another class"])
+def test_every_class(name):
+    compare(functools.partial(train, windows=range(4)), name=name, kinds=("flat", "in backward"))
+
+
+def replicated(**kwargs):
+    mesh = init_device_mesh("cpu", (2,))
+    return meshard.replicate(seeded(Net()), mesh, bucket_cap_mb=0.0002, **kwargs)
+
+
+def one_unit():
+    return meshard.fully_shard(seeded(Net()), init_device_mesh("cpu", (2,)))
+
+
+def kept_in_backward():
+    model = make()
+    model.set_reshard_after_backward(False)
+    return model
+
+
+class Rests(Net):
+    """Its last block is not used in every third call."""
+
+    calls = 0
+
+    def forward(self, x, rest=None):
+        self.calls += 1
+        return super().forward(x, rest=self.calls % 3 == 0)
+
+
+LAYOUTS = {
+    "one axis": make,
+    "two axes": functools.partial(optimizers.make, (2, 2)),
+    "three ranks": functools.partial(optimizers.make, (3,)),
+    "one unit": one_unit,
+    "offloaded": functools.partial(make, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "replicated": replicated,
+    "replicated, no views": functools.partial(replicated, gradient_as_bucket_view=False),
+    "bfloat16": functools.partial(make, DTYPES["bfloat16"]),
+    "kept in forward": functools.partial(make, reshard_after_forward=False),
+    "resharded in forward": functools.partial(make, reshard_after_forward=True),
+    "kept in backward": kept_in_backward,
+    "reentrant": lambda: make(model=Net(use_reentrant=True)),
+    "rests in the last microbatch": lambda: make(model=Rests()),
+}
+RANKS = {"two axes": 4, "three ranks": 3}
+
+
+@spread(
+    layout=[*LAYOUTS],
+    schedule=[*SCHEDULES, "RRF"],
+    name=["adamw", "momentum", "another class"],
+)
+def test_every_layout(layout, schedule, name):
+    story = functools.partial(train, windows=range(3), schedule=schedule)
+    run_threads(compare, RANKS.get(layout, 2), story, LAYOUTS[layout], name)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("layout", "schedule", "name"),
+    [
+        ("one axis", "RF", "adamw"),
+        ("offloaded", "RF", "another class"),  # whose step waits for copies to the host itself
+        ("replicated", "RF", "adamw"),
+        ("rests in the last microbatch", "NNF", "adamw"),
+    ],
+)
+def test_in_processes(layout, schedule, name):
+    compare(functools.partial(train, windows=range(3), schedule=schedule), LAYOUTS[layout], name)
+
+
+# --- what users do on the way --------------------------------------------------------------
+
+
+def rates_and_rest(model, optimizer):
+    for number, schedule in enumerate(("F", "F", "NRF", "F", "RF")):
+        train(model, optimizer, [number], schedule=schedule, rest=number == 3)
+        optimizer.param_groups[0]["lr"] *= 0.5
+
+
+def schedulers(make_scheduler):
+    def story(model, optimizer):
+        scheduler = make_scheduler(optimizer)
+        for number in range(5):
+            train(model, optimizer, [number])
+            is_plateau = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+            scheduler.step(*([number] if is_plateau else []))
+
+    return story
+
+
+def one_cycle(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.002, total_steps=6)
+
+
+def plateau(optimizer):
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+
+
+def sequence(optimizer):
+    first = torch.optim.lr_scheduler.LinearLR(optimizer, 0.1)
+    second = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [first, second], milestones=[2])
+
+
+def edits(model, optimizer):
+    train(model, optimizer, range(2))
+    first = optimizer.state[model.blocks[0].up.bias]
+    first["exp_avg"].mul_(0.5)
+    first["exp_avg_sq"] = first["exp_avg_sq"] * 2
+    train(model, optimizer, range(2, 3))
+    optimizer.state.pop(model.blocks[1].up.weight)
+    train(model, optimizer, range(3, 4))
+    if isinstance(optimizer, meshard.OverlappedOptimizer):
+        optimizer.wait()
+    with torch.no_grad():
+        model.first.weight.mul_(0.5)
+    train(model, optimizer, range(4, 5))
+
+
+def moves(model, optimizer):
+    """Shards that are replaced between two windows are those that are stepped."""
+    train(model, optimizer, range(2))
+    with meshard.offload(model, optimizer):
+        pass
+    train(model, optimizer, range(2, 4))
+    model.load_state_dict(model.state_dict())
+    train(model, optimizer, range(4, 5))
+    model.double()
+    model.float()
+    train(model, optimizer, range(5, 7))
+
+
+def frozen(model, optimizer):
+    """Some parameters are stepped less often than others of their unit, from some step on."""
+    several = trainable(model)[::2]
+    for number in range(7):
+        for param in several:
+            param.requires_grad_(number not in (3, 4))
+        train(model, optimizer, [number])
+
+
+def hooks(model, optimizer):
+    """What hooks of parameters do to gradients counts."""
+    train(model, optimizer, range(2))
+    up, seen = model.blocks[0].up, []
+
+    def halve(param):
+        seen.append(param.grad.full_tensor())
+        param.grad.mul_(0.5)
+
+    handle = up.weight.register_post_accumulate_grad_hook(halve)
+    train(model, optimizer, range(2, 4))
+    handle.remove()
+    model.blocks[3].up.bias.register_hook(lambda grad: grad * 2)
+    train(model, optimizer, range(4, 6))
+    assert len(seen) == 2
+    optimizer.state[up.weight]["seen"] = torch.stack(seen)  # compared with the states
+
+
+def finalized(model, optimizer):
+    for number, (schedule, is_last) in enumerate([("NN", True), ("RR", False), ("FF", False)]):
+        model.set_is_last_backward(is_last)
+        for place, letter in enumerate(schedule):
+            model.set_gradient_sync(SYNC[letter])
+            model(batch(10 * number + place)).square().sum().backward()
+        meshard.finalize_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def microbatches(model, optimizer):
+    for mode in GradientSync:
+        parts = [batch(1), batch(2), batch(3)]
+        for part in meshard.microbatches(model, parts, until_last=mode):
+            model(part).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def closure(model, optimizer):
+    def compute():
+        optimizer.zero_grad()
+        loss = model(batch(1)).square().sum()
+        loss.backward()
+        return loss
+
+    losses = [optimizer.step(compute).item() for _ in range(2)]
+    optimizer.state[model.first.weight]["losses"] = losses
+
+
+STORIES = [rates_and_rest, edits, frozen, hooks, finalized, microbatches, closure]
+
+
+@on_threads(2)
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_what_users_do_on_the_way(story):
+    compare(story)
+
+
+@on_ranks(2)  # all optimizers of a process let go of shards that move
+def test_shards_that_move():
+    compare(moves)
+
+
+@on_threads(2)
+@spread(
+    scheduler=[one_cycle, plateau, sequence],
+    name=["momentum", "adamw", "adagrad"],
+)
+def test_schedulers_and_param_groups(scheduler, name):
+    compare(schedulers(scheduler), name=name, groups=groups_of)
+
+
+@on_threads(2)
+def test_gradients_are_freed_in_backward_unless_the_step_is_deferred():
+    for kind, make_optimizer in KINDS.items():
+        model = make()
+        optimizer = make_optimizer(model, ADAMW, **OPTIONS)
+        for number in range(2):
+            window(model, number)
+            assert (grads(model) == []) == kind.startswith("in backward"), kind
+            optimizer.step()
+            optimizer.zero_grad()
