@@ -13,28 +13,19 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
-from tests.support.covering import select
 from tests.support.rank_pool import shared_pool
 
 SEED = 20
 
-settings.register_profile(
-    "ci",
-    max_examples=25,
+# How many examples Hypothesis tries: HYPOTHESIS_PROFILE=dev, ci or night.
+common = settings(
     deadline=None,  # the first example of a run pays for imports
-    derandomize=True,
     suppress_health_check=[HealthCheck.too_slow],
 )
-settings.register_profile(
-    "thorough",
-    max_examples=500,
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow],
-    print_blob=True,
-)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
-
-pytest_collection_modifyitems = select
+settings.register_profile("dev", common, max_examples=25, derandomize=True)
+settings.register_profile("ci", common, max_examples=50, derandomize=True)
+settings.register_profile("night", common, max_examples=2000, print_blob=True)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 
 def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginManager) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import itertools
 from functools import partial
 
 import pytest
@@ -12,9 +11,9 @@ from torch import nn
 
 import meshard
 from meshard import GradientSync
-from tests.support.covering import covering
 from tests.support.models import seeded
 from tests.support.ranks import on_ranks
+from tests.support.spread import spread
 
 COUNTS = [3, 0, 5, 1]  # batches of each rank
 LONGEST = max(COUNTS)
@@ -136,10 +135,7 @@ def test_units_are_stepped_in_backward(run_ranks):
 WAYS = [around_both, around_the_backward, by_a_setter, in_parts]
 
 
-@pytest.mark.default_rows(4)
-@pytest.mark.parametrize("counts_all", [False, True])
-@pytest.mark.parametrize("world", [2, 4])
-@pytest.mark.parametrize("run", WAYS)
+@spread(run=WAYS, world=[2, 4], counts_all=[False, True])
 def test_a_rank_without_a_batch_accumulates_as_the_others_do(run_ranks, run, world, counts_all):
     options = {"divide_by_initial_world_size": True} if counts_all else {}
     results = run_ranks(train, world, run, options)
@@ -225,15 +221,22 @@ def misuse(wrong, on_rank, message, when, sends_buffers):
     model.zero_grad()
 
 
-WRONG = (skip, run_no_backward, reduce_twice, keep_after_reducing, keep)
-# Before and after buckets are rebuilt, which is a collective as sending buffers is one.
-CASES = itertools.product(WRONG, [(0,), (2,), (0, 2)], [0, 1], [False, True])
+# Before (0) and after (1) buckets are rebuilt, which is a collective as sending buffers is one.
+CASES = [
+    (skip, (0,), 0, False),
+    (skip, (0, 2), 1, True),
+    (run_no_backward, (2,), 1, True),
+    (run_no_backward, (0, 2), 0, False),
+    (reduce_twice, (0, 2), 0, True),
+    (reduce_twice, (0,), 1, False),
+    (keep_after_reducing, (0,), 1, False),
+    (keep_after_reducing, (2,), 0, True),
+    (keep, (2,), 0, False),
+    (keep, (0,), 1, True),
+]
 
 
-@covering(
-    "wrong, on_rank, when, sends_buffers",
-    [row for row in CASES if row[:2] != (keep, (0, 2))],  # on both it is right
-)
+@pytest.mark.parametrize(("wrong", "on_rank", "when", "sends_buffers"), CASES)
 def test_every_rank_raises_if_one_does_not_fit(run_ranks, wrong, on_rank, when, sends_buffers):
     message = DIFFERENT if wrong is keep else SKIPPED
     run_ranks(misuse, 4, wrong, on_rank, message, when, sends_buffers)
@@ -273,7 +276,6 @@ def leave_alike(under_no_sync):
     return seen
 
 
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize("under_no_sync", [False, True])
 def test_all_ranks_may_leave_the_loop_alike(run_ranks, under_no_sync):
     for seen, count in zip(run_ranks(leave_alike, 4, under_no_sync), COUNTS, strict=True):

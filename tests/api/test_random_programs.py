@@ -10,10 +10,8 @@ from tests.support.threads import ThreadRankError, run_threads
 TIMEOUT = 200
 few = settings(max_examples=4)
 on_processes = settings(
-    max_examples=30,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
-night = settings(on_processes, max_examples=2000, derandomize=False, print_blob=True)
 
 
 def run(program):
@@ -40,18 +38,10 @@ def test_many_programs(number):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(0)  # thousands of programs with HYPOTHESIS_PROFILE=night
 @on_processes
 @given(program=programs())
 def test_programs_on_processes(run_ranks, program):
-    run_ranks(play, program.num_ranks, program, timeout=TIMEOUT)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.timeout(0)
-@night
-@given(program=programs())
-def test_programs_of_a_night(run_ranks, program):
     run_ranks(play, program.num_ranks, program, timeout=TIMEOUT)
 
 
@@ -73,7 +63,6 @@ def test_a_program_of_two_windows():
     run(windows())
 
 
-@pytest.mark.default_rows(1)
 @pytest.mark.parametrize(
     "mutant",
     [

@@ -15,6 +15,7 @@ import meshard
 from meshard import GradientSync
 from meshard._comm import gradient_buffer
 from tests.support.models import Table
+from tests.support.spread import spread
 
 SHAPES = [(3,), (2, 2), (), (5,), (4, 1), (1,), (2, 3)]
 
@@ -161,9 +162,7 @@ DTYPES = {
 }
 
 
-@pytest.mark.default_rows(1)
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("dtypes", DTYPES)
+@spread(dtypes=[*DTYPES], as_views=[True, False])
 def test_any_order_of_doings(run_ranks, dtypes, as_views):
     run_ranks(play, 2, 0, DTYPES[dtypes], {"gradient_as_bucket_view": as_views}, timeout=200)
 
@@ -174,8 +173,7 @@ def play_packing_early(first, dtypes, kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("as_views", [True, False])
-@pytest.mark.parametrize("dtypes", DTYPES)
+@spread(dtypes=[*DTYPES], as_views=[True, False])
 def test_any_order_where_gradients_are_packed_as_they_arrive(run_ranks, dtypes, as_views):
     kwargs = {"gradient_as_bucket_view": as_views}
     run_ranks(play_packing_early, 2, 200, DTYPES[dtypes], kwargs, timeout=200)
