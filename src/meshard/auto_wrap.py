@@ -85,7 +85,7 @@ def fully_shard_units(
     ['', '0', '1']
     """
     _check_arguments(model, mesh, min_params)
-    _check_names(fully_shard_kwargs)
+    _check_names(fully_shard_kwargs, "fully_shard_units", _OWN)
     check_bool("sync_init", sync_init)
     if overrides is not None and not callable(overrides):
         raise TypeError(f"overrides must be callable or None, got {overrides!r}.")
@@ -93,6 +93,8 @@ def fully_shard_units(
     holders = _holders_in(model)
     chosen = _choose(names, holders, units)
     if isinstance(model, TorchFSDPModule):
+        own = {"sync_init": sync_init or None, "overrides": overrides}
+        _warn_of_no_effect({**own, **fully_shard_kwargs})
         return _unit_names(model)
     ignored = as_set(fully_shard_kwargs.get("ignored_params"))
     fully_shard_kwargs["ignored_params"] = ignored  # an iterator could be read only once
@@ -129,14 +131,25 @@ def fully_shard_units(
     return unit_names
 
 
-def _check_names(arguments: dict[str, Any]) -> None:
-    known = [*inspect.signature(fully_shard).parameters][1:]
-    own = [*inspect.signature(fully_shard_units).parameters][1:-1]
+def _warn_of_no_effect(options: dict[str, Any]) -> None:
+    """Warn of options that were given (not None) for a model in which every unit exists."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        warn_user(
+            f"fully_shard_units ignored {', '.join(given)}: this model is sharded already, and "
+            "units that exist stay as they are. Pass all options in the first call, or use the "
+            "setters of FSDPModule, such as set_reshard_after_forward."
+        )
+
+
+def _check_names(arguments: dict[str, Any], where: str, also: tuple[str, ...] = ()) -> None:
+    """Raise unless ``fully_shard`` takes the ``arguments``. A hint may name one of ``also``."""
+    known = [*_SIGNATURE.parameters][1:]
     for name in arguments:
         if name not in known:
-            close = difflib.get_close_matches(name, [*known, *own], n=1)
+            close = difflib.get_close_matches(str(name), [*known, *also], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise TypeError(f"fully_shard_units got an unexpected keyword argument {name!r}{hint}")
+            raise TypeError(f"{where} got an unexpected keyword argument {name!r}{hint}")
 
 
 def _unit_names(model: nn.Module) -> list[str]:
@@ -343,6 +356,7 @@ def _join_small(
 # --- checks --------------------------------------------------------------------------------
 
 _SIGNATURE = inspect.signature(fully_shard)
+_OWN = ("units", "min_params", "sync_init", "overrides")
 
 
 def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int) -> None:
@@ -370,8 +384,8 @@ def _arguments(
             f"overrides returned {own!r} for unit {fqn!r}; return a dict of arguments of "
             "fully_shard, and pass ignored_params for the whole model."
         )
+    _check_names(own, f"fully_shard, by overrides for unit {fqn!r},")
     chosen = {**for_all, **own}
-    _SIGNATURE.bind(module, **chosen)  # raises a TypeError that names an unknown argument
     for name in [name for name, value in chosen.items() if value is None]:
         chosen[name] = for_all["mesh"] if name == "mesh" else _SIGNATURE.parameters[name].default
     check_mesh(chosen["mesh"])

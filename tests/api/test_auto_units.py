@@ -369,7 +369,7 @@ def unchanged_after(error, match, model, **kwargs):
         ({"module": None}, TypeError, "unexpected keyword argument .module"),
         ({"reshard_after_forward": 3}, ValueError, "must divide the 4 ranks"),
         ({"overrides": lambda fqn, m: 1}, TypeError, "overrides returned 1 for unit"),
-        ({"overrides": lambda fqn, m: {"x": 1}}, TypeError, "unexpected keyword argument .x"),
+        ({"overrides": lambda fqn, m: {"x": 1}}, TypeError, "overrides for unit .* argument 'x'"),
         ({"overrides": lambda fqn, m: {"mesh": 4}}, TypeError, "mesh must be a DeviceMesh"),
         ({"overrides": lambda fqn, m: {"ignored_params": set()}}, TypeError, "whole model"),
     ],
@@ -467,3 +467,14 @@ def test_a_misspelled_option_is_refused_also_if_all_units_exist():
     fully_shard_units(model)
     with pytest.raises(TypeError, match="did you mean 'reshard_after_forward'"):
         fully_shard_units(model, reshard_after_foward=True)
+
+
+@on_fake_ranks(2)
+def test_options_that_reach_no_unit_warn():
+    model = MlpStack()
+    fully_shard_units(model)
+    ignored = "ignored sync_init, overrides, reshard_after_forward: this model is sharded"
+    with pytest.warns(UserWarning, match=ignored):
+        fully_shard_units(
+            model, sync_init=True, overrides=lambda fqn, m: None, reshard_after_forward=False
+        )
