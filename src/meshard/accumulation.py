@@ -243,8 +243,9 @@ def uneven_batches(
     if not are_replicated or "_meshard_buckets" not in vars(module):
         raise ValueError(
             "uneven_batches needs a module to which meshard.replicate was applied, without sharded "
-            "units inside; where parameters are sharded, a rank that has no batch left must run "
-            "one of a dummy row, whose loss counts as nothing, because others gather its shards."
+            "units inside; where parameters are sharded, a rank that has no batch left must run a "
+            "batch of one dummy row, whose loss counts as zero (with labels of -100, or a weight "
+            "of 0), because others gather its shards."
         )
     check_iterable("batches", batches)
     loop = _UnevenLoop(
