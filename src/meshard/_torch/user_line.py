@@ -17,9 +17,9 @@ _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
 # Files of frames between a context manager of ours and the ``with`` of the user.
 _HELPERS = (contextlib.__file__,)
 # Where Python and installed packages are, such as transformers. Users cannot change their lines.
-_INSTALLED = tuple(
-    f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "purelib", "platlib")
-)
+_PYTHON = (f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen ")
+# A process may import from several such folders: its own, that of the user, and Debian's.
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
 def user_frame(frame: FrameType | None) -> FrameType | None:
@@ -31,7 +31,7 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_THE_USERS) and file not in _HELPERS:
-            if not file.startswith(_INSTALLED):
+            if not file.startswith(_PYTHON) and not any(each in file for each in _INSTALLED):
                 return frame
             installed = installed or frame
         frame = frame.f_back
