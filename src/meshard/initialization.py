@@ -385,7 +385,7 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
 
 def _gather_over_mesh(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
     """Return every rank's ``row [n]`` as ``[ranks, n]``, replica by replica."""
-    label = "(comparison of initial values)"
+    label = "(comparison of initial values in fully_shard)"
     rows = gather_from_all(row, mesh_info.shard_group, label=label)
     if mesh_info.replicate_group is not None:
         rows = gather_from_all(rows, mesh_info.replicate_group, label=label)

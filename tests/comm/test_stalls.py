@@ -3,6 +3,7 @@
 import logging
 import os
 import re
+import threading
 import time
 from contextlib import contextmanager
 from unittest import mock
@@ -70,6 +71,38 @@ def test_a_wait_names_collective_unit_line_and_the_ranks_that_have_not_come():
         pattern += rf"'\(root\)' \(root \d+\), in {re.escape(__file__)}:\d+: rank 2 has not come\."
         assert re.fullmatch(pattern, happens), happens
         assert "as many microbatches" in remedy and "MESHARD_STALL_SECONDS" in remedy
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
+@pytest.mark.parametrize("is_alone", [False, True], ids=["called by the user", "in a thread"])
+def test_the_line_is_that_of_the_user_and_not_of_an_installed_package(is_alone, folder):
+    model, library, path = warm_model(), {}, f"/home/user/lib/{folder}/trainer.py"
+    exec(compile("def step(model, x):\n    return model(x)", path, "exec"), library)
+    with reports() as found:
+        come_late(1)
+        if is_alone:  # there the package is all there is
+            thread = threading.Thread(target=library["step"], args=(model, torch.ones(1, 4)))
+            thread.start()
+            thread.join()
+        else:
+            library["step"](model, torch.ones(1, 4))
+        assert len(found) == 1 - dist.get_rank()
+        assert all(f", in {path if is_alone else __file__}:" in text for text in found)
+
+
+@on_ranks(2)
+def test_what_prepares_a_first_step_is_named_in_words():
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
+    with reports() as found:
+        come_late(1)
+        loss = model(torch.ones(1, 4)).sum()
+        come_late(1)
+        loss.backward()
+        if dist.get_rank() == 0:
+            text = "\n".join(found)
+            assert "the set-up of shared memory, before the first collective of these" in text
+            assert "the comparison of initial values, before the first reduction, in" in text
 
 
 @on_ranks(3)

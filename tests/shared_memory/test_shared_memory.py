@@ -295,6 +295,7 @@ def test_a_rank_that_dies_is_named(run_ranks):
     with pytest.raises(RankError) as caught:
         run_ranks(one_dies, 2)
     assert "rank 1 of the group has ended and will not join the collective" in str(caught.value)
+    assert "it had fewer batches or microbatches" in str(caught.value)
 
 
 def test_a_rank_that_publishes_and_then_ends_is_not_missed(monkeypatch):

@@ -38,9 +38,9 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
 
 
 def exchange_numbers(
-    numbers: list[int], group: dist.ProcessGroup, device: torch.device
+    numbers: list[int], group: dist.ProcessGroup, device: torch.device, *, purpose: str
 ) -> list[list[int]]:
-    """Return the ``numbers`` of every rank.
+    """Return the ``numbers`` of every rank. A rank that waits long reports the ``purpose``.
 
     The exchange is not announced, because it prepares a group or a root before the first collective
     of a step. A ``MESHARD_STALL_SECONDS`` that is no number is refused here.
@@ -48,7 +48,7 @@ def exchange_numbers(
     stall_seconds()
     own = torch.tensor(numbers, device=device)
     gathered = own.new_empty(group.size() * len(numbers))
-    with Waiting("exchange of sizes that comes before the first collective of a group", group):
+    with Waiting(purpose, group):
         all_gather_single(gathered, own, group=group)
     rows: list[list[int]] = gathered.view(group.size(), -1).tolist()
     return rows

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
-from meshard._comm.stalls import Collective
+from meshard._comm.stalls import Collective, spoken
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
 
@@ -203,7 +203,7 @@ def announce(
     if is_checked:
         roots = {} if comm is None else comm.root_names
         of_root = f"{roots[group]}, " if group in roots else ""
-        check_fingerprint(f"{op} of unit {label!r} ({of_root}{numel} x {payload.dtype})", group)
+        check_fingerprint(f"{spoken((op, label))} ({of_root}{numel} x {payload.dtype})", group)
     for observer in tuple(observers):
         observer(event, group, None if comm is None else comm.identity)
 

@@ -86,7 +86,9 @@ def _of_all_ranks(
     if group.size() == 1 or backend_name(group, device) == "fake":
         return rows
     own = [number for row in rows for number in row]
-    gathered = [number for each in exchange_numbers(own, group, device) for number in each]
+    purpose = "comparison of initial values, before the first reduction"
+    of_all = exchange_numbers(own, group, device, purpose=purpose)
+    gathered = [number for each in of_all for number in each]
     return [gathered[start : start + 2] for start in range(0, len(gathered), 2)]
 
 

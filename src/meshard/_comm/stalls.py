@@ -29,14 +29,15 @@ _DEFAULT_SECONDS = 30.0
 _EVENTS = 1024  # collectives of a device that are remembered
 _logger = logging.getLogger("meshard")
 
-# The operation, and the name of its unit.
+# The operation, and the name of its unit, or in parentheses what else it is for, such as "(norm)".
 Collective = tuple[str, str]
 
 
 def spoken(collective: Collective) -> str:
     """Return a collective in words."""
     op, label = collective
-    return f"{op} of unit {label!r}"
+    is_of_unit = not label.startswith("(") or label.startswith("(root)")
+    return f"{op} of unit {label!r}" if is_of_unit else f"{op} {label}"
 
 
 def stall_seconds() -> float:

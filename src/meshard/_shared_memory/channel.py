@@ -46,6 +46,7 @@ _NAPS = (5e-5, 5e-4)  # seconds of a sleep: at first, and later
 _NAPS_PER_CHECK = 200
 _STEPS_TO_REMEMBER = 4
 _LARGE = 2**16  # bytes
+_OPENING = "set-up of shared memory, before the first collective of these ranks"
 _SHORT = 2e-3  # seconds to wait for memory; not longer, as the other rank may wait for this one
 
 
@@ -346,7 +347,10 @@ class Channel:
             if count % _NAPS_PER_CHECK == 0:
                 # The word is read last, because the rank may have written it and then ended.
                 if self._processes[other].has_ended and own[slot] <= message:
-                    raise RuntimeError(f"rank {other} of the group has ended and will not {what}.")
+                    raise RuntimeError(
+                        f"rank {other} of the group has ended and will not {what}. If it did not "
+                        "fail, it had fewer batches or microbatches than this rank."
+                    )
                 seconds = time.monotonic() - start
                 if seconds > self._patience:
                     raise RuntimeError(
@@ -366,7 +370,8 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
             own.words(8 * _TOKEN_WORD, 1)[0] = token
     introduction = [os.getpid(), -1 if own is None else own.descriptor, token]
     segments, processes = [], []
-    for rank, introduced in enumerate(exchange_numbers(introduction, group, cpu)):
+    introductions = exchange_numbers(introduction, group, cpu, purpose=_OPENING)
+    for rank, introduced in enumerate(introductions):
         process, descriptor, expected = introduced
         segment = own if rank == group.rank() else _open(process, descriptor, expected)
         if segment is None:
@@ -378,7 +383,7 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
         with contextlib.suppress(OSError):
             channel = Channel(segments, processes, group)
     # All ranks or none: one that opened a channel alone would wait for the others for ever.
-    is_open = exchange_numbers([int(channel is not None)], group, cpu)
+    is_open = exchange_numbers([int(channel is not None)], group, cpu, purpose=_OPENING)
     return channel if all(own for (own,) in is_open) else None
 
 
