@@ -168,10 +168,11 @@ class Unit:
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside are, or may be, still to come."""
         # This is called whenever a unit inside is reduced, so it must be fast. The search begins
-        # with the child that was open the last time, which is often still open.
-        last = self.children[self._open_at : self._open_at + 1]
-        for position, ref in chain(enumerate(last, self._open_at), enumerate(self.children)):
-            child = ref()
+        # with the child that was open the last time, which is often still open. It visits no child
+        # twice: children ask their own, so the time would double with every level.
+        last, count = self._open_at, len(self.children)
+        for position in chain(range(last, count), range(min(last, count))):
+            child = self.children[position]()
             if child is not None and child.is_open:
                 self._open_at = position
                 return True
