@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import GradientSync
-from tests.support.against_plain import check_gradients, sharded_and_plain
-from tests.support.models import seeded
+from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
+from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.spread import spread
@@ -65,6 +65,31 @@ def test_a_loss_reads_the_weight_of_the_head(tail, mesh_shape):
     model = shard(plain, mesh_shape, tail=tail)
     check_gradients(model, plain, loss_of_weight)
     assert all(isinstance(param, DTensor) for param in model.parameters())
+
+
+@spread(mesh_shape=[(4,), (2, 2), (4,)], reshard=[None, None, False], sync=list(GradientSync))
+@on_threads(4)
+def test_a_penalty_on_all_weights_after_the_forward(mesh_shape, reshard, sync):
+    """Weights of resharded units are DTensors then, and the others are not."""
+
+    def penalised(model, rank):
+        out = model(inputs_of(rank))
+        squares = [param.square().sum() for param in model.parameters()]
+        whole = [each.full_tensor() if isinstance(each, DTensor) else each for each in squares]
+        return out.square().mean() + 0.1 * sum(whole)
+
+    def window(model, rank):
+        if isinstance(model, meshard.FSDPModule):
+            model.set_gradient_sync(sync)
+        penalised(model, rank).backward()
+        if isinstance(model, meshard.FSDPModule):
+            model.set_gradient_sync(GradientSync.FULL)
+        penalised(model, rank).backward()
+
+    model, plain = sharded_and_plain(
+        MlpStack(), mesh_shape=mesh_shape, reshard_after_forward=reshard
+    )
+    check_gradients(model, plain, window, times=1)
 
 
 @pytest.mark.parametrize("sync", [GradientSync.NONE, GradientSync.REDUCE_SCATTER])

@@ -86,3 +86,8 @@ def test_a_gradient_that_is_cut_along_a_data_parallel_axis(world):
         param.plain_gradient(torch.ones(4, 4))
     with pytest.raises(RuntimeError, match=r"'weight' is a DTensor over .* came as a DTensor over"):
         param.plain_gradient(gradient_of([Shard(0)], world["tp"]))
+
+
+def test_a_mesh_without_this_rank():
+    elsewhere = DeviceMesh("cpu", [3, 5], _init_backend=False)
+    refused(r"rank 0 is not in the mesh of ranks \[3, 5\]", nn.Linear(4, 4), elsewhere)

@@ -52,6 +52,11 @@ class MeshInfo:
                 "pass the data-parallel part of a larger mesh, as in mesh['replicate', 'shard'], "
                 "or name its axes with dp_mesh_dims."
             )
+        if mesh.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; a module "
+                "is sharded on the ranks of its mesh only."
+            )
         shard_axis = mesh.ndim - 1
         return cls(
             mesh=mesh,
