@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from meshard import MixedPrecisionPolicy
 from meshard._engine.outputs import cast_floats, tensors_in
-from meshard._engine.unit import unit_of
+from tests.support import insides
 from tests.support.against_plain import (
     check_gradients,
     check_training,
@@ -217,7 +217,7 @@ def test_units_that_return_nothing_stay_whole_and_say_so(interleaved):
     model, plain = sharded_and_plain(Stashing())
     with pytest.warns(UserWarning, match="returned a NoneType") as caught:
         check_training(model, plain, step)
-    assert [unit_of(block).group.state.name for block in model.blocks] == ["SHARDED"] * 3
+    assert insides.unsharded_units(model) == []
     assert len(caught) == 3
     for number, each in enumerate(caught):
         assert f"unit 'blocks.{number}' returned a NoneType" in str(each.message)

@@ -22,6 +22,7 @@ import meshard
 import meshard._engine.lifecycle
 from meshard import CommLedger, MixedPrecisionPolicy
 from meshard._comm.streams import StreamCommunicator
+from tests.support import insides
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice
 from tests.support.fake_device import Recorder as StreamRecorder
@@ -561,9 +562,10 @@ def test_a_custom_all_reduce(is_sharded):
     assert mine.numel == 3 * sum(param.numel() for param in model.parameters())
     with pytest.raises(TypeError, match=r"a callable like torch\.distributed\.all_reduce"):
         model.set_custom_all_reduce(3)
+    unit = insides.units(model)[0]
     for undo in (dist.all_reduce, None):
         model.set_custom_all_reduce(mine)
-        assert model._meshard_unit.group.comm is not model._meshard_unit.lifecycle.comm
+        assert unit.group.comm is not unit.lifecycle.comm
         model.set_custom_all_reduce(undo)
         # Not only the same sums: gathers through shared memory, and buffers that are kept.
-        assert model._meshard_unit.group.comm is model._meshard_unit.lifecycle.comm
+        assert unit.group.comm is unit.lifecycle.comm
