@@ -7,13 +7,16 @@ engine's private names: if the engine is rebuilt, this file is what changes.
 
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
 from meshard import FSDPModule
+from meshard._comm import gradient_buffer
 from meshard._communicators import make_communicator
 from meshard._engine import lifecycle
 from meshard._engine.unit import Unit, units_in, units_of
@@ -73,6 +76,11 @@ def use_communicator(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) 
     monkeypatch.setattr(
         lifecycle, "make_communicator", lambda device: make(lambda: make_communicator(device))
     )
+
+
+def large_from(numel: int) -> AbstractContextManager[Any]:
+    """Let units count as large from ``numel`` elements on: their gradients are packed early."""
+    return mock.patch.object(gradient_buffer, "_LARGE", numel)
 
 
 # --- which modules became units, and what each took -----------------------------------------------
