@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import meshard
-import meshard._engine.lifecycle
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support import insides
 from tests.support.models import MlpStack, seeded
