@@ -10,8 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshard
+from tests.engine.interrupts import KINDS
 from tests.support import insides
-from tests.support.interrupts import KINDS
 from tests.support.ranks import on_fake_ranks
 
 _ROOT = Path(__file__).parents[2]
@@ -19,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 
 def interrupt(kind, first, stride):
     """Interrupt every ``stride``-th line of a step, in a process that may crash."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.interrupts"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.engine.interrupts"]
     done = subprocess.run(
         [*command, kind, str(first), str(stride)],
         cwd=_ROOT,

@@ -10,8 +10,8 @@ from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy, ShardPlacementResult
+from tests.mesh.expert_meshes import SGD, Block, Net, batch_of, build, meshes, shard
 from tests.support import insides
-from tests.support.expert_meshes import SGD, Block, Net, batch_of, build, meshes, shard
 from tests.support.models import seeded
 from tests.support.parity import (
     assert_same,
