@@ -11,6 +11,7 @@ from torch.distributed.tensor import Partial, Shard
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy
+from tests.support import insides
 from tests.support.models import MlpStack, Ones, seeded
 from tests.support.ones import make, run, values
 from tests.support.parity import assert_same, full_grads
@@ -238,7 +239,7 @@ def test_microbatches_sets_the_modes(run_ranks, until_last, num_batches):
 
 
 def modes_of(model):
-    return [vars(each)["_meshard_unit"].settings.sync for each in model.modules()]
+    return [unit.settings.sync for unit in insides.units(model)]
 
 
 def test_a_loop_that_is_left_restores_the_modes():
@@ -255,7 +256,7 @@ def test_a_loop_that_is_left_restores_the_modes():
             assert modes_of(model) == [GradientSync.NONE]
             break
         assert modes_of(model) == [GradientSync.REDUCE_SCATTER]
-        assert vars(model)["_meshard_unit"].lifecycle.is_last_backward
+        assert insides.units(model)[0].lifecycle.is_last_backward
         assert list(meshard.microbatches(model, [])) == []
         model.set_gradient_sync(GradientSync.NONE)
         modes = [modes_of(model)[0] for _ in meshard.microbatches(model, "ab")]

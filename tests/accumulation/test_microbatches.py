@@ -6,6 +6,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import meshard
 from meshard import GradientSync
+from tests.support import insides
 from tests.support.ones import make, values
 from tests.support.ranks import on_threads
 from tests.support.spread import spread
@@ -22,7 +23,7 @@ class Stream(IterableDataset):
 def from_a_loader():
     model = make()
     model.set_is_last_backward(False)
-    lifecycle = vars(model)["_meshard_unit"].lifecycle
+    lifecycle = insides.units(model)[0].lifecycle
     for batch in meshard.microbatches(model, DataLoader(Stream(), batch_size=None)):
         model(batch, None).backward()
     assert lifecycle.is_last_backward is False  # as it was before

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
+from tests.support import insides
 from tests.support.models import seeded
 from tests.support.spread import spread
 
@@ -41,7 +42,7 @@ def train(factor):
         optimizer.step()
         optimizer.zero_grad()
     assert num_none == max(COUNTS[: dist.get_world_size()]) - COUNTS[rank]
-    assert model._meshard_unit.settings.divide_factor == factor
+    assert insides.units(model)[0].settings.divide_factor == factor
     return {name: value.clone() for name, value in model.state_dict().items()}
 
 

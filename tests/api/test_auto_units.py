@@ -16,7 +16,9 @@ from meshard import (
     fully_shard,
     fully_shard_units,
 )
+from tests.support import insides
 from tests.support.cases import CASES
+from tests.support.insides import members, sharded_modules, taken_by
 from tests.support.models import (
     ChosenBlocks,
     MlpBlock,
@@ -35,7 +37,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import on_fake_ranks, on_threads
 from tests.support.spread import spread
-from tests.support.units_made import sharded_modules, taken_by
 
 BLOCK = 40  # parameters of MlpBlock(4, 4)
 TINY = 40  # blocks
@@ -194,12 +195,12 @@ def test_units_made_by_hand_stay_and_the_others_come(by_hand):
     for number in by_hand:
         fully_shard(model.blocks[number], reshard_after_forward=False)
     fully_shard(model.blocks[1].up) if by_hand == (0,) else None  # of another grain: named too
-    kept = [vars(block).get("_meshard_unit") for block in model.blocks]
+    kept = [insides.own_units(block) for block in model.blocks]
     names = fully_shard_units(model)
     assert [name for name in names if "up" not in name] == ["", "blocks.0", "blocks.1", "blocks.2"]
     assert ("blocks.1.up" in names) is (by_hand == (0,))
-    for block, unit in zip(model.blocks, kept, strict=True):
-        assert unit is None or vars(block)["_meshard_unit"] is unit
+    for block, units in zip(model.blocks, kept, strict=True):
+        assert not units or insides.own_units(block) == units
 
 
 @on_fake_ranks(4)
@@ -209,18 +210,9 @@ def test_units_made_by_hand_are_blocks_enough():
     assert fully_shard_units(model) == ["", "0"]
 
 
-def members(model):
-    """Return the names of the modules of each unit, by that of its first."""
-    found = {}
-    for fqn, module in model.named_modules():
-        if (unit := vars(module).get("_meshard_unit")) is not None:
-            found.setdefault(unit, []).append(fqn)
-    return {names[0]: names for names in found.values()}
-
-
 def sizes(model):
     """Return the number of parameters of each unit, by the name of its first module."""
-    units = {name: vars(model.get_submodule(name))["_meshard_unit"] for name in members(model)}
+    units = {name: insides.own_units(model.get_submodule(name))[0] for name in members(model)}
     return {name: sum(p.sharded.numel() for p in unit.params) for name, unit in units.items()}
 
 

@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshard
-from meshard._engine.unit import units_in
-from tests.support.extensions import Bfloat16Whole, Int8OnWire, Wrapper, linear
+from tests.support.extensions import Bfloat16Whole, Int8OnWire, linear
+from tests.support.insides import unsharded_storages
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks, on_threads
@@ -20,14 +20,7 @@ from tests.support.sharding import shard_blocks
 
 def storages(module):
     """Return the address and the bytes of the memory under each unsharded parameter."""
-    found = []
-    for unit in units_in(module):
-        for param in unit.params:
-            unsharded = param.unsharded
-            memory = unsharded.inner if isinstance(unsharded, Wrapper) else unsharded
-            storage = memory.untyped_storage()
-            found.append((storage.data_ptr(), storage.nbytes()))
-    return found
+    return [(each.data_ptr(), each.nbytes()) for each in unsharded_storages(module)]
 
 
 def has_memory(module):

@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 import meshard
+from tests.support import insides
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
@@ -26,7 +27,7 @@ from tests.support.sharding import sharded_case
 
 def share_one_buffer(unit):
     """Tell whether the shards of a unit are views of the same memory, as its collectives need."""
-    group = unit._meshard_unit.group
+    (group,) = (each.group for each in insides.own_units(unit))
     buffer = group.unit_params.flat_shard.buffer
     shards = [param.sharded.to_local() for param in group.params]
     starts = [shard.data_ptr() - buffer.data_ptr() for shard in shards if shard.numel()]

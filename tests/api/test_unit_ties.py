@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from meshard import fully_shard, fully_shard_units
+from tests.support import insides
+from tests.support.insides import sharded_modules, taken_by
 from tests.support.models import MlpBlock, Transformer, TransformerBlock
 from tests.support.ranks import on_fake_ranks
-from tests.support.units_made import sharded_modules, taken_by
 
 
 @on_fake_ranks(4)
@@ -143,7 +144,7 @@ def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chos
     )
     owners = [
         (owner, name)
-        for unit in {vars(model.get_submodule(n))["_meshard_unit"] for n in names}
+        for unit in {*insides.units(model)}
         for param in unit.group.params
         for owner, name in param.owners
     ]
@@ -155,7 +156,7 @@ def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chos
         (around,) = {
             unit
             for n in names
-            for unit in [vars(model.get_submodule(n))["_meshard_unit"]]
+            for unit in insides.own_units(model.get_submodule(n))
             if any(p.sharded is weight for p in unit.params)
         }
         paths = []

@@ -31,7 +31,7 @@ from meshard import CommLedger
 from meshard._comm.cpu import WorkCommunicator
 from meshard._torch.private import all_gather_single, reduce_scatter_single
 from tests.benchmarks.rounds import on_ranks
-from tests.support.delays import (
+from tests.comm.delays import (
     BLOCKS,
     DELAY,
     Block,

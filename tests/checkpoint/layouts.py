@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import meshard
-from tests.support import tensor_parallel
+from tests.mesh import tensor_parallel
 from tests.support.cases import CASES
 from tests.support.sharding import shard_blocks
 

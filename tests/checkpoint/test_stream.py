@@ -19,7 +19,8 @@ import meshard
 from meshard import CommLedger
 from meshard.checkpoint import shard_table, stream_unsharded
 from tests.checkpoint.layouts import LAYOUTS, ON_FOUR, lay_out
-from tests.support import expert_meshes, extensions
+from tests.mesh import expert_meshes
+from tests.support import extensions
 from tests.support.cases import CASES
 from tests.support.models import seeded
 from tests.support.parity import assert_same

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.delays import (
+from tests.comm.delays import (
     BLOCKS,
     COMPUTE,
     DelayedCommunicator,

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -11,6 +12,7 @@ from meshard import MixedPrecisionPolicy
 from meshard._comm import streams
 from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
+from tests.support import insides
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
 from tests.support.spread import spread
@@ -187,3 +189,32 @@ def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
     )
     device, _ = run_steps(monkeypatch, (4,))
     assert any("reuse of memory" in race for race in device.races)
+
+
+def mean_of_four(state, bucket):
+    """What works on the current stream, and returns memory of its own."""
+    future = torch.futures.Future()
+    dist.all_reduce(bucket.buffer())
+    future.set_result(bucket.buffer() / 4)
+    return future
+
+
+@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
+def test_a_hook_on_a_stream_causes_no_race(monkeypatch, mp_policy):
+    device = FakeDevice()
+    insides.use_communicator(monkeypatch, lambda _: StreamCommunicator(device))
+    with fake_group(4):
+        model = make_model()
+        model.register_parameter("unused", nn.Parameter(torch.ones(8)))
+        meshard.replicate(model, bucket_cap_mb=1e-4, mp_policy=mp_policy)
+        model.register_comm_hook(None, mean_of_four)
+        with Recorder(device) as recorder:
+            for _ in range(3):
+                model(torch.ones(2, 5)).sum().backward()
+                with torch.no_grad():
+                    for param in model.parameters():
+                        if param.grad is not None:
+                            param.sub_(param.grad, alpha=0.01)
+                model.zero_grad()
+    assert device.races == []
+    assert recorder.num_checked > 500

@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy, describe, fully_shard, fully_shard_units
-from meshard._shared_memory import channel
-from meshard._shared_memory.segment import WHY_UNSUPPORTED
 from meshard.diagnostics import readable_bytes
 from tests.support.fake import fake_group
 from tests.support.models import Adapted, MixedDtype, Transformer
@@ -131,21 +128,11 @@ def test_the_last_line_states_whether_and_why_ranks_use_shared_memory(is_on):
         before = describe(layer).splitlines()[-1]
         layer(torch.ones(1, 4))
         after = describe(layer).splitlines()[-1]
-    if WHY_UNSUPPORTED or reason:
-        assert before == after == f"shared memory: off: {WHY_UNSUPPORTED or reason}"
+    if reason:
+        assert before == after == f"shared memory: off: {reason}"
     else:
         assert before.endswith("not known before the first step")
         assert after == "shared memory: on"
-
-
-@on_ranks(2)
-def test_one_rank_that_is_unable_is_a_reason():
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr(channel, "WHY_UNSUPPORTED", "an example")
-        layer = fully_shard(nn.Linear(4, 4))
-        layer(torch.ones(1, 4))
-    assert describe(layer).splitlines()[-1].startswith("shared memory: off: ")
 
 
 @on_fake_ranks(4)

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger, GradientSync
-from meshard._engine.unit import unit_of, units_in
+from tests.support import insides
 from tests.support.against_plain import check_gradients, inputs_of
 from tests.support.cases import CASES
 from tests.support.live_memory import live_tensor_bytes
@@ -58,8 +58,7 @@ def test_a_copy_trains_by_itself(case_name, mesh_shape):
         train(plain, case.whole_batches(2, num_ranks), sgd, loss_fn=case.loss)
         copied, plain_copy = copy.deepcopy(model), copy.deepcopy(plain)
         assert [type(module) for module in copied.modules()] == [type(m) for m in model.modules()]
-        assert not set(units_in(copied)) & set(units_in(model))
-        assert [unit.fqn for unit in units_in(copied)] == [unit.fqn for unit in units_in(model)]
+        assert insides.labels(copied) == insides.labels(model)
         for old, new in zip(model.parameters(), copied.parameters(), strict=True):
             assert old is not new and new.device_mesh is old.device_mesh
             assert new.requires_grad == old.requires_grad and isinstance(new, nn.Parameter)
@@ -87,17 +86,18 @@ def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own():
     model.blocks[0].unshard()  # whole, and shown whole
 
     copied = copy.deepcopy(model)
-    settings = [unit_of(each.blocks[0]).settings for each in (model, copied)]
-    assert settings[1].reshard_after_forward is False
-    assert settings[1].sync is settings[0].sync is GradientSync.REDUCE_SCATTER
-    assert settings[1].forward_prefetch[0]() is unit_of(copied.blocks[2])
-    assert settings[0].forward_prefetch[0]() is unit_of(model.blocks[2])
+    own = [insides.own_units(each.blocks[0])[0].settings for each in (model, copied)]
+    assert own[1].reshard_after_forward is False
+    assert own[1].sync is own[0].sync is GradientSync.REDUCE_SCATTER
+    for each, settings in zip((model, copied), own, strict=True):
+        prefetched = [ref() for ref in settings.forward_prefetch]
+        assert prefetched == insides.own_units(each.blocks[2])
     # The gradients are those of an open window, also in the copy.
     for each in (model, copied):
         with pytest.raises(RuntimeError, match="window"):
             each.set_gradient_divide_factor(3.0)
     copied.set_requires_all_reduce(True)
-    assert settings[0].sync is GradientSync.REDUCE_SCATTER
+    assert own[0].sync is GradientSync.REDUCE_SCATTER
 
     model.blocks[0].reshard()
     before = full_grads(model)
@@ -119,7 +119,7 @@ def test_a_unit_is_copied_out_of_its_root():
     case.loss(model(case.batch(0, rank))).backward()
     block = copy.deepcopy(model.blocks[1])
     plain = copy.deepcopy(case.build().blocks[1])
-    (unit,) = units_in(block)
+    (unit,) = insides.units(block)
     assert unit.is_root and unit.fqn == "" and unit.label == "(root)"
     check_gradients(block, plain)
     # The copy may become a part of something else.
@@ -222,12 +222,10 @@ def test_deleting_a_copy_frees_every_byte_without_the_garbage_collector():
         optimizer = sgd(copied.parameters())
         case.loss(copied(case.batch(0, rank))).backward()
         optimizer.step()
-        watched = [weakref.ref(copied), *map(weakref.ref, units_in(copied))]
-        watched += [weakref.ref(unit.lifecycle) for unit in units_in(copied)]
-        watched += [weakref.ref(unit.group) for unit in units_in(copied)]
+        watched = [weakref.ref(copied), *insides.engine_refs(copied)]
         assert live_tensor_bytes() > before
         del copied, optimizer
-        assert [ref() for ref in watched if ref() is not None] == []
+        assert insides.left_alive(watched) == []
         dist.barrier()
         deadline = time.monotonic() + 10  # for gloo's threads to let go of works that are over
         while live_tensor_bytes() != before and time.monotonic() < deadline:

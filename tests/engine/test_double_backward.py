@@ -11,18 +11,13 @@ from torch.distributed.fsdp import fully_shard as peer_fully_shard
 
 import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
-from meshard._engine.unit import units_in
 from tests.support.against_plain import check_gradients, check_training, sharded_and_plain
+from tests.support.insides import unsharded_units
 from tests.support.models import MlpStack, Transformer, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.rank_pool import RankError
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.spread import spread
-
-
-def whole_units(model):
-    """Return the labels of units that are whole."""
-    return [unit.label for unit in units_in(model) if unit.group.state.name != "SHARDED"]
 
 
 def inputs_of(rank, dtype=torch.float32):
@@ -109,7 +104,7 @@ def train_both(way, plain, **options):
     )
     with torch.no_grad():  # a forward gives back what was held for a graph that is gone
         model(inputs_of(0, double))
-    return whole_units(model)
+    return unsharded_units(model)
 
 
 # On processes: a second backward that reads freed memory may end one by SIGSEGV.
@@ -150,15 +145,15 @@ def test_gradients_of_gradients_of_a_single_unit(way):
 
 
 @on_fake_ranks(2)
-def test_units_stay_whole_between_the_two_backwards_only():
+def test_units_stay_unsharded_between_the_two_backwards_only():
     model, x = sharded_and_plain(MlpStack())[0], inputs_of(0)
     with CommLedger(model) as ledger:
         penalty = penalty_of(model, x)
-    assert whole_units(model) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
+    assert unsharded_units(model) == ["(root)", "blocks.0", "blocks.1", "blocks.2"]
     assert ledger.counts == {"all_gather": 7}  # forward 4 and the first backward 3
     with CommLedger(model) as ledger:
         (model(x.detach()).sum() + penalty).backward()
-    assert whole_units(model) == []
+    assert unsharded_units(model) == []
     assert ledger.counts == {"reduce_scatter": 4}
 
 
@@ -167,22 +162,22 @@ def test_a_root_around_it_reshards_what_a_graph_has_kept():
     model, x = sharded_and_plain(MlpStack())[0], inputs_of(0)
     penalty = penalty_of(model, x)
     outer = meshard.fully_shard(nn.Sequential(model, nn.Linear(6, 2)))
-    assert len(whole_units(model)) == 4
+    assert len(unsharded_units(model)) == 4
     del penalty
     for _ in range(2):
         outer(x.detach()).sum().backward()
-    assert whole_units(model) == []
+    assert unsharded_units(model) == []
 
 
 @on_fake_ranks(2)
 def test_a_dropped_graph_holds_no_memory():
     model, x = sharded_and_plain(MlpStack())[0], inputs_of(0)
     penalty = penalty_of(model, x)
-    assert len(whole_units(model)) == 4
+    assert len(unsharded_units(model)) == 4
     del penalty
     with torch.no_grad():  # at the latest the next forward gives the units back
         model(x)
-    assert whole_units(model) == []
+    assert unsharded_units(model) == []
 
 
 @on_ranks(2)

@@ -15,11 +15,9 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger, GradientSync
-from meshard._engine import lifecycle
-from meshard._engine.unit import units_in
-from meshard._torch.private import BackwardCall
 from tests.support.cases import CASES
 from tests.support.fake import fake_group
+from tests.support.insides import unsharded_bytes
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_threads
@@ -66,19 +64,10 @@ def fail_in_backward(model):
     handle.remove()
 
 
-def storages_in_use(model):
-    """Bytes of whole parameters and of hidden gradients that the units hold."""
-    total = 0
-    for unit in units_in(model):
-        total += sum(s.nbytes() for s, _ in unit.group.unit_params.unsharded._storages)
-        total += sum(p.unsharded.grad is not None for p in unit.group.params)
-        assert not unit.gradients.is_pending
-    return total
-
-
 def assert_same_models(model, untouched):
     assert_same(full_grads(model), full_grads(untouched), bitwise=True)
-    assert storages_in_use(model) == storages_in_use(untouched) == 0
+    for each in (model, untouched):
+        assert unsharded_bytes(each) == 0 and not meshard.pending_gradients(each)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +81,7 @@ def test_a_step_after_a_failure_is_as_if_it_had_not_been(fail, mesh_shape):
         for _ in range(2):  # in the very first step, and in one that has a recorded order
             fail(model)
             assert all(isinstance(param, DTensor) for param in model.parameters())
-            assert fail is fail_in_backward or storages_in_use(model) == 0
+            assert fail is fail_in_backward or unsharded_bytes(model) == 0
             counts = []
             for each in (model, untouched):
                 each.zero_grad()
@@ -113,7 +102,7 @@ def test_an_exception_voids_the_open_window():
     backward(model)
     model.set_gradient_sync(GradientSync.FULL)
     fail_in_forward(model)
-    assert storages_in_use(model) == 0
+    assert unsharded_bytes(model) == 0
     for each in (model, untouched):
         backward(each, 2)
     assert_same_models(model, untouched)
@@ -142,14 +131,16 @@ class LateThread:
     """Stands in for autograd's thread of a device: drops the callback of a backward late."""
 
     def __init__(self, monkeypatch):
-        queue = lifecycle.queue_backward_callback
-        self._kept, self._may_drop, self._threads = [], threading.Event(), []
+        self._engine = torch.autograd.Variable._execution_engine
+        self._kept, self._threads = [], []
+        monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", self)
 
-        def queue_and_keep(callback):
-            queue(callback)
-            self._kept.append(callback)
+    def __getattr__(self, name):
+        return getattr(self._engine, name)
 
-        monkeypatch.setattr(lifecycle, "queue_backward_callback", queue_and_keep)
+    def queue_callback(self, callback):
+        self._engine.queue_callback(callback)
+        self._kept.append(callback)
 
     def drop_late(self, seconds=0.2):
         kept, self._kept = self._kept, []
@@ -188,24 +179,7 @@ def test_a_backward_that_raised_is_noticed_before_autograd_drops_it(monkeypatch,
         assert_same(full_grads(model), full_grads(untouched), bitwise=True)
         late.join()
         optimizer.step()
-        assert storages_in_use(model) == 0
-
-
-def test_the_call_of_a_backward_is_found_from_another_thread():
-    calls = []
-
-    def find_in_a_thread(gradient):
-        thread = threading.Thread(target=lambda: calls.append(BackwardCall()))
-        thread.start()
-        thread.join()
-        calls.append(BackwardCall())
-        assert not any(call.has_returned() for call in calls)
-
-    leaf = torch.ones(1, requires_grad=True)
-    leaf.register_hook(find_in_a_thread)
-    (leaf * 2).backward()
-    assert len(calls) == 2 and all(call.has_returned() for call in calls)
-    assert not BackwardCall().has_returned()  # outside of a backward nothing is known
+        assert unsharded_bytes(model) == 0
 
 
 @pytest.mark.parametrize("sync", list(GradientSync))

@@ -10,7 +10,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshard
-from tests.support.interrupts import KINDS
+from tests.engine.interrupts import KINDS
+from tests.support import insides
 from tests.support.ranks import on_fake_ranks
 
 _ROOT = Path(__file__).parents[2]
@@ -18,7 +19,7 @@ _ROOT = Path(__file__).parents[2]
 
 def interrupt(kind, first, stride):
     """Interrupt every ``stride``-th line of a step, in a process that may crash."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.support.interrupts"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.engine.interrupts"]
     done = subprocess.run(
         [*command, kind, str(first), str(stride)],
         cwd=_ROOT,
@@ -67,7 +68,7 @@ def test_an_interrupt_while_a_failed_backward_is_recorded_comes_out_of_the_next_
     hook = model.layers[0].register_full_backward_pre_hook(fail)
     loss = model(torch.ones(1, 3, requires_grad=True))
     hook.remove()
-    lifecycle = type(model._meshard_unit.lifecycle)
+    lifecycle = type(insides.units(model)[0].lifecycle)
 
     def interrupt(_):
         raise KeyboardInterrupt
@@ -101,7 +102,7 @@ class Interrupted:
 def test_memory_whose_allocation_or_release_was_interrupted_is_allocated_again():
     layer = meshard.fully_shard(nn.Linear(3, 3))
     weight = layer.weight.full_tensor().clone()
-    pool = layer._meshard_unit.group.unit_params.unsharded
+    pool = insides.units(layer)[0].group.unit_params.unsharded
     storages = list(pool._storages)
 
     def gather_and_free():

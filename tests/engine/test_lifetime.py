@@ -10,14 +10,20 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync
-from meshard._engine.schedule import ForwardPass
-from meshard._engine.unit import unit_of, units_in
+from tests.support import insides
 from tests.support.against_plain import check_gradients, mean_square, sharded_and_plain
 from tests.support.cases import CASES
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import MlpStack, seeded
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
+
+
+def warm_up(model, x):
+    model(x).sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
@@ -28,27 +34,23 @@ def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(
     case_name, reshard_after_forward
 ):
     case, mesh = CASES[case_name], init_device_mesh("cpu", (2,))
-    # The first DTensor of a process imports modules, whose frames only a collection frees.
-    meshard.fully_shard(torch.nn.Linear(2, 2), mesh)(torch.ones(1, 2)).sum().backward()
+    # The first step of a process imports modules, whose frames only a collection frees.
+    warm_up(meshard.fully_shard(torch.nn.Linear(2, 2), mesh), torch.ones(1, 2))
     before = settled_tensor_bytes()
     gc.disable()
     try:
         model = case.build()
         for module in case.units(model):
             meshard.fully_shard(module, mesh, reshard_after_forward=reshard_after_forward)
-        watched = [weakref.ref(model)]
-        for unit in units_in(model):
-            watched += [weakref.ref(unit), weakref.ref(unit.lifecycle), weakref.ref(unit.group)]
-            watched += [weakref.ref(unit.group.unit_params.flat_shard)]
-            watched += [weakref.ref(param) for param in unit.group.params]
+        watched = [weakref.ref(model), *insides.engine_refs(model)]
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             case.loss(model(case.batch(step, torch.distributed.get_rank()))).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert live_tensor_bytes() > before
-        del unit, model, module, optimizer
-        assert [type(ref()).__name__ for ref in watched if ref() is not None] == []
+        del model, module, optimizer
+        assert insides.left_alive(watched) == []
         torch.distributed.barrier()
         deadline = time.monotonic() + 10  # for gloo's threads to let go of works that are over
         while live_tensor_bytes() != before and time.monotonic() < deadline:
@@ -124,31 +126,34 @@ def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
 
 
 @on_threads(2)
-def test_only_the_unit_that_computes_is_whole():
+def test_only_the_unit_that_computes_is_unsharded():
     model, seen = shard_blocks(seeded(MlpStack())), []
 
-    def is_whole(module):
-        storages = unit_of(module).group.unit_params.unsharded._storages
-        return any(storage.nbytes() for storage, _ in storages)
+    def look(*_):
+        seen.append([insides.unsharded_bytes(block) > 0 for block in model.blocks])
 
     for block in model.blocks:
-        block.down.register_forward_hook(lambda *_: seen.append([*map(is_whole, model.blocks)]))
+        block.down.register_forward_hook(look)
     with torch.no_grad():
         for _ in range(2):
             model(torch.ones(2, 6))
-    # While block i computes, it alone is whole; the next is on its way, not yet laid out.
+    # While block i computes, it alone is unsharded: the next is on its way, not yet laid out.
     assert seen == [[i == j for j in range(3)] for i in range(3)] * 2
-    assert not any(map(is_whole, (*model.blocks, model)))
+    assert insides.unsharded_bytes(model) == 0
 
 
-@on_threads(2)
-def test_cleared_gradients_are_not_kept_for_later():
+@on_ranks(2)
+def test_the_forward_after_zero_grad_frees_the_gradients():
     model = shard_blocks(seeded(MlpStack()))
+    warm_up(model, torch.ones(2, 6))
     model(torch.ones(2, 6)).sum().backward()
-    model.zero_grad()
-    with torch.no_grad():
-        model(torch.ones(2, 6))
-    assert [unit.gradients.sharded._published for unit in units_in(model)] == [None] * 4
+    held = []
+    for clear in (lambda: None, model.zero_grad):
+        clear()
+        with torch.no_grad():
+            model(torch.ones(2, 6))
+        held.append(settled_tensor_bytes())
+    assert held[0] - held[1] == sum(param.to_local().nbytes for param in model.parameters())
 
 
 @on_fake_ranks(1)
@@ -165,6 +170,7 @@ def test_forwards_without_a_backward_leave_nothing_behind():
         for _ in range(10):  # a rollout, whose outputs are dropped
             mean_square(model, 0)
         gc.collect()
-        counts.append(sum(type(each) is ForwardPass for each in gc.get_objects()))
+        modules = [str(type(each).__module__) for each in gc.get_objects()]
+        counts.append(sum(name.startswith("meshard") for name in modules))
     assert counts[0] == counts[1]
     check_gradients(model, plain, step)

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import (
 )
 
 import meshard
-from meshard._engine.unit import unit_of, units_in
+from tests.support import insides
 from tests.support.against_plain import check_gradients, check_training, inputs_of
 from tests.support.integer_model import (
     LEARNING_RATE,
@@ -75,11 +75,6 @@ def sharded_attention(plain, mesh_shape=(2,), mha_too=False, **options):
     return meshard.fully_shard(model, mesh, **options)
 
 
-def whole_bytes(model):
-    storages = [unit.group.unit_params.unsharded._storages for unit in units_in(model)]
-    return sum(storage.nbytes() for each in storages for storage, _ in each)
-
-
 def loss_of(model, rank):
     return model(inputs_of(rank, shape=(2, 3, 8))).square().mean()
 
@@ -129,14 +124,14 @@ def test_an_attention_whose_out_proj_is_a_unit_trains(mesh_shape, checkpointing,
         model.checkpointing = checkpointing
         counts = check_training(model, plain, loss_of).counts
         reshards = options.get("reshard_after_forward", True)
-        assert whole_bytes(model) == 0 or not reshards
+        assert insides.unsharded_bytes(model) == 0 or not reshards
         assert all(isinstance(param, DTensor) for param in model.parameters())
         model.checkpointing = None
         model.eval()  # torch's fast path reads the weights too
         plain.eval()
         with torch.no_grad():
             assert_same(loss_of(model, 0), loss_of(plain, 0))
-        assert whole_bytes(model) == 0 or not reshards
+        assert insides.unsharded_bytes(model) == 0 or not reshards
         return counts
 
     num_reduced = 7 if options.get("mha_too") else 5
@@ -196,27 +191,27 @@ def test_units_that_are_read_and_called_agree_bit_for_bit(mesh_shape, mode):
 @on_threads(2)
 def test_what_was_read_is_given_back_with_the_parent():
     plain = seeded(AttentionStack())
-    model, seen = sharded_attention(plain), []
-    units = [unit_of(block.attention.out_proj) for block in model.blocks]
+    model, seen, ahead = sharded_attention(plain), [], []
+    read = [block.attention.out_proj for block in model.blocks]
 
     def look(*args):
-        seen.append([unit.group.state.name for unit in units])
+        seen.append([insides.unsharded_bytes(each) > 0 for each in read])
+        ahead.append([bool(insides.unsharded_units(each)) for each in read])
 
     for block in model.blocks:
         block.norm.register_forward_hook(look)
         block.attention.register_forward_hook(look)
     for _ in range(2):  # the second time, what is read is gathered ahead
-        seen.clear()
+        seen.clear(), ahead.clear()
         loss_of(model, 0).backward()
-        whole = [[name in ("UNSHARDED", "INSTALLED") for name in each] for each in seen]
-        assert whole == [[False, False], [True, False], [False, False], [False, True]]
-    assert seen[2] == ["SHARDED", "GATHERING"]
+        assert seen == [[False, False], [True, False], [False, False], [False, True]]
+    assert ahead[2] == [False, True]
     assert isinstance(model.blocks[0].attention.out_proj.weight, DTensor)  # no forward runs
     handle = model.blocks[0].attention.register_forward_hook(lambda *args: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loss_of(model, 0)
     handle.remove()
-    assert whole_bytes(model) == 0
+    assert insides.unsharded_bytes(model) == 0
     check_gradients(model, plain, loss_of)
 
 
@@ -230,7 +225,7 @@ def test_a_compiled_parent_reads():
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dynamo looks at .grad of what is no leaf
         check_gradients(model, plain, loss_of, times=3)
-    assert whole_bytes(model) == 0
+    assert insides.unsharded_bytes(model) == 0
 
 
 class Silent(nn.Module):
@@ -265,7 +260,7 @@ def test_a_copy_is_read_like_the_original():
     for each in (copied, model, copied):
         each.zero_grad()
         loss_of(each, 0).backward()
-        assert whole_bytes(each) == 0
+        assert insides.unsharded_bytes(each) == 0
     for (name, param), other in zip(model.named_parameters(), copied.parameters(), strict=True):
         assert torch.equal(param.grad.to_local(), other.grad.to_local()), name
 

@@ -12,9 +12,9 @@ from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree
 
+import meshard
 from meshard import MixedPrecisionPolicy
-from meshard._engine.outputs import cast_floats, tensors_in
-from meshard._engine.unit import unit_of
+from tests.support import insides
 from tests.support.against_plain import (
     check_gradients,
     check_training,
@@ -155,30 +155,51 @@ def test_casts_reach_into_containers(form):
     block.unwrap(value).sum().backward()
 
 
+class Receiver(nn.Module):
+    """Returns what it gets."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+
+    def forward(self, value):
+        return value
+
+
+def cast(value, dtype):
+    """Return ``value`` as it comes through a unit that casts its inputs to ``dtype``."""
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    with torch.no_grad():
+        return meshard.fully_shard(Receiver(), mp_policy=policy)(value)
+
+
 @pytest.mark.parametrize("form", WRAPS)
+@on_fake_ranks(1)
 def test_casting_copies_what_changes_and_nothing_else(form):
     wrap, unwrap = WRAPS[form]
     value = wrap(torch.ones(2))
-    assert cast_floats(value, torch.float32) is value
-    cast = cast_floats(value, torch.bfloat16)
-    assert type(cast) is type(value)
-    assert unwrap(cast).dtype == torch.bfloat16
+    assert cast(value, torch.float32) is value
+    narrow = cast(value, torch.bfloat16)
+    assert type(narrow) is type(value)
+    assert unwrap(narrow).dtype == torch.bfloat16
     assert unwrap(value).dtype == torch.float32
 
 
+@on_fake_ranks(1)
 def test_packed_sequences_are_cast():
     packed = pack_padded_sequence(torch.ones(3, 2, 4), torch.tensor([3, 2]))
-    cast = cast_floats(packed, torch.bfloat16)
-    assert isinstance(cast, PackedSequence)
-    assert cast.data.dtype == torch.bfloat16
-    assert torch.equal(cast.batch_sizes, packed.batch_sizes)
+    narrow = cast(packed, torch.bfloat16)
+    assert isinstance(narrow, PackedSequence)
+    assert narrow.data.dtype == torch.bfloat16
+    assert torch.equal(narrow.batch_sizes, packed.batch_sizes)
 
 
+@on_fake_ranks(1)
 def test_other_objects_and_modules_are_not_searched():
     held = nn.Linear(2, 2)
     for value in (Opaque(torch.ones(2)), held, nn.Linear, {torch.ones(2): 1}):
-        assert tensors_in([value]) == []
-        assert cast_floats([value], torch.bfloat16)[0] is value
+        (narrow,) = cast([value], torch.bfloat16)
+        assert narrow is value
     assert held.weight.dtype == torch.float32
 
 
@@ -217,7 +238,7 @@ def test_units_that_return_nothing_stay_whole_and_say_so(interleaved):
     model, plain = sharded_and_plain(Stashing())
     with pytest.warns(UserWarning, match="returned a NoneType") as caught:
         check_training(model, plain, step)
-    assert [unit_of(block).group.state.name for block in model.blocks] == ["SHARDED"] * 3
+    assert insides.unsharded_units(model) == []
     assert len(caught) == 3
     for number, each in enumerate(caught):
         assert f"unit 'blocks.{number}' returned a NoneType" in str(each.message)

@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger
-from meshard._engine.unit import unit_of
 from tests.support.against_plain import (
     check_gradients,
     inputs_of,
@@ -168,4 +167,3 @@ def test_a_keyboard_interrupt_is_forgotten_at_the_next_forward():
         mean_square(model, 0)
     handle.remove()
     check_gradients(model, plain, times=3)
-    assert len(unit_of(model).lifecycle.schedule.current.units) == 4

@@ -12,8 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard._engine import lifecycle as lifecycle_file
-from meshard._engine.unit import units_in
+from tests.support import insides
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
@@ -52,27 +51,26 @@ def check(model, plain):
 @on_fake_ranks(2)
 def test_nested_calls_make_one_root_and_the_first_use_its_lifecycle():
     model = sharded()
-    (root,) = {unit.root for unit in units_in(model)}
+    (root,) = {unit.root for unit in insides.units(model)}
     assert root.lifecycle is None
     model.blocks[1](BATCH)  # a part, before the whole
-    assert {unit.lifecycle for unit in units_in(model)} == {root.lifecycle}
+    assert {unit.lifecycle for unit in insides.units(model)} == {root.lifecycle}
     train(model)
-    assert {unit.root for unit in units_in(model)} == {root}
+    assert {unit.root for unit in insides.units(model)} == {root}
 
 
 @on_fake_ranks(2)
 def test_two_threads_that_come_first_get_one_lifecycle(monkeypatch):
     made = []
 
-    def make_slowly(device):
-        made.append(make(device))
+    def make_slowly(usual):
+        made.append(usual())
         time.sleep(0.1)
         return made[-1]
 
-    make = lifecycle_file.make_communicator
-    monkeypatch.setattr(lifecycle_file, "make_communicator", make_slowly)
+    insides.use_communicator(monkeypatch, make_slowly)
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda unit: unit.lifecycle, units_in(sharded())))
+        found = list(pool.map(lambda unit: unit.lifecycle, insides.units(sharded())))
     assert len(set(found)) == len(made) == 1
 
 
@@ -230,8 +228,8 @@ def test_a_unit_around_a_root_that_was_used(use, is_manual):
     for each in (stack, plain):
         use(each)
     model, plain = meshard.fully_shard(Whole(stack)), Whole(plain)
-    assert len({unit.root for unit in units_in(model)}) == 1
-    assert [unit.label for unit in units_in(model)][:3] == ["(root)", "stack", "stack.blocks.0"]
+    assert len({unit.root for unit in insides.units(model)}) == 1
+    assert insides.labels(model)[:3] == ["(root)", "stack", "stack.blocks.0"]
     train(plain)
     collectives = collectives_of_a_step(model, is_manual)
     assert_same(full_grads(model), full_grads(plain))

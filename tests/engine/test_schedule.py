@@ -1,96 +1,115 @@
-"""The recorded order of units, which predicts the next step."""
+"""The recorded order of units, which predicts what to gather next."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
-from meshard._engine.schedule import StepSchedule
+from meshard import CommLedger
+from tests.support.fake import fake_group
+from tests.support.models import MlpBlock
+from tests.support.ranks import on_fake_ranks
+from tests.support.sharding import shard_blocks
 
-ROOT, A, B, C = range(4)
-TREE = (ROOT, [(A, []), (B, []), (C, [])])
+X = torch.ones(1, 4)
 
 
-def run(schedule, tree):
-    """Run a forward given as nested ``(unit, [children])``; return predictions and calls."""
-    predicted, calls = [], []
+class Ordered(nn.Module):
+    """Runs its blocks in the order that it is told."""
 
-    def visit(node):
-        unit, children = node
-        call = schedule.enter(unit)
-        predicted.append(schedule.next_in_forward())
-        for child in children:
-            visit(child)
-        schedule.exit(call)
-        calls.append(call)
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(MlpBlock(4, 4) for _ in range(5))
+        self.scale = nn.Parameter(torch.ones(1))
 
-    schedule.begin_forward()
-    visit(tree)
-    return predicted, calls
+    def forward(self, x, order):
+        for number in order:
+            x = self.blocks[number](x)
+        return x * self.scale
+
+
+def make():
+    return shard_blocks(Ordered())
+
+
+def gathered_ahead(model, order):
+    """Run a forward; return which other block has been gathered last as each block begins."""
+    found = []
+
+    def look(number):
+        last = ledger.events[-1].unit
+        found.append(None if last == f"blocks.{number}" else int(last[-1]))
+
+    hooks = [
+        block.up.register_forward_pre_hook(lambda *_, number=number: look(number))
+        for number, block in enumerate(model.blocks)
+    ]
+    with CommLedger(model) as ledger, torch.no_grad():
+        model(X, order)
+    for hook in hooks:
+        hook.remove()
+    return found
 
 
 @pytest.mark.parametrize(
-    ("trees", "predicted"),
+    ("orders", "expected"),
     [
-        ([TREE], [None] * 4),
-        ([TREE, TREE], [A, B, C, None]),
-        ([TREE, (ROOT, [(A, []), (C, [])])], [A, B, None]),
-        ([(A, [(B, [])]), (C, []), TREE] * 2, [A, B, C, None]),
-        ([(A, [(B, [])]), (C, []), TREE, (A, [(B, [])])], [B, None]),
+        ([[0, 1, 2]], [None] * 3),
+        ([[0, 1, 2]] * 2, [1, 2, None]),
+        ([[0, 1, 2]] * 2 + [[0, 2]], [1, None]),
+        ([[0, 1, 2], [0, 3], [0, 1, 2]], [3, 2, None]),
     ],
-    ids=["the first", "the same again", "a unit is skipped", "parts in turn", "a part again"],
+    ids=["the first", "the same again", "one is left out", "another between"],
 )
-def test_a_forward_follows_the_last_one_that_began_alike(trees, predicted):
-    schedule = StepSchedule()
-    assert [run(schedule, tree)[0] for tree in trees][-1] == predicted
+@on_fake_ranks(2)
+def test_a_forward_follows_the_last_one_that_began_alike(orders, expected):
+    model = make()
+    assert [gathered_ahead(model, order) for order in orders][-1] == expected
 
 
-@given(entries=st.lists(st.lists(st.integers(1, 5), max_size=8), min_size=2, max_size=4))
-def test_any_order_repeated_once_is_predicted_in_full(entries):
-    schedule = StepSchedule()
-    for order in [*entries, entries[-1]]:
-        predicted, _ = run(schedule, (ROOT, [(unit, []) for unit in order]))
-    assert predicted == [*entries[-1], None]
+@on_fake_ranks(2)
+def test_parts_that_are_called_in_turn_are_predicted_each_by_itself():
+    model = make()
+    for _ in range(2):
+        model.blocks[0](X)
+        found = gathered_ahead(model, [0, 1])
+    assert found == [1, None]
 
 
-def test_an_interrupted_pass_leaves_the_prediction_as_it_was():
-    schedule = StepSchedule()
-    run(schedule, TREE)
-    schedule.begin_forward()
-    schedule.enter(ROOT)
-    schedule.enter(A)
-    schedule.forget()
-    assert run(schedule, TREE)[0] == [A, B, C, None]
+@given(orders=st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=8), min_size=2, max_size=4))
+def test_any_order_repeated_once_is_predicted_in_full(orders):
+    with fake_group(2):
+        model = make()
+        for order in [*orders, orders[-1]]:
+            found = gathered_ahead(model, order)
+    following = [*orders[-1][1:], None]
+    assert found == [
+        None if then == now else then for now, then in zip(orders[-1], following, strict=True)
+    ]
 
 
-def test_backward_follows_the_exits_of_its_own_forward_reversed():
-    schedule = StepSchedule()
-    _, calls = run(schedule, TREE)
-    first = schedule.current
-    run(schedule, (ROOT, [(C, [])]))  # a later pass changes nothing
-    assert [call.unit for call in reversed(calls)] == [ROOT, C, B, A]
-    assert [first.next_in_backward(call) for call in reversed(calls)] == [C, B, A, None]
+@on_fake_ranks(2)
+def test_an_interrupted_forward_leaves_the_prediction_as_it_was():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    model = make()
+    gathered_ahead(model, [0, 1, 2])
+    hook = model.blocks[3].register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(X, [0, 3])
+    hook.remove()
+    assert gathered_ahead(model, [0, 1, 2]) == [1, 2, None]
 
 
-def over(schedule, call, backward=0):
-    of = schedule.current
-    of.open(backward)
-    return list(of.pop_over(lambda first: first.entered > call.exited))
-
-
-def test_later_units_are_over_when_an_earlier_one_begins_backward():
-    schedule = StepSchedule()
-    _, (a, b, c, root) = run(schedule, TREE)
-    assert [over(schedule, call) for call in (root, c, b, b, a)] == [[], [], [C], [], [B]]
-    assert over(schedule, a, backward=1) == [C, B]  # in each backward; b's output was not used
-
-
-def test_what_is_inside_is_over_before_what_is_around_it():
-    schedule = StepSchedule()
-    _, calls = run(schedule, (ROOT, [(A, []), (B, [(C, [])])]))
-    assert over(schedule, calls[0]) == [C, B]
-
-
-def test_a_unit_used_again_earlier_is_not_over():
-    schedule = StepSchedule()
-    _, calls = run(schedule, (ROOT, [(A, []), (B, []), (A, [])]))
-    assert over(schedule, calls[1]) == []
+@on_fake_ranks(2)
+def test_a_backward_follows_the_exits_of_its_own_forward_reversed():
+    model = make()
+    for _ in range(2):
+        loss = model(X, [0, 3, 1]).sum()
+        model(X, [2, 1])  # a later forward changes nothing
+        with CommLedger(model) as ledger:
+            loss.backward()
+    gathered = [event.unit for event in ledger.events if event.op == "all_gather"]
+    assert gathered == ["blocks.1", "blocks.3", "blocks.0"]

@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshard
 from meshard import GradientSync
-from meshard._engine.unit import unit_of
 from tests.support.fake import fake_group
+from tests.support.insides import unsharded_bytes
 
 
 class Recording(nn.Linear):
@@ -32,10 +32,6 @@ def model():
         yield net
 
 
-def memory_of_unsharded(layer):
-    return unit_of(layer).group.params[0].unsharded.untyped_storage().nbytes()
-
-
 def is_shard(tensor):
     return isinstance(tensor, DTensor) and tensor.placements == (Replicate(), Shard(0))
 
@@ -47,10 +43,10 @@ def test_forward_and_backward_see_unsharded_parameters_and_all_else_shards(model
     loss = model(torch.ones(1, 4, requires_grad=True)).sum()
     (unsharded,) = layer.seen
     assert type(unsharded) is nn.Parameter and unsharded.shape == (4, 4)
-    assert layer.weight is sharded and memory_of_unsharded(layer) == 0
+    assert layer.weight is sharded and unsharded_bytes(layer) == 0
     loss.backward()
     assert layer.seen[1] is unsharded
-    assert layer.weight is sharded and memory_of_unsharded(layer) == 0
+    assert layer.weight is sharded and unsharded_bytes(layer) == 0
     assert unsharded.grad is None
 
 
@@ -84,9 +80,9 @@ def test_two_ways_to_unshard_by_hand(model):
     sharded = layer.weight
     layer.unshard()
     unsharded = layer.weight
-    assert type(unsharded) is nn.Parameter and memory_of_unsharded(layer) == 64
+    assert type(unsharded) is nn.Parameter and unsharded_bytes(layer) == 64
     layer.reshard()
-    assert layer.weight is sharded and memory_of_unsharded(layer) == 0
+    assert layer.weight is sharded and unsharded_bytes(layer) == 0
     with meshard.unsharded_params(layer):
         assert type(layer.weight) is nn.Parameter and layer.weight is not unsharded
     assert layer.weight is sharded

@@ -8,7 +8,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._comm.gradient_buffer import as_operand
 from meshard.foreach_reduce import divide_, resolve_divisors
 from tests.support.spread import spread
 
@@ -75,18 +74,6 @@ def test_a_dyadic_factor_is_exact_with_any_number_of_replicas(replicas):
     for divisor in divisors:
         divide_(total, divisor)
     assert torch.equal(total, torch.arange(-50.0, 50.0))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_a_number_as_a_tensor_gives_the_same_bits(dtype):
-    values = torch.randn(999).to(dtype)
-    for number in (0.0, 1 / 3, 0.1, 2.0**-130, 7e30):
-        operand = as_operand(number, values)
-        assert operand is as_operand(number, values) or operand == number
-        for operation in (torch.mul, torch.div, torch.add):
-            ours, theirs = operation(values, operand), operation(values, number)
-            assert ours.dtype == theirs.dtype
-            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
 
 
 def test_a_number_lies_where_the_other_operand_does():

@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshard
+from tests.support import insides
 from tests.support.fake import fake_group
 
 
@@ -79,7 +80,7 @@ def test_a_gradient_that_is_cut_along_a_data_parallel_axis(world):
     layer.bias = None
     dims = meshard.DataParallelMeshDims(shard="dp")
     meshard.fully_shard(layer, world, dp_mesh_dims=dims)
-    param = vars(layer)["_meshard_unit"].group.params[0]
+    param = insides.units(layer)[0].params[0]
     with pytest.raises(RuntimeError, match=r"'weight' has placements .* along data-parallel axes"):
         param.plain_gradient(gradient_of([Shard(0), Replicate()], world))
     with pytest.raises(RuntimeError, match=r"'weight' is a DTensor over .* came as a Tensor"):

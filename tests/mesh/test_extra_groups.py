@@ -10,6 +10,7 @@ from torch.distributed.tensor import Replicate
 
 import meshard
 from meshard._mesh.mesh_info import MeshInfo, post_forward_pg, separate_reduce_scatter_pg
+from tests.support import insides
 from tests.support.fake import fake_group
 from tests.support.ranks import on_ranks
 
@@ -37,6 +38,6 @@ def test_they_have_the_backend_of_the_mesh():
         )
         layer = nn.Linear(4, 4)
         meshard.fully_shard(layer, mesh, shard_placement_fn=lambda _: Replicate())
-        group = layer._meshard_unit.group.spec.mesh_info.replicate_group
+        group = insides.units(layer)[0].group.spec.mesh_info.replicate_group
         assert group.size() == 4
         assert dist.get_backend_config(group) == "cpu:fake,meta:fake"

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from meshard import DataParallelMeshDims, ShardPlacementResult
-from tests.support import expert_meshes as several
-from tests.support import tensor_parallel as cut
+from tests.mesh import expert_meshes as several
+from tests.mesh import tensor_parallel as cut
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads

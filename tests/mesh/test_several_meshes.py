@@ -13,7 +13,7 @@ from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import GradientSync, ShardPlacementResult
-from tests.support.expert_meshes import (
+from tests.mesh.expert_meshes import (
     SGD,
     batch_of,
     build,

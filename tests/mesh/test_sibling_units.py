@@ -10,7 +10,8 @@ from torch.distributed.tensor import Shard
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy, ShardPlacementResult
-from tests.support.expert_meshes import SGD, Block, Net, batch_of, build, meshes, shard
+from tests.mesh.expert_meshes import SGD, Block, Net, batch_of, build, meshes, shard
+from tests.support import insides
 from tests.support.models import seeded
 from tests.support.parity import (
     assert_same,
@@ -63,7 +64,7 @@ def test_every_mesh_has_a_unit_and_the_inner_one_is_reduced_first(run_ranks):
 def test_calls_on_a_module_reach_all_of_its_units():
     model = shard(build(), "flat")
     block = model.blocks[0]
-    own = [vars(block)["_meshard_unit"], *vars(block)["_meshard_unit"].siblings]
+    own = insides.own_units(block)
     assert len(own) == 2
     block.set_requires_gradient_sync(False, recurse=False)
     assert {unit.settings.sync for unit in own} == {GradientSync.NONE}
@@ -72,7 +73,7 @@ def test_calls_on_a_module_reach_all_of_its_units():
     assert not any(unit.settings.unshard_in_backward for unit in own)
     block.set_unshard_in_backward(True)
     model.set_modules_to_forward_prefetch([block])
-    prefetched = vars(model)["_meshard_unit"].settings.forward_prefetch
+    prefetched = insides.units(model)[0].settings.forward_prefetch
     assert [ref() for ref in prefetched] == own
     model.set_modules_to_forward_prefetch([])
     seen = []
@@ -140,8 +141,7 @@ def compute_in_bfloat16():
     model.blocks[0].expert.register_forward_hook(lambda m, a, y: seen.append((a[0].dtype, y.dtype)))
     out = model(batch_of(0, 0, width=5))
     assert out.dtype == torch.bfloat16 and seen == [(torch.bfloat16, torch.bfloat16)]
-    unit = vars(model)["_meshard_unit"]
-    assert [(each.input_dtype, each.output_dtype) for each in (unit, *unit.siblings)] == [
+    assert [(each.input_dtype, each.output_dtype) for each in insides.own_units(model)] == [
         (torch.bfloat16, None),
         (None, None),
     ]
@@ -174,7 +174,7 @@ def nest():
         most,
         shard_placement_fn=lambda _: ShardPlacementResult(Shard(0), of_experts),
     )
-    assert not vars(model.block.expert)["_meshard_unit"].siblings
+    assert len(insides.own_units(model.block.expert)) == 1
 
     head = set(model.head.parameters())
 

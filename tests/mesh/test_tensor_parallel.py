@@ -14,6 +14,17 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from tests.mesh.tensor_parallel import (
+    ADAM,
+    SGD,
+    batches,
+    build,
+    cut,
+    last_dim,
+    loss_of,
+    meshes,
+    whole_batches,
+)
 from tests.support.parity import (
     assert_same,
     assert_same_run,
@@ -25,17 +36,6 @@ from tests.support.parity import (
 )
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
-from tests.support.tensor_parallel import (
-    ADAM,
-    SGD,
-    batches,
-    build,
-    cut,
-    last_dim,
-    loss_of,
-    meshes,
-    whole_batches,
-)
 from tests.support.threads import run_threads
 
 

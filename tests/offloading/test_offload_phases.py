@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.support import insides
 from tests.support.parity import assert_same, full_grads, own_grads, own_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import sharded_case
@@ -88,17 +89,13 @@ def test_training_goes_on_bit_for_bit_in_processes():
 def memory(model, optimizer):
     """Return weak references to all storage of shards, gradients and AdamW's moments, by bytes."""
     found = []
-    for unit in meshard_units(model):
+    for unit in insides.units(model):
         found += [unit.group.unit_params.flat_shard.buffer, unit.gradients.sharded._published.flat]
         for param in unit.group.params:
             state = optimizer.state[param.sharded]
             found += [state[name]._local_tensor for name in ("exp_avg", "exp_avg_sq")]
     storages = [tensor.untyped_storage() for tensor in found]
     return [(storage._weak_ref(), storage.nbytes()) for storage in storages]
-
-
-def meshard_units(model):
-    return [unit for m in model.modules() if (unit := vars(m).get("_meshard_unit")) is not None]
 
 
 def freed_bytes(storages):

@@ -8,9 +8,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CPUOffloadPolicy, GradientSync, flat_optimizer, overlap_optimizer
-from tests.support import optimizers
-from tests.support.models import seeded
-from tests.support.optimizers import (
+from tests.optim import optimizers
+from tests.optim.optimizers import (
     ADAMW,
     DTYPES,
     MANY,
@@ -28,6 +27,7 @@ from tests.support.optimizers import (
     trainable,
     window,
 )
+from tests.support.models import seeded
 from tests.support.parity import assert_same, own_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread

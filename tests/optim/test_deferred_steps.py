@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import OverlappedOptimizer, overlap_optimizer
 from meshard.optim.overlap import UnitStepper
-from tests.support.optimizers import (
+from tests.optim.optimizers import (
     ADAMW,
     DEFERRED,
     DTYPES,

@@ -4,8 +4,8 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from tests.support.flat_models import halve_in_place, local, note, second, trained
-from tests.support.optimizers import assert_same_state
+from tests.optim.flat_models import halve_in_place, local, note, second, trained
+from tests.optim.optimizers import assert_same_state
 from tests.support.parity import assert_same
 from tests.support.ranks import on_threads
 from tests.support.spread import spread

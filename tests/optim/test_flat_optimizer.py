@@ -10,7 +10,7 @@ from torch.optim.optimizer import (
 
 import meshard
 from meshard import GradientSync, flat_optimizer
-from tests.support.flat_models import (
+from tests.optim.flat_models import (
     backward,
     backward_loose,
     halve_in_place,
@@ -21,8 +21,8 @@ from tests.support.flat_models import (
     train,
     trained,
 )
+from tests.optim.optimizers import assert_same_state, plain_state
 from tests.support.models import seeded
-from tests.support.optimizers import assert_same_state, plain_state
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks, on_threads
 

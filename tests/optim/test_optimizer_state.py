@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from meshard import OverlappedOptimizer, flat_optimizer, overlap_optimizer
-from tests.support.optimizers import ADAMW, OPTIONS, make, train, trainable
+from tests.optim.optimizers import ADAMW, OPTIONS, make, train, trainable
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_threads
 

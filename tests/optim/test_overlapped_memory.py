@@ -9,9 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import overlap_optimizer
-from tests.support.allocations import recorded
+from tests.optim.allocations import recorded
+from tests.optim.optimizers import SYNC
 from tests.support.models import seeded
-from tests.support.optimizers import SYNC
 from tests.support.parity import assert_same, full_state
 from tests.support.rank_pool import RankError
 from tests.support.ranks import on_ranks

@@ -9,7 +9,7 @@ import torch
 import meshard
 from meshard import CPUOffloadPolicy, overlap_optimizer
 from meshard._comm.host_copies import HostCopies
-from tests.support.optimizers import (
+from tests.optim.optimizers import (
     ADAMW,
     DEFERRED,
     OPTIONS,

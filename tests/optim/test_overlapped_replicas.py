@@ -5,13 +5,13 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from tests.support.models import seeded
-from tests.support.optimizers import (
+from tests.optim.optimizers import (
     DEFERRED,
     Net,
     clipped,
     deferred,
 )
+from tests.support.models import seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 

@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import OverlappedOptimizer, overlap_optimizer
-from tests.support.live_memory import settled_tensor_bytes
-from tests.support.optimizers import (
+from tests.optim.optimizers import (
     ADAMW,
     DEFERRED,
     MAX_NORM,
@@ -25,6 +24,7 @@ from tests.support.optimizers import (
     trainable,
     window,
 )
+from tests.support.live_memory import settled_tensor_bytes
 from tests.support.parity import assert_same, full_state, whole
 from tests.support.ranks import on_fake_ranks, on_ranks
 

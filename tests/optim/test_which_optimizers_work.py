@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard.optim.flat import POINTWISE
 from tests import ROOT
-from tests.support import stand_in_optimizers as stand_ins
+from tests.optim import stand_in_optimizers as stand_ins
 from tests.support.models import UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks

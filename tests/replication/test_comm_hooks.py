@@ -19,18 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 import meshard
-import meshard._engine.lifecycle
 from meshard import CommLedger, MixedPrecisionPolicy
-from meshard._comm.streams import StreamCommunicator
-from tests.support.fake import fake_group
-from tests.support.fake_device import FakeDevice
-from tests.support.fake_device import Recorder as StreamRecorder
+from tests.support import insides
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL
 from tests.support.spread import spread
-from tests.support.stream_steps import MIXED, make_model
 
 STEPS = 11
 
@@ -492,37 +487,6 @@ def test_windows_are_compressed_as_in_ddp():
             theirs.zero_grad()
 
 
-def mean_of_four(state, bucket):
-    """What works on the current stream, and returns memory of its own."""
-    future = torch.futures.Future()
-    dist.all_reduce(bucket.buffer())
-    future.set_result(bucket.buffer() / 4)
-    return future
-
-
-@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
-def test_a_hook_on_a_stream_causes_no_race(monkeypatch, mp_policy):
-    device = FakeDevice()
-    monkeypatch.setattr(
-        meshard._engine.lifecycle, "make_communicator", lambda _: StreamCommunicator(device)
-    )
-    with fake_group(4):
-        model = make_model()
-        model.register_parameter("unused", nn.Parameter(torch.ones(8)))
-        meshard.replicate(model, bucket_cap_mb=SMALL, mp_policy=mp_policy)
-        model.register_comm_hook(None, mean_of_four)
-        with StreamRecorder(device) as recorder:
-            for _ in range(3):
-                model(torch.ones(2, 5)).sum().backward()
-                with torch.no_grad():
-                    for param in model.parameters():
-                        if param.grad is not None:
-                            param.sub_(param.grad, alpha=0.01)
-                model.zero_grad()
-    assert device.races == []
-    assert recorder.num_checked > 500
-
-
 class Counted:
     """An all-reduce that counts."""
 
@@ -561,9 +525,10 @@ def test_a_custom_all_reduce(is_sharded):
     assert mine.numel == 3 * sum(param.numel() for param in model.parameters())
     with pytest.raises(TypeError, match=r"a callable like torch\.distributed\.all_reduce"):
         model.set_custom_all_reduce(3)
+    unit = insides.units(model)[0]
     for undo in (dist.all_reduce, None):
         model.set_custom_all_reduce(mine)
-        assert model._meshard_unit.group.comm is not model._meshard_unit.lifecycle.comm
+        assert unit.group.comm is not unit.lifecycle.comm
         model.set_custom_all_reduce(undo)
         # Not only the same sums: gathers through shared memory, and buffers that are kept.
-        assert model._meshard_unit.group.comm is model._meshard_unit.lifecycle.comm
+        assert unit.group.comm is unit.lifecycle.comm

@@ -4,7 +4,6 @@ That is so in large buckets only; here, in all of them.
 """
 
 import contextlib
-from unittest import mock
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import GradientSync
-from meshard._comm import gradient_buffer
+from tests.support.insides import large_from
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.models import Table
 from tests.support.ranks import on_ranks
@@ -24,15 +23,10 @@ from tests.support.spread import spread
 WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
 
 
-def packing_early():
-    """Treat every bucket as a large one."""
-    return mock.patch.object(gradient_buffer, "_LARGE", 1)
-
-
 @on_ranks(2)
 def test_large_gradients_do_not_wait_for_the_bucket():
     """While the first layer computes, the largest gradient is no tensor of its own any more."""
-    with packing_early():
+    with large_from(1):
         pair = Pair(bucket_cap_mb=25)
         pair.steps(range(2))
         largest, seen = pair.ours.blocks[1].linear.weight, []
@@ -77,7 +71,7 @@ class InParts(nn.Module):
 @on_ranks(2)
 @pytest.mark.parametrize("mode", GradientSync)
 def test_gradients_that_arrive_in_parts(mode):
-    with packing_early():
+    with large_from(1):
         pair = Pair(InParts(), bucket_cap_mb=25)
         for window in range(3):
             for number in range(2):
@@ -91,7 +85,7 @@ def test_gradients_that_arrive_in_parts(mode):
 @on_ranks(2)
 def test_hooks_see_one_microbatch():
     """Hooks of parameters, and those on arrived gradients, see those of one microbatch."""
-    with packing_early():
+    with large_from(1):
         pair = Pair(bucket_cap_mb=25)
         of_params, of_bucket = [], []
         for param in pair.ours.parameters():
@@ -126,7 +120,7 @@ def test_hooks_see_one_microbatch():
 
 @on_ranks(2)
 def test_parameters_that_are_used_late_in_a_window():
-    with packing_early():
+    with large_from(1):
         model = Table([(4,), (5,), (6,)], [torch.float32] * 3)
         meshard.replicate(model)
         seen = []
@@ -151,7 +145,7 @@ def test_parameters_that_are_used_late_in_a_window():
 
 def divided(kind, large):
     """Return the gradients after a window in which something decides on the divide factor."""
-    with mock.patch.object(gradient_buffer, "_LARGE", large):
+    with large_from(large):
         model = meshard.replicate(IntegerModel(), bucket_cap_mb=25)
         first = next(model.parameters())
         for step in range(3):
@@ -182,7 +176,7 @@ def test_when_gradients_are_divided_makes_no_difference(run_ranks, kind, world):
 
 @on_ranks(2)
 def test_gradients_that_travel_compressed():
-    with packing_early():
+    with large_from(1):
         compressed(bucket_cap_mb=25)
 
 
@@ -192,7 +186,7 @@ def test_a_backward_that_fails_leaves_nothing():
     def fail(_):
         raise ZeroDivisionError
 
-    with packing_early():
+    with large_from(1):
         pair = Pair(bucket_cap_mb=25)
         pair.steps(range(2))
         for accumulates in (False, True):

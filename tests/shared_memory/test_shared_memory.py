@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshard
+from meshard import describe, fully_shard
 from meshard._comm.cpu import WorkCommunicator
 from meshard._shared_memory import channel as channel_module
 from meshard._shared_memory.channel import open_channel
@@ -378,3 +379,13 @@ def step_under_another_default_device():
 def test_the_default_device_of_torch_does_not_matter(run_ranks, monkeypatch, shared):
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared)
     run_ranks(step_under_another_default_device, 2)
+
+
+@on_ranks(2)
+def test_one_rank_that_is_unable_is_a_reason():
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(channel_module, "WHY_UNSUPPORTED", "an example")
+        layer = fully_shard(torch.nn.Linear(4, 4))
+        layer(torch.ones(1, 4))
+    assert describe(layer).splitlines()[-1].startswith("shared memory: off: ")

@@ -4,7 +4,8 @@ All randomness comes from a generator of its own: torch's random state is shared
 threads. Forwards take and return one tensor.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,6 +20,24 @@ def seeded(model: nn.Module, seed: int = 0) -> nn.Module:
             values = torch.randn(param.shape, generator=generator) * 0.3
             param.copy_(values.to(param.dtype))
     return model
+
+
+class Made(nn.Module):
+    """A module of the given members, for a forward that only one test needs.
+
+    ``Made(lambda m, x: m.head(m.body(x)), body=nn.Linear(4, 4), head=nn.Linear(4, 2))``: members
+    are modules, parameters, or lists of modules; other values become plain attributes.
+    """
+
+    def __init__(self, forward: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self._function = forward
+        for name, member in members.items():
+            is_list = isinstance(member, list) and isinstance(member[0], nn.Module)
+            setattr(self, name, nn.ModuleList(member) if is_list else member)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self, *args, **kwargs)
 
 
 class MlpBlock(nn.Module):

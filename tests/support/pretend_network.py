@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from tests.support.local_group import LocalGroup
-from tests.support.torch_testing import FakeStore
+from tests.support.torch_testing import FakeStore, LocalGroup
 
 BACKEND = "pretend"
 _CYCLES = 10_000_000  # for which the clock of a device is measured

@@ -5,9 +5,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.lifecycle
 from meshard import MixedPrecisionPolicy
 from meshard._comm.streams import StreamCommunicator
+from tests.support import insides
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder
 from tests.support.strategies import MODES
@@ -23,9 +23,7 @@ def make_model():
 def run_steps(monkeypatch, mesh_shape, device=None, prepare=None, is_last=True, **kwargs):
     """Train three windows of three microbatches; return the device with what it found."""
     device = device or FakeDevice()
-    monkeypatch.setattr(
-        meshard._engine.lifecycle, "make_communicator", lambda _: StreamCommunicator(device)
-    )
+    insides.use_communicator(monkeypatch, lambda _: StreamCommunicator(device))
     world_size = mesh_shape[0] * (mesh_shape[1] if len(mesh_shape) > 1 else 1)
     with fake_group(world_size):
         mesh = init_device_mesh("cpu", mesh_shape)

@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 
 from tests.support import thread_math as math
-from tests.support.local_group import LocalGroup
 from tests.support.rendezvous import Compute, Part, Rendezvous, Slot
-from tests.support.torch_testing import take_threaded_backend
+from tests.support.torch_testing import LocalGroup, take_threaded_backend
 
 BACKEND = "threaded"
 

@@ -28,11 +28,45 @@ if torch.__version__ < "2.12":
 
 __all__ = [
     "FakeStore",
+    "LocalGroup",
     "ThreadLocalWorld",
     "meshes_of_other_threads_differ",
     "swap_world",
     "take_threaded_backend",
 ]
+
+
+class LocalGroup(dist.ProcessGroup):
+    """A process group without a network: what torch asks of a group that is made in Python."""
+
+    backend = ""
+
+    def __init__(self, name: str, group_rank: int, size: int) -> None:
+        super().__init__(group_rank, size)
+        self._name, self._group_rank, self._size = name, group_rank, size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._group_rank
+
+    def getBackendName(self) -> str:
+        return self.backend
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def shutdown(self) -> None:
+        """Nothing to give back."""
+
+    def abort(self) -> None:
+        """Nothing to give back."""
 
 
 def swap_world(world: object) -> object:

@@ -3,14 +3,15 @@
 import statistics
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.lifecycle
 from meshard._comm.cpu import WorkCommunicator
+from tests.support import insides
 from tests.support.parity import assert_same, full_grads
 
 DELAY = COMPUTE = 0.020
@@ -75,16 +76,13 @@ class DelayedReductions(WorkCommunicator):
 def build(communicator, mesh):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), *[Block() for _ in range(BLOCKS)])
-    original = meshard._engine.lifecycle.make_communicator
-    meshard._engine.lifecycle.make_communicator = lambda device: communicator()
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        insides.use_communicator(patch, lambda _: communicator())
         for block in model[1:]:
             meshard.fully_shard(block, mesh)
         meshard.fully_shard(model, mesh)
         meshard.describe(model)  # a first use, which makes the communicator
-        return model
-    finally:
-        meshard._engine.lifecycle.make_communicator = original
+    return model
 
 
 def step_times(delayed, mesh_shape):

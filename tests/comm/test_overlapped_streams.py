@@ -8,11 +8,11 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.lifecycle
 import meshard.optim.overlap
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
+from tests.support import insides
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
 from tests.support.spread import spread
@@ -34,7 +34,7 @@ class Run:
         self.device = FakeDevice()
         self.recorder = Recorder(self.device)
         self.comm = StreamCommunicator(self.device)
-        monkeypatch.setattr(meshard._engine.lifecycle, "make_communicator", lambda _: self.comm)
+        insides.use_communicator(monkeypatch, lambda _: self.comm)
         mesh = init_device_mesh("cpu", mesh_shape)
         self.model = make_model()
         for block in self.model[1:4]:

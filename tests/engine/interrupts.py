@@ -1,6 +1,6 @@
 """Interrupts at chosen lines of meshard, and what is left of a training step after each.
 
-Run as ``python -m tests.support.interrupts KIND FIRST STRIDE`` in a process of its own, which a
+Run as ``python -m tests.engine.interrupts KIND FIRST STRIDE`` in a process of its own, which a
 wrong answer may end by SIGSEGV. A trace function raises KeyboardInterrupt at a line, once; then the
 user does one of the things that one does after Ctrl-C. Every line of meshard that a step runs is
 listed once, at its first or at its last occurrence; of that list every STRIDE-th is tried.

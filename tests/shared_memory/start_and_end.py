@@ -1,8 +1,8 @@
 """Starts and ends of a job of two ranks, while other processes load the machine.
 
-``python -m tests.support.start_and_end 200`` runs that many jobs and prints how many of each kind
-were clean: both ranks end with exit code 0 and write nothing. A rank is forked from a process that
-has imported torch, and goes through the end of its interpreter like any program.
+``python -m tests.shared_memory.start_and_end 200`` runs that many jobs and prints how many of each
+kind were clean: both ranks end with exit code 0 and write nothing. A rank is forked from a process
+that has imported torch, and goes through the end of its interpreter like any program.
 """
 
 import argparse
@@ -116,7 +116,7 @@ def outcomes(count: int, num_busy: int) -> dict[str, int]:
     """Run ``count`` jobs, all kinds in turn; return how often each outcome occurred."""
     environ = dict(os.environ, OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONFAULTHANDLER="1")
     with tempfile.TemporaryDirectory() as folder, load(num_busy):
-        command = [sys.executable, "-m", "tests.support.start_and_end", str(count), folder]
+        command = [sys.executable, "-m", "tests.shared_memory.start_and_end", str(count), folder]
         lines = subprocess.run(
             command, env=environ, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
         )

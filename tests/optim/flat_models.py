@@ -8,8 +8,8 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import GradientSync, flat_optimizer
+from tests.optim.optimizers import plain_state
 from tests.support.models import seeded
-from tests.support.optimizers import plain_state
 from tests.support.parity import full_state
 
 

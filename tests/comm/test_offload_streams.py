@@ -5,12 +5,12 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.lifecycle
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from meshard._comm.communicator import DONE
 from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
+from tests.support import insides
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
 from tests.support.spread import spread
@@ -27,11 +27,7 @@ class Run:
         self.device = FakeDevice()
         self.host = FakeHost(self.device)
         self.recorder = Recorder(self.device)
-        monkeypatch.setattr(
-            meshard._engine.lifecycle,
-            "make_communicator",
-            lambda _: StreamCommunicator(self.device),
-        )
+        insides.use_communicator(monkeypatch, lambda _: StreamCommunicator(self.device))
         monkeypatch.setattr(MemoryLocation, "host_memory", lambda device, *, pin: self.host)
         mesh = init_device_mesh("cpu", mesh_shape)
         self.model = make_model()
@@ -80,7 +76,7 @@ def test_training_has_no_race(monkeypatch, mesh, is_mixed, is_last, set_to_none)
 def test_the_host_waits_at_the_end_of_backward_only(monkeypatch, run):
     waits = []
     wait = HostCopies.wait
-    lifecycle = run.model._meshard_unit.lifecycle
+    lifecycle = insides.units(run.model)[0].lifecycle
 
     def look(self):
         waits.append(len(lifecycle._queue._queue))
@@ -113,8 +109,7 @@ def scratch(run):
     """Return the bytes that the device holds for gradients that are on their way to the host."""
     return sum(
         tensor.nbytes
-        for module in run.model.modules()
-        if (unit := vars(module).get("_meshard_unit")) is not None
+        for unit in insides.units(run.model)
         for copy in [unit.gradients.sharded._host_copies._writing]
         if copy is not DONE
         for tensor in copy._keep

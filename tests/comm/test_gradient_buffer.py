@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshard._comm.cpu import sum_rows
-from meshard._comm.gradient_buffer import GradientLayout
+from meshard._comm.gradient_buffer import GradientLayout, as_operand
 from meshard._mesh.layout import ParamLayout
 from tests.support.spread import spread
 
@@ -163,3 +163,15 @@ def test_one_element_of_each_parameter_for_every_rank(count, num_params):
     buffer = layout.allocate(torch.float32).fill_(float("nan"))
     layout.reduce_scatter_copy_in([buffer], list(gradients))
     assert torch.equal(buffer, torch.stack(gradients, dim=1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_number_as_a_tensor_gives_the_same_bits(dtype):
+    values = torch.randn(999).to(dtype)
+    for number in (0.0, 1 / 3, 0.1, 2.0**-130, 7e30):
+        operand = as_operand(number, values)
+        assert operand is as_operand(number, values) or operand == number
+        for operation in (torch.mul, torch.div, torch.add):
+            ours, theirs = operation(values, operand), operation(values, number)
+            assert ours.dtype == theirs.dtype
+            assert torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))

@@ -1,0 +1,113 @@
+"""What tests see of the engine beyond its public surface.
+
+Use it where a test is about units, their memory or the lifetime of what the engine keeps. Outside
+of the folders ``comm``, ``params``, ``shared_memory`` and ``torch``, tests read nothing else of the
+engine's private names: if the engine is rebuilt, this file is what changes.
+"""
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+from meshard import FSDPModule
+from meshard._comm import gradient_buffer
+from meshard._communicators import make_communicator
+from meshard._engine import lifecycle
+from meshard._engine.unit import Unit, units_in, units_of
+
+
+def units(module: nn.Module) -> list[Unit]:
+    """Return the units of ``module`` and of everything inside it."""
+    return list(units_in(module))
+
+
+def own_units(module: nn.Module) -> list[Unit]:
+    """Return the units that ``module`` itself became: none, one, or one for each of its meshes."""
+    return units_of(module)
+
+
+def labels(module: nn.Module) -> list[str]:
+    """Return the names of the units of ``module``, as errors and ``CommLedger`` have them."""
+    return [unit.label for unit in units_in(module)]
+
+
+def unsharded_units(module: nn.Module) -> list[str]:
+    """Return the names of the units that are not resharded, or not gathered to the end."""
+    return [unit.label for unit in units_in(module) if unit.group.state.name != "SHARDED"]
+
+
+def unsharded_storages(module: nn.Module) -> list[torch.UntypedStorage]:
+    """Return the memory under each unsharded parameter, of size zero while it is freed."""
+    unsharded = [param.unsharded for unit in units_in(module) for param in unit.params]
+    return [vars(each).get("inner", each).untyped_storage() for each in unsharded]
+
+
+def unsharded_bytes(module: nn.Module) -> int:
+    """Return the bytes of memory that unsharded parameters take."""
+    storages = {storage._cdata: storage.nbytes() for storage in unsharded_storages(module)}
+    return sum(storages.values())
+
+
+def engine_refs(module: nn.Module) -> list[weakref.ref[Any]]:
+    """Return weak references to what the engine keeps for ``module``, which must die with it."""
+    found: list[Any] = []
+    for unit in units_in(module):
+        found += [unit, unit.lifecycle, unit.group, unit.gradients, *unit.params]
+        found.append(getattr(unit.group.unit_params, "flat_shard", None))
+    return [weakref.ref(each) for each in found if each is not None]
+
+
+def left_alive(refs: list[weakref.ref[Any]]) -> list[str]:
+    """Return the types of those objects that are still alive."""
+    return [type(each).__name__ for ref in refs if (each := ref()) is not None]
+
+
+def use_communicator(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) -> None:
+    """Let roots that are used for the first time take their communicator from ``make(usual)``.
+
+    ``usual()`` returns the communicator that they would take.
+    """
+    monkeypatch.setattr(
+        lifecycle, "make_communicator", lambda device: make(lambda: make_communicator(device))
+    )
+
+
+def large_from(numel: int) -> AbstractContextManager[Any]:
+    """Let units count as large from ``numel`` elements on: their gradients are packed early."""
+    return mock.patch.object(gradient_buffer, "_LARGE", numel)
+
+
+# --- which modules became units, and what each took -----------------------------------------------
+
+
+def members(model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of the modules of each unit, by that of its first."""
+    found: dict[Unit, list[str]] = {}
+    for fqn, module in model.named_modules():
+        for unit in own_units(module):
+            found.setdefault(unit, []).append(fqn)
+    return {names[0]: names for names in found.values()}
+
+
+def taken_by(model: nn.Module) -> dict[str, list[list[str]]]:
+    """Return the full names of each parameter that a unit owns, by the name of its module."""
+    holders: dict[tuple[nn.Module, str], str] = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for name in module._parameters:
+            holders.setdefault((module, name), f"{fqn}.{name}" if fqn else name)
+    return {
+        fqn: [[holders[owner, name] for owner, name in param.owners] for param in unit.params]
+        for fqn, module in model.named_modules()
+        for unit in own_units(module)
+    }
+
+
+def sharded_modules(model: nn.Module) -> set[str]:
+    """Return the names of the modules that became units."""
+    return {fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)}
