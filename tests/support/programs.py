@@ -49,7 +49,9 @@ POLICIES = {
 BETWEEN = ["nothing", "evaluation", "inference", "unused forward", "part", "unshard", "copy"]
 # Not inlet.bias: so each rank's activations require gradients, and checkpoints pass them on.
 FREEZABLE = ["outlet.bias", "inlet.weight"]
-FREEZABLE += [f"blocks.{block}.{name}" for block in "01" for name in ("inner.up.weight", "experts.0.bias")]
+FREEZABLE += [
+    f"blocks.{block}.{name}" for block in "01" for name in ("inner.up.weight", "experts.0.bias")
+]
 EDITABLE = [f"blocks.0.{name}" for name in ("inner.up.bias", "inner.down.weight", "experts.1.bias")]
 TIED = {"outlet.weight": "inlet.weight"}
 FULL_STATE = StateDictOptions(full_state_dict=True)
@@ -176,7 +178,13 @@ def others() -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 @st.composite
-def programs(draw: st.DrawFn, num_ranks: int | None = None, kind: str | None = None) -> Program:
+def programs(
+    draw: st.DrawFn,
+    num_ranks: int | None = None,
+    *,
+    kind: str | None = None,
+    max_operations: int = 12,
+) -> Program:
     """Programs of both kinds, or of one."""
 
     def choose(*values: Any) -> Any:
@@ -197,7 +205,7 @@ def programs(draw: st.DrawFn, num_ranks: int | None = None, kind: str | None = N
     often = microbatches()
     each = st.one_of(often, often, often | microbatches(may_fail=True), other, other)
     return Program(
-        operations=tuple(draw(st.lists(each, min_size=1, max_size=12))),
+        operations=tuple(draw(st.lists(each, max_size=max_operations))),
         kind=kind,
         layout=layout,
         checkpoints=draw(st.tuples(*[st.sampled_from([None, True, False])] * NUM_BLOCKS)),
@@ -358,7 +366,9 @@ class Oracle:
         cast = {name: param.to(self.dtype) for name, param in self.params.items()}
         return torch.func.functional_call(self.net, cast, (x.to(self.dtype), *args)).float()
 
-    def backward(self, seed: int, microbatch: Microbatch, modes: tuple[str, str]) -> None:
+    def backward(
+        self, seed: int, microbatch: Microbatch, modes: tuple[str, str], *, ends: bool
+    ) -> None:
         """Do what a microbatch of all ranks does; ``modes`` of the others and the first block."""
         trained = {name: param for name, param in self.params.items() if param.requires_grad}
         for rank, x in enumerate(self.inputs(seed)):
@@ -374,7 +384,7 @@ class Oracle:
             self.windows.add(is_first)
             if mode != "N":
                 self.reduce(is_first, over_replicas=mode == "F")
-            if mode == "F":
+            if mode == "F" and ends:
                 self.windows.discard(is_first)
 
     def reduce(self, is_first: bool, *, over_replicas: bool) -> None:
@@ -499,13 +509,15 @@ class Player:
         model, oracle, mode = self.model, self.oracle, microbatch.mode
         is_last, first = microbatch.is_last, microbatch.mode_of_first or mode
         if self.steps_in_backward:
-            is_last = (is_last or self.program.is_replicated) and mode == "F"
+            is_last = is_last and mode == "F"
         if not self.has_first or (self.steps_in_backward and is_last):
-            first = mode
+            first = mode  # a step is of all units
         model.set_gradient_sync(MODES[mode])
         if self.has_first:
             model.blocks[0].set_gradient_sync(MODES[first])
-        if not self.program.is_replicated:
+        if self.program.is_replicated:
+            is_last = True
+        else:
             model.set_is_last_backward(is_last)
         x = oracle.inputs(self.place)[self.rank]
         if microbatch.fails is not None:
@@ -515,8 +527,8 @@ class Player:
         after = self.interrupt(microbatch.between, x)
         loss.backward()
         after()
-        oracle.backward(self.place, microbatch, (mode, first))
-        if self.steps_in_backward and is_last:
+        oracle.backward(self.place, microbatch, (mode, first), ends=is_last)
+        if self.steps_in_backward and is_last and mode == "F":
             left = [name for name, p in model.named_parameters() if p.grad is not None]
             assert not left, f"{self.where}: gradients are left of {left}, on rank {self.rank}"
             self.optimizer.step()
@@ -590,7 +602,9 @@ class Player:
     def expect_refusal(self, action: Callable[[], object], *, expected: bool) -> bool:
         refusal = _refusal(action)
         wanted = "a refusal" if expected else "none"
-        assert bool(refusal) == expected, f"{self.where} on rank {self.rank}: {refusal}, not {wanted}"
+        assert bool(refusal) == expected, (
+            f"{self.where} on rank {self.rank}: {refusal}, not {wanted}"
+        )
         return expected
 
     def do_step(self) -> None:
@@ -636,7 +650,9 @@ class Player:
         x = self.oracle.inputs(self.place)[self.rank]
         with torch.no_grad():
             found, wanted = model(x).float(), self.oracle.forward(x)
-        assert torch.equal(found, wanted), f"{self.where} on rank {self.rank}: {found}, not {wanted}"
+        assert torch.equal(found, wanted), (
+            f"{self.where} on rank {self.rank}: {found}, not {wanted}"
+        )
 
     def do_evaluate(self) -> None:
         if self.rank == 0 or not self.program.is_replicated:  # replicas need no other rank
