@@ -196,7 +196,7 @@ def programs(
     other = others()
     if kind == "replicate":
         layout = Layout((math.prod(layout.mesh),))
-        fields["bucket_options"] = choose((25.0, True), (3e-5, True), (3e-5, False))
+        fields["bucket_options"] = choose((25.0, True), (2e-4, True), (2e-4, False))
         fields["optimizer"] = choose("ordinary", "overlap")
     else:
         other |= st.tuples(st.just("shard_again"), layouts(math.prod(layout.mesh)))
