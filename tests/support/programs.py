@@ -543,8 +543,10 @@ class Player:
     def fail(self, microbatch: Microbatch, what: str, place: int, x: torch.Tensor) -> None:
         """Half a window is void."""
         meshard.pending_gradients(self.model)
-        # Before a unit has been stepped, if backward does that.
-        self.model.fails = (what, NUM_BLOCKS if self.steps_in_backward else place)
+        if self.steps_in_backward or self.program.is_replicated:
+            # Before a unit is stepped, or a bucket complete on some ranks alone: they would wait.
+            place = NUM_BLOCKS
+        self.model.fails = (what, place)
         try:
             self.loss(microbatch, x).backward()
         except Stop:
