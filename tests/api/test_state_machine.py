@@ -1,17 +1,17 @@
 """A state machine of what users do, which chooses the next operation by the state.
 
-It plays the operations of ``tests.support.programs`` beside their oracle. Hypothesis shrinks a
-failure to the rules that it needs.
+It plays the operations of ``tests.support.programs`` beside their oracle, which also shortens what
+has failed.
 """
 
 import dataclasses
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.support.programs import FREEZABLE, Player, microbatches, others, programs
+from tests.support.programs import FREEZABLE, Player, microbatches, others, programs, run
 from tests.support.rank_session import RankSession
 
 
@@ -34,8 +34,10 @@ class Machine(RuleBasedStateMachine):
         self.program = dataclasses.replace(self.program, operations=operations)
         try:
             self.session.do(lambda player: player.play(place, operation))
-        except Exception as error:
-            raise AssertionError(f"{error}\nTo play it again: run({self.program!r})") from error
+        except BaseException:
+            self.session.close()
+            run(self.program)  # fails too, and shortens the program
+            raise
 
     @rule(microbatch=microbatches())
     def microbatch(self, microbatch):
@@ -73,9 +75,13 @@ class Machine(RuleBasedStateMachine):
 
     def teardown(self):
         if self.session is not None:
+            if not self.session.has_failed:
+                self.session.do(Player.check)  # waits for what is on its way
             self.session.close()
 
 
 TestMachine = Machine.TestCase
-TestMachine.settings = settings(stateful_step_count=12)
+TestMachine.settings = settings(
+    stateful_step_count=12, phases=[Phase.explicit, Phase.reuse, Phase.generate]
+)
 TestMachine.pytestmark = [pytest.mark.slow]

@@ -724,6 +724,8 @@ class Player:
     def do_copy(self, adopts: bool) -> None:
         if not self.is_idle:
             return
+        if self.program.is_replicated:
+            self.do_zero("none")  # copies of replicas have no gradients
         copied = copy.deepcopy(self.model)
         self._evaluate(copied)
         if adopts:

@@ -23,7 +23,7 @@ class RankSession:
         self._commands: list[queue.Queue[Callable[[Any], Any] | None]]
         self._commands = [queue.Queue() for _ in range(num_ranks)]
         self._replies: queue.Queue[BaseException | None] = queue.Queue()
-        self._has_failed = False
+        self.has_failed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -51,7 +51,7 @@ class RankSession:
         for _ in self._commands:
             error = self._replies.get(timeout=90)
             if error is not None:
-                self._has_failed = True
+                self.has_failed = True
                 raise error
 
     def close(self) -> None:
@@ -59,7 +59,7 @@ class RankSession:
         for commands in self._commands:
             commands.put(None)
         self._thread.join(90)
-        while not self._replies.empty() and not self._has_failed:
+        while not self._replies.empty() and not self.has_failed:
             error = self._replies.get()
             if error is not None:
                 raise error
