@@ -447,6 +447,8 @@ class Player:
     """Runs a program on one rank, beside its oracle."""
 
     def __init__(self, program: Program, device: str = "cpu") -> None:
+        # Of checkpoints whose input needs no gradient, and late edits.
+        warnings.simplefilter("ignore")
         self.program, self.device, self.rank = program, device, dist.get_rank()
         self.oracle = Oracle(program, device)
         self.model = self.shard(program.layout)
@@ -783,7 +785,6 @@ class Player:
 
 def play(program: Program, device: str = "cpu") -> None:
     """Run a program: a function for the ranks of its mesh."""
-    warnings.simplefilter("ignore")  # of checkpoints whose input needs no gradient, and late edits
     player = Player(program, device)
     for place, operation in enumerate(program.operations):
         player.play(place, operation)
