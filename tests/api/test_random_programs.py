@@ -1,5 +1,6 @@
 """Random programs of users beside one process, bit for bit: see ``tests.support.programs``."""
 
+import re
 from unittest import mock
 
 import pytest
@@ -7,14 +8,13 @@ from hypothesis import Phase, given, seed, settings
 
 from meshard._comm import gradient_buffer
 from tests.mutants import mutants
-from tests.support.programs import Layout, Microbatch, Program, programs, run
-from tests.support.rank_pool import shared_pool
+from tests.support.programs import Layout, Microbatch, Program, failure, programs, run, shorten
 
 EXAMPLES = settings().max_examples
-run_shortens = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
+shortened_by_run = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
-@settings(run_shortens, max_examples=EXAMPLES // 2)
+@settings(shortened_by_run, max_examples=EXAMPLES // 2)
 @given(programs())
 def test_programs(program):
     run(program)
@@ -25,7 +25,7 @@ def test_programs(program):
 @pytest.mark.parametrize("number", range(4))
 def test_many_programs(number):
     @seed(number)
-    @run_shortens
+    @shortened_by_run
     @given(programs())
     def run_each(program):
         run(program)
@@ -35,16 +35,16 @@ def test_many_programs(number):
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@run_shortens
+@shortened_by_run
 @given(program=programs())
 def test_programs_on_processes(program):
-    run(program, shared_pool().run)
+    run(program, on_processes=True)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(0)
-@run_shortens
-@given(program=programs(kind="replicate"))
+@shortened_by_run
+@given(program=programs(replicates=True))
 def test_programs_where_gradients_are_packed_as_they_arrive(program):
     with mock.patch.object(gradient_buffer, "_LARGE", 1):
         run(program)
@@ -83,6 +83,7 @@ def test_a_program_of_two_windows():
 )
 def test_a_failure_is_short_and_names_the_unit_the_parameter_and_the_rank(monkeypatch, mutant):
     mutant(monkeypatch)
-    with pytest.raises(AssertionError, match=r" of .* \(unit .*\) on rank") as raised:
-        run(window())
-    assert len(str(raised.value).split("To play it again: ")[1]) < 300
+    program, error = shorten(window(), failure(window()))
+    assert re.search(r"operation \d, .* of .* \(unit .*\) on rank", str(error))
+    assert len(program.operations) <= 2
+    assert len(repr(program)) < 300

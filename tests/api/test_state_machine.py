@@ -60,9 +60,9 @@ class Machine(RuleBasedStateMachine):
         self.is_open = False
         self.play("zero", how)
 
-    @rule(name=st.sampled_from(FREEZABLE), how=st.sampled_from(["freeze", "thaw"]))
-    def freeze(self, name, how):
-        self.play(how, name)
+    @rule(name=st.sampled_from(FREEZABLE), trains=st.booleans())
+    def freeze(self, name, trains):
+        self.play("train", name, trains)
 
     @rule(operation=others())
     def other(self, operation):

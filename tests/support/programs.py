@@ -5,6 +5,10 @@ in any order. Every rank also holds the plain model, computes the gradients of a
 does the sums of a window by hand. Activations and gradients of activations are integers (see
 ``integer_model``) and factors are powers of two, so that all sums are exact: after each operation
 parameters, gradients and partials must agree bit for bit.
+
+``run`` plays a program. If it fails, it fails with the shortest program found that does, as a
+command that plays it again. A new operation is a method ``do_...`` of ``Player`` and a line in
+``others``; what it changes in the plain model, it does to ``self.oracle``.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -29,12 +33,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
 from tests.support.integer_model import LEARNING_RATE, integer_loss, ternary
+from tests.support.rank_pool import shared_pool
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
@@ -48,10 +53,8 @@ POLICIES = {
 }
 BETWEEN = ["nothing", "evaluation", "inference", "unused forward", "part", "unshard", "copy"]
 # Not inlet.bias: so each rank's activations require gradients, and checkpoints pass them on.
-FREEZABLE = ["outlet.bias", "inlet.weight"]
-FREEZABLE += [
-    f"blocks.{block}.{name}" for block in "01" for name in ("inner.up.weight", "experts.0.bias")
-]
+FREEZABLE = ["outlet.bias", "inlet.weight", "blocks.0.inner.up.weight", "blocks.0.experts.0.bias"]
+FREEZABLE += ["blocks.1.inner.up.weight", "blocks.1.experts.0.bias"]
 EDITABLE = [f"blocks.0.{name}" for name in ("inner.up.bias", "inner.down.weight", "experts.1.bias")]
 TIED = {"outlet.weight": "inlet.weight"}
 FULL_STATE = StateDictOptions(full_state_dict=True)
@@ -60,22 +63,21 @@ FULL_STATE = StateDictOptions(full_state_dict=True)
 # --- programs ------------------------------------------------------------------------------
 
 
-class _Literal:
-    """Its repr is what one would write: without what is as by default."""
+class Literal:
+    """A dataclass whose repr is what one would write: without what is as by default."""
+
+    def given(self) -> dict[str, Any]:
+        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        values = {each.name: (getattr(self, each.name), each.default) for each in fields}
+        return {name: value for name, (value, default) in values.items() if value != default}
 
     def __repr__(self) -> str:
-        given = ", ".join(f"{name}={value!r}" for name, value in given_fields(self).items())
+        given = ", ".join(f"{name}={value!r}" for name, value in self.given().items())
         return f"{type(self).__name__}({given})"
 
 
-def given_fields(literal: Any) -> dict[str, Any]:
-    fields = dataclasses.fields(literal)
-    values = {each.name: (getattr(literal, each.name), each.default) for each in fields}
-    return {name: value for name, (value, default) in values.items() if value != default}
-
-
 @dataclass(frozen=True, repr=False)
-class Layout(_Literal):
+class Layout(Literal):
     """How a model is cut into units: names, each with its ``reshard_after_forward``."""
 
     mesh: tuple[int, ...] = (2,)
@@ -86,31 +88,28 @@ class Layout(_Literal):
 
 
 @dataclass(frozen=True, repr=False)
-class Microbatch(_Literal):
+class Microbatch(Literal):
     """A forward and a backward. The inputs of each rank follow from its place in the program."""
 
     mode: str = "F"
     mode_of_first: str | None = None  # of the first block, where it is a unit
-    skips: tuple[int, ...] = ()  # by rank: which experts it does not use, as bits
-    twice: bool = False
+    skips: tuple[int, ...] = (0,) * MAX_RANKS  # by rank: which experts it does not use, as bits
+    twice: bool = False  # whether each block is called twice
     between: str = "nothing"  # forward and backward
     is_last: bool = True  # as set_is_last_backward says
     is_seen: bool = True  # compared at once, which waits for reductions
     fails: tuple[str, int] | None = None  # in what, before which block
 
-    def skips_of(self, rank: int) -> int:
-        return self.skips[rank] if rank < len(self.skips) else 0
 
-
-Operation = Any  # a Microbatch, or a tuple: the name of a method of Player, and its arguments
+Operation = Microbatch | tuple[Any, ...]  # ("step",) plays Player.do_step, with what follows
 
 
 @dataclass(frozen=True, repr=False)
-class Program(_Literal):
+class Program(Literal):
     """One program. It runs on ``num_ranks`` ranks."""
 
-    operations: tuple[Operation, ...] = ()
-    kind: str = "fully_shard"
+    operations: tuple[Operation, ...]
+    buckets: tuple[float, bool] | None = None  # of replicate: MiB, whether as views; or none
     layout: Layout = Layout()
     checkpoints: tuple[bool | None, ...] = (None,) * NUM_BLOCKS  # use_reentrant, or none
     policy: str = "float32"
@@ -119,7 +118,6 @@ class Program(_Literal):
     optimizer: str = "ordinary"
     momentum: float = 0.0
     frozen: tuple[str, ...] = ()  # before it is sharded
-    bucket_options: tuple[float, bool] = (25.0, True)  # of replicate: MiB, whether as views
 
     @property
     def num_ranks(self) -> int:
@@ -127,7 +125,7 @@ class Program(_Literal):
 
     @property
     def is_replicated(self) -> bool:
-        return self.kind == "replicate"
+        return self.buckets is not None
 
 
 @st.composite
@@ -152,7 +150,7 @@ def microbatches(*, may_fail: bool = False) -> st.SearchStrategy[Microbatch]:
         Microbatch,
         mode=st.sampled_from("FNR"),
         mode_of_first=st.sampled_from([None, None, *"FNR"]),
-        skips=st.lists(st.integers(0, 2**NUM_EXPERTS - 1), max_size=MAX_RANKS).map(tuple),
+        skips=st.tuples(*[st.integers(0, 2**NUM_EXPERTS - 1)] * MAX_RANKS),
         twice=st.booleans(),
         between=st.sampled_from(BETWEEN),
         is_last=st.sampled_from([True, True, False]),
@@ -165,12 +163,13 @@ def others() -> st.SearchStrategy[tuple[Any, ...]]:
     """Operations that are no microbatch, except ``shard_again``."""
     edits = st.sampled_from(["drop", "double", "replace", "alias", "own"])
     return st.one_of(
-        st.tuples(st.sampled_from(["step", "step", "finalize", "clip", "evaluate", "infer"])),
+        st.tuples(st.sampled_from(["step", "step", "finalize", "clip"])),
+        st.tuples(st.just("evaluate"), st.sampled_from(["no_grad", "inference_mode"])),
         st.tuples(st.just("zero"), st.sampled_from(["module", "none", "zeros"])),
         st.tuples(st.just("factor"), st.sampled_from([1.0, 0.5, 8.0])),
-        st.tuples(st.sampled_from(["freeze", "thaw"]), st.sampled_from(FREEZABLE)),
+        st.tuples(st.just("train"), st.sampled_from(FREEZABLE), st.booleans()),
         st.tuples(st.just("edit"), edits, st.sampled_from(EDITABLE)),
-        st.tuples(st.sampled_from(["unshard", "reshard"]), st.integers(0, NUM_BLOCKS - 1)),
+        st.tuples(st.just("reshard"), st.integers(0, NUM_BLOCKS - 1), st.booleans()),
         st.tuples(st.just("keep"), st.booleans(), st.booleans()),
         st.tuples(st.sampled_from(["save", "load", "save_full", "save_optimizer"])),
         st.tuples(st.just("copy"), st.booleans()),
@@ -182,32 +181,28 @@ def programs(
     draw: st.DrawFn,
     num_ranks: int | None = None,
     *,
-    kind: str | None = None,
+    replicates: bool | None = None,
     max_operations: int = 12,
 ) -> Program:
-    """Programs of both kinds, or of one."""
+    """Programs of ``fully_shard`` and of ``replicate``, or of one of them."""
 
     def choose(*values: Any) -> Any:
         return draw(st.sampled_from(values))
 
-    kind = kind or choose("fully_shard", "fully_shard", "replicate")
-    layout, policy = draw(layouts(num_ranks)), choose(*POLICIES)
-    fields: dict[str, Any] = {}
-    other = others()
-    if kind == "replicate":
+    layout, policy, other = draw(layouts(num_ranks)), choose(*POLICIES), others()
+    if choose(False, False, True) if replicates is None else replicates:
         layout = Layout((math.prod(layout.mesh),))
-        fields["bucket_options"] = choose((25.0, True), (2e-4, True), (2e-4, False))
+        fields = {"buckets": choose((25.0, True), (3e-5, True), (3e-5, False))}
         fields["optimizer"] = choose("ordinary", "overlap")
     else:
         other |= st.tuples(st.just("shard_again"), layouts(math.prod(layout.mesh)))
-        fields["offloads"] = choose(False, False, True)
+        fields = {"offloads": choose(False, False, True)}
         fields["optimizer"] = choose("ordinary", "flat", "overlap")
     often = microbatches()
     kinds = [often, often, often, often | microbatches(may_fail=True), other, other]
     each = st.sampled_from(kinds).flatmap(lambda kind: kind)  # one_of would weigh every operation
     return Program(
         operations=tuple(draw(st.lists(each, max_size=max_operations))),
-        kind=kind,
         layout=layout,
         checkpoints=draw(st.tuples(*[st.sampled_from([None, True, False])] * NUM_BLOCKS)),
         policy=policy,
@@ -225,14 +220,8 @@ class Stop(Exception):
     """Raised in the middle of a forward or backward."""
 
 
-class _StopBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        raise Stop
+def _stop(*_: object) -> NoReturn:
+    raise Stop
 
 
 class Layer(nn.Linear):
@@ -268,7 +257,7 @@ class Block(nn.Module):
         self.use_reentrant = use_reentrant
 
     def forward(
-        self, x: torch.Tensor, side: torch.Tensor | None, *, skips: int
+        self, x: torch.Tensor, side: torch.Tensor | None = None, *, skips: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self.use_reentrant is None or not torch.is_grad_enabled():
             x = self.inner(x)
@@ -300,8 +289,10 @@ class Net(nn.Module):
 
     def _may_stop(self, place: int, x: torch.Tensor) -> torch.Tensor:
         if self.fails == ("forward", place):
-            raise Stop
-        return _StopBackward.apply(x) if self.fails == ("backward", place) else x
+            _stop()
+        if self.fails == ("backward", place):
+            x.register_hook(_stop)
+        return x
 
     def forward(self, x: torch.Tensor, skips: int = 0, twice: bool = False) -> torch.Tensor:
         x, side = ternary(self.inlet(x)), None
@@ -309,16 +300,12 @@ class Net(nn.Module):
             x, side = block(self._may_stop(number, x), side, skips=skips)
             if twice:
                 x, _ = block(x, side, skips=skips)
-        return ternary(self.outlet(self._may_stop(NUM_BLOCKS, x)))
+        return ternary(self.outlet(self._may_stop(NUM_BLOCKS, x))).float()
 
 
 # --- the oracle ----------------------------------------------------------------------------
 
-Sums = dict[str, torch.Tensor]
-
-
-def _add(into: Sums, name: str, new: torch.Tensor) -> None:
-    into[name] = into[name] + new if name in into else new
+Sums = dict[str, Any]  # by parameter name
 
 
 class Oracle:
@@ -338,7 +325,6 @@ class Oracle:
         # Sums of bfloat16 are exact up to 256: of 4 ranks, 3 microbatches and 2 calls of a block.
         self.is_narrow = self.dtype is not torch.float32 or program.has_many_dtypes
         self.factor = 4.0 if program.num_ranks == 3 else None  # a third is not exact
-        self.saved: Sums | None = None
         self.start(program.layout.mesh)
 
     def start(self, mesh: tuple[int, ...]) -> None:
@@ -360,32 +346,24 @@ class Oracle:
         shape = (self.num_ranks, 1 if self.is_narrow else 2, DIM)
         return torch.randint(-1, 2, shape, generator=generator).float().to(self.device)
 
-    def forward(self, x: torch.Tensor, *args: Any) -> Any:
-        """Compute in the dtype of the policy."""
-        if self.program.policy == "float32":
-            return self.net(x, *args)
-        cast = {name: param.to(self.dtype) for name, param in self.params.items()}
-        return torch.func.functional_call(self.net, cast, (x.to(self.dtype), *args)).float()
-
     def backward(
         self, seed: int, microbatch: Microbatch, modes: tuple[str, str], *, ends: bool
     ) -> None:
         """Do what a microbatch of all ranks does; ``modes`` of the others and the first block."""
         trained = {name: param for name, param in self.params.items() if param.requires_grad}
-        for rank, x in enumerate(self.inputs(seed)):
-            loss = integer_loss(self.forward(x, microbatch.skips_of(rank), microbatch.twice))
+        for x, skips, sums in zip(self.inputs(seed), microbatch.skips, self.whole, strict=False):
+            loss = integer_loss(self.net(x.to(self.dtype), skips, microbatch.twice))
             found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
             for name, gradient in zip(trained, found, strict=True):
                 if gradient is not None:
-                    _add(self.whole[rank], name, gradient.double())
+                    sums[name] = sums.get(name, 0.0) + gradient.double()
         self.count += 1
         for is_first in (False, True):
-            mode = modes[is_first]
             self.open.add(is_first)  # also if no rank had a gradient: none can know that yet
             self.windows.add(is_first)
-            if mode != "N":
-                self.reduce(is_first, over_replicas=mode == "F")
-            if mode == "F" and ends:
+            if modes[is_first] != "N":
+                self.reduce(is_first, over_replicas=modes[is_first] == "F")
+            if modes[is_first] == "F" and ends:
                 self.windows.discard(is_first)
 
     def reduce(self, is_first: bool, *, over_replicas: bool) -> None:
@@ -398,8 +376,9 @@ class Oracle:
 
         divisor = (self.factor or self.num_ranks) / self.replicas
         for rank, sums in enumerate(self.whole):
+            partials = self.partials[rank * self.replicas // self.num_ranks]
             for name, value in taken(sums):
-                _add(self.partials[rank * self.replicas // self.num_ranks], name, value / divisor)
+                partials[name] = partials.get(name, 0.0) + value / divisor
         if over_replicas or self.is_flat:
             for sums in self.partials:
                 for name, value in taken(sums):
@@ -413,7 +392,7 @@ class Oracle:
             self.reduce(is_first, over_replicas=True)
         self.windows.clear()
 
-    def held_by(self, rank: int) -> dict[str, torch.Tensor | None]:
+    def held_by(self, rank: int) -> Sums:
         """Return what ``pending_gradients`` shows this rank: a partial, or None for a whole one."""
         partials = self.partials[rank * self.replicas // self.num_ranks]
         return {**partials, **dict.fromkeys(self.whole[rank])}
@@ -422,25 +401,8 @@ class Oracle:
 # --- the player ----------------------------------------------------------------------------
 
 
-def own_part(unsharded: torch.Tensor, like: Any) -> torch.Tensor:
-    """Return this rank's part of ``unsharded``, cut as ``like``."""
-    for axis, placement in enumerate(getattr(like, "placements", ())):
-        if isinstance(placement, Shard):
-            parts = unsharded.chunk(like.device_mesh.size(axis), placement.dim)
-            place = like.device_mesh.get_local_rank(axis)
-            empty = unsharded.narrow(placement.dim, 0, 0)
-            unsharded = parts[place] if place < len(parts) else empty
-    return unsharded
-
-
-def _refusal(action: Callable[[], object]) -> str:
-    try:
-        action()
-    except RuntimeError as error:
-        if "unit" not in str(error):
-            raise
-        return str(error)
-    return ""
+def cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.items()}
 
 
 class Player:
@@ -454,17 +416,16 @@ class Player:
         self.model = self.shard(program.layout)
         self.optimizer = self.make_optimizer()
         self.steps_in_backward = program.optimizer == "overlap"
-        self.place, self.where = 0, ""
+        self.saved: list[Any] = []  # states of the model and of the oracle
 
     def shard(self, layout: Layout) -> Any:
-        program = self.program
+        program, mesh = self.program, init_device_mesh(self.device, layout.mesh)
         model: Any = Net(program, program.checkpoints).to(self.device)
         for name, param in self.oracle.params.items():
             model.get_parameter(name).requires_grad_(param.requires_grad)
-        mesh = init_device_mesh(self.device, layout.mesh)
         kwargs: dict[str, Any] = {"mp_policy": POLICIES[program.policy]}
-        if program.is_replicated:
-            cap, as_views = program.bucket_options
+        if program.buckets is not None:
+            cap, as_views = program.buckets
             kwargs |= {"bucket_cap_mb": cap, "gradient_as_bucket_view": as_views}
             meshard.replicate(model, mesh, **kwargs)
         else:
@@ -484,31 +445,39 @@ class Player:
         return model
 
     def make_optimizer(self) -> torch.optim.Optimizer:
-        params, options = list(self.model.parameters()), {"lr": LEARNING_RATE}
-        options["momentum"] = self.program.momentum
+        params = list(self.model.parameters())
+        options = {"lr": LEARNING_RATE, "momentum": self.program.momentum}
         if self.program.optimizer == "ordinary":
             return torch.optim.SGD(params, **options)
         make = getattr(meshard, f"{self.program.optimizer}_optimizer")
         return make(self.model, torch.optim.SGD, params, **options)  # type: ignore[no-any-return]
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is held beside ``.grad``, nor in it if units are stepped in backward."""
+        oracle = self.oracle
+        return not (oracle.open or oracle.windows or (self.steps_in_backward and oracle.count))
+
     def play(self, place: int, operation: Operation) -> None:
-        self.place, self.where = place, f"operation {place}, {operation!r}"
-        if isinstance(operation, Microbatch):
-            if self.oracle.is_narrow and self.oracle.count == 3:
-                return  # its sums would not be exact
-            self.microbatch(operation)
-            if operation.is_seen:
+        """Play one operation and compare; an error tells which operation it was."""
+        try:
+            if not isinstance(operation, Microbatch):
+                name, *arguments = operation
+                if name != "zero":
+                    meshard.pending_gradients(self.model)  # waits for what is on its way
+                getattr(self, f"do_{name}")(*arguments)
                 self.check()
-            return
-        name, *arguments = operation
-        if name != "zero":
-            meshard.pending_gradients(self.model)  # waits for what is on its way
-        getattr(self, f"do_{name}")(*arguments)
-        self.check()
+            elif not (self.oracle.is_narrow and self.oracle.count == 3):  # or sums are not exact
+                self.microbatch(place, operation)
+                if operation.is_seen:
+                    self.check()
+        except Exception as error:
+            text = f"operation {place}, {operation!r}: {type(error).__name__}: {error}"
+            raise AssertionError(text) from error
 
     # --- microbatches --------------------------------------------------------------------
 
-    def microbatch(self, microbatch: Microbatch) -> None:
+    def microbatch(self, place: int, microbatch: Microbatch) -> None:
         model, oracle, mode = self.model, self.oracle, microbatch.mode
         is_last, first = microbatch.is_last, microbatch.mode_of_first or mode
         if self.steps_in_backward:
@@ -522,7 +491,7 @@ class Player:
             is_last = True
         else:
             model.set_is_last_backward(is_last)
-        x = oracle.inputs(self.place)[self.rank]
+        x = oracle.inputs(place)[self.rank]
         if microbatch.fails is not None:
             self.fail(microbatch, *microbatch.fails, x)
             return
@@ -530,20 +499,19 @@ class Player:
         after = self.interrupt(microbatch.between, x)
         loss.backward()
         after()
-        oracle.backward(self.place, microbatch, (mode, first), ends=is_last)
+        oracle.backward(place, microbatch, (mode, first), ends=is_last)
         if self.steps_in_backward and is_last and mode == "F":
-            left = [name for name, p in model.named_parameters() if p.grad is not None]
-            assert not left, f"{self.where}: gradients are left of {left}, on rank {self.rank}"
+            left = [name for name, param in model.named_parameters() if param.grad is not None]
+            assert not left, f"gradients are left of {left}"
             self.optimizer.step()
             oracle.optimizer.step()
             self.do_zero("none")
 
     def loss(self, microbatch: Microbatch, x: torch.Tensor) -> torch.Tensor:
-        out = self.model(x, microbatch.skips_of(self.rank), microbatch.twice)
-        return integer_loss(out.float())
+        return integer_loss(self.model(x, microbatch.skips[self.rank], microbatch.twice))
 
     def fail(self, microbatch: Microbatch, what: str, place: int, x: torch.Tensor) -> None:
-        """Half a window is void."""
+        """Raise in the middle: half a window is void."""
         meshard.pending_gradients(self.model)
         if self.steps_in_backward or self.program.is_replicated:
             # Before a unit is stepped, or a bucket complete on some ranks alone: they would wait.
@@ -554,7 +522,7 @@ class Player:
         except Stop:
             pass
         else:
-            raise AssertionError(f"{self.where}: nothing was raised")
+            raise AssertionError("nothing was raised")
         finally:
             self.model.fails = None
         if what == "backward" or self.program.is_replicated or self.steps_in_backward:
@@ -578,7 +546,7 @@ class Player:
             model(x)
         elif what == "part" and isinstance(model.blocks[1], FSDPModule):
             with torch.no_grad():
-                model.blocks[1](x, None, skips=0)
+                model.blocks[1](x)
         elif what == "copy":
             [copy.deepcopy(param.detach()) for param in model.parameters()]
         elif what == "unshard" and not self.program.is_replicated:
@@ -590,11 +558,16 @@ class Player:
 
     # --- other operations ----------------------------------------------------------------
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether nothing is held beside ``.grad``, nor in it if units are stepped in backward."""
-        oracle = self.oracle
-        return not (oracle.open or oracle.windows or (self.steps_in_backward and oracle.count))
+    def is_done(self, action: Callable[[], object], *, refused: bool) -> bool:
+        """Call what must be refused, or must not."""
+        try:
+            action()
+        except RuntimeError as error:
+            if not refused or "unit" not in str(error):
+                raise
+        else:
+            assert not refused, "it should have been refused"
+        return not refused
 
     def do_zero(self, how: str) -> None:
         to_none = how == "none" or self.steps_in_backward  # which frees what it has used
@@ -604,33 +577,27 @@ class Player:
             self.optimizer.zero_grad(set_to_none=to_none)
         self.oracle.zero(to_none=to_none or how == "module")
 
-    def expect_refusal(self, action: Callable[[], object], *, expected: bool) -> bool:
-        refusal = _refusal(action)
-        wanted = "a refusal" if expected else "none"
-        assert bool(refusal) == expected, (
-            f"{self.where} on rank {self.rank}: {refusal}, not {wanted}"
-        )
-        return expected
-
     def do_step(self) -> None:
         if self.steps_in_backward:
             return
-        if not self.expect_refusal(self.optimizer.step, expected=bool(self.oracle.open)):
+        if self.is_done(self.optimizer.step, refused=bool(self.oracle.open)):
             self.oracle.optimizer.step()
             self.oracle.windows.clear()
 
+    def do_finalize(self) -> None:
+        if self.is_idle or not self.steps_in_backward:
+            meshard.finalize_gradients(self.model)
+            self.oracle.finalize()
+
     def do_factor(self, factor: float) -> None:
         set_it, is_open = self.model.set_gradient_divide_factor, bool(self.oracle.windows)
-        if not self.expect_refusal(lambda: set_it(factor), expected=is_open):
+        if self.is_done(lambda: set_it(factor), refused=is_open):
             self.oracle.factor = factor
 
-    def do_freeze(self, name: str, to: bool = False) -> None:
+    def do_train(self, name: str, trains: bool) -> None:
         if self.is_idle or not (self.program.is_replicated or self.steps_in_backward):
-            for each in (self.model, self.oracle.net):
-                each.get_parameter(name).requires_grad_(to)
-
-    def do_thaw(self, name: str) -> None:
-        self.do_freeze(name, True)
+            for net in (self.model, self.oracle.net):
+                net.get_parameter(name).requires_grad_(trains)
 
     def do_edit(self, how: str, name: str) -> None:
         for net in () if self.steps_in_backward else (self.model, self.oracle.net):
@@ -651,29 +618,18 @@ class Player:
             wanted = nn.utils.clip_grad_norm_(self.oracle.net.parameters(), 1e9)
             torch.testing.assert_close(norm, wanted, check_dtype=False)
 
-    def _evaluate(self, model: nn.Module) -> None:
-        x = self.oracle.inputs(self.place)[self.rank]
-        with torch.no_grad():
-            found, wanted = model(x).float(), self.oracle.forward(x)
-        assert torch.equal(found, wanted), (
-            f"{self.where} on rank {self.rank}: {found}, not {wanted}"
-        )
+    def do_evaluate(self, grad_mode: str) -> None:
+        if self.program.is_replicated and self.rank > 0:
+            return  # replicas need no other rank
+        x = self.oracle.inputs(0)[self.rank]
+        with getattr(torch, grad_mode)():
+            found, wanted = self.model(x), self.oracle.net(x.to(self.oracle.dtype))
+        assert torch.equal(found, wanted), f"the model returned {found}, not {wanted}"
 
-    def do_evaluate(self) -> None:
-        if self.rank == 0 or not self.program.is_replicated:  # replicas need no other rank
-            self._evaluate(self.model)
-
-    def do_infer(self) -> None:
-        with torch.inference_mode():
-            self._evaluate(self.model)
-
-    def do_unshard(self, block: int) -> None:
+    def do_reshard(self, block: int, unshards: bool) -> None:
         if isinstance(unit := self.model.blocks[block], FSDPModule):
-            unit.unshard()
-            unit.reshard()
-
-    def do_reshard(self, block: int) -> None:
-        if isinstance(unit := self.model.blocks[block], FSDPModule):
+            if unshards:
+                unit.unshard()
             unit.reshard()
 
     def do_keep(self, forward: bool, backward: bool) -> None:
@@ -681,36 +637,24 @@ class Player:
             self.model.set_reshard_after_forward(not forward)
             self.model.set_reshard_after_backward(not backward)
 
-    def do_finalize(self) -> None:
-        if self.is_idle or not self.steps_in_backward:
-            meshard.finalize_gradients(self.model)
-            self.oracle.finalize()
-
     def do_save(self) -> None:
-        if not self.expect_refusal(self.model.state_dict, expected=bool(self.oracle.open)):
-            self.saved = {name: value.clone() for name, value in self.model.state_dict().items()}
-            params = self.oracle.params.items()
-            self.oracle.saved = {name: param.detach().clone() for name, param in params}
+        if self.is_done(self.model.state_dict, refused=bool(self.oracle.open)):
+            self.saved = [cloned(net.state_dict()) for net in (self.model, self.oracle.net)]
 
     def do_load(self) -> None:
-        if self.oracle.saved is not None:
-            self.model.load_state_dict(self.saved)
-            with torch.no_grad():
-                for name, value in self.oracle.saved.items():
-                    self.oracle.params[name].copy_(value)
+        for net, state in zip((self.model, self.oracle.net), self.saved, strict=False):
+            net.load_state_dict(state)
 
     def do_save_full(self) -> None:
-        if not self.is_idle:
-            return
-        found = get_model_state_dict(self.model, options=FULL_STATE)
-        saved = {name: value.clone() for name, value in found.items()}  # on one rank, they alias
-        for name, value in self.oracle.net.state_dict().items():
-            value = value.to(saved[name].device)
-            assert torch.equal(saved[name], value), f"{self.where}: {name} on rank {self.rank}"
-        with torch.no_grad():
-            for param in self.model.parameters():
-                param.zero_()
-        set_model_state_dict(self.model, saved, options=FULL_STATE)
+        if self.is_idle:
+            # Cloned: on one rank they are the parameters themselves.
+            saved = cloned(get_model_state_dict(self.model, options=FULL_STATE))
+            for name, value in self.oracle.net.state_dict().items():
+                self.same("saved value", name, saved[name], value)
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.zero_()
+            set_model_state_dict(self.model, saved, options=FULL_STATE)
 
     def do_save_optimizer(self) -> None:
         if self.is_idle:
@@ -728,24 +672,22 @@ class Player:
             return
         if self.program.is_replicated:
             self.do_zero("none")  # copies of replicas have no gradients
-        copied = copy.deepcopy(self.model)
-        self._evaluate(copied)
+        original, self.model = self.model, copy.deepcopy(self.model)
+        self.do_evaluate("no_grad")
         if adopts:
-            state = self.optimizer.state_dict()
-            self.model = copied
-            self.renew_optimizer(state)
+            self.renew_optimizer(self.optimizer.state_dict())
+        else:
+            self.model = original
 
     def do_shard_again(self, layout: Layout) -> None:
         """Go on with another mesh and other units, without gradients and momentum."""
-        if not self.is_idle:
-            return
-        state = get_model_state_dict(self.model, options=FULL_STATE)
-        self.model = self.shard(layout)
-        set_model_state_dict(self.model, state, options=FULL_STATE)
-        self.optimizer = self.make_optimizer()
-        self.oracle.start(layout.mesh)
-        self.oracle.optimizer.state.clear()
-        self.oracle.saved = None
+        if self.is_idle:
+            state = get_model_state_dict(self.model, options=FULL_STATE)
+            self.model = self.shard(layout)
+            set_model_state_dict(self.model, state, options=FULL_STATE)
+            self.optimizer, self.saved = self.make_optimizer(), []
+            self.oracle.start(layout.mesh)
+            self.oracle.optimizer.state.clear()
 
     # --- comparison ----------------------------------------------------------------------
 
@@ -756,31 +698,29 @@ class Player:
         shown = {TIED.get(name, name): partial for name, partial in pending.items()}
         held = oracle.held_by(self.rank)
         for name, wanted in oracle.params.items():
-            self.same("parameter", name, params[name].detach(), wanted.detach())
+            self.same("value", name, params[name].detach(), wanted.detach())
             if not (self.steps_in_backward and oracle.count):
                 self.same("gradient", name, params[name].grad, wanted.grad)
-            is_same = (name in shown) == (name in held)
-            assert is_same, f"{self.at('pending gradient', name)}: {name in shown}"
-            if name in held:
-                self.same("partial", name, shown[name], held[name])
-                if shown[name] is not None:
-                    assert isinstance(shown[name].placements[0], Partial), self.at("partial", name)
-        assert bool(pending) == bool(oracle.open), f"{self.where}: pending are {pending}"
-
-    def at(self, what: str, name: str) -> str:
-        modules = self.model.named_modules()
-        units = [path for path, module in modules if isinstance(module, FSDPModule)]
-        unit = max((path for path in units if name.startswith(path)), key=len, default="")
-        return f"{self.where}: {what} of {name} (unit {unit or '(root)'}) on rank {self.rank}"
+            self.same("partial", name, shown.get(name), held.get(name))
+        assert shown.keys() == held.keys(), f"pending are {[*shown]}, not {[*held]}"
+        assert bool(pending) == bool(oracle.open), f"pending are {pending}"
 
     def same(self, what: str, name: str, found: Any, wanted: torch.Tensor | None) -> None:
-        is_there = f"{self.at(what, name)}: {found}, not {wanted}"
-        assert (found is None) == (wanted is None), is_there
-        if found is not None and wanted is not None:
-            local = found.to_local() if hasattr(found, "to_local") else found
-            wanted = own_part(wanted, found).to(local.device)  # shards may be in host memory
-            is_same = torch.equal(local, wanted.to(local.dtype))
-            assert is_same, f"{self.at(what, name)}: {local}, not {wanted}"
+        local, part = found, wanted
+        if isinstance(found, DTensor) and wanted is not None:
+            local, mesh = found.to_local(), found.device_mesh
+            cut = [each if isinstance(each, Shard) else Replicate() for each in found.placements]
+            part = distribute_tensor(wanted, mesh, cut, src_data_rank=None).to_local()
+        is_same = local is part  # both are None
+        if local is not None and part is not None:
+            is_same = torch.equal(local, part.to(local))
+        if what == "partial" and found is not None:
+            is_same = is_same and isinstance(found.placements[0], Partial)
+        if not is_same:
+            units = [path for path, m in self.model.named_modules() if isinstance(m, FSDPModule)]
+            unit = max((path for path in units if name.startswith(path)), key=len, default="")
+            where = f"{what} of {name} (unit {unit or '(root)'}) on rank {self.rank}"
+            raise AssertionError(f"{where} is {local}, not {part}")
 
 
 def play(program: Program, device: str = "cpu") -> None:
@@ -788,69 +728,85 @@ def play(program: Program, device: str = "cpu") -> None:
     player = Player(program, device)
     for place, operation in enumerate(program.operations):
         player.play(place, operation)
-    player.where = f"operation {len(program.operations)}, the end"
     player.check()
 
 
 # --- failures ------------------------------------------------------------------------------
 
-_found: dict[Program, AssertionError] = {}  # Hypothesis plays what has failed again
+_shortest: dict[tuple[Program, bool], AssertionError] = {}  # Hypothesis plays failures again
 
 
-def run(program: Program, on: Callable[..., Any] = run_threads, *, seconds: float = 25) -> None:
-    """Play a program on its ranks; if it fails, fail with the shortest program that does.
+def run(program: Program, *, on_processes: bool = False) -> None:
+    """Play a program on its ranks; if it fails, fail with the shortest program that does."""
+    if (program, on_processes) not in _shortest:
+        if (error := failure(program, on_processes=on_processes)) is None:
+            return
+        shortest, error = shorten(program, error, on_processes=on_processes)
+        call = f"run({shortest!r}{', on_processes=True' * on_processes})"
+        command = f'python -c "from tests.support.programs import *; {call}"'
+        text = f"{error}\nTo play it again:\n{command}"
+        _shortest[program, on_processes] = AssertionError(text)
+    raise _shortest[program, on_processes]
 
-    Hypothesis would take minutes for that: it does not know which parts depend on each other.
+
+def failure(
+    program: Program, *, on_processes: bool = False, timeout: float = 120
+) -> Exception | None:
+    """Play a program on its ranks; return how it fails."""
+    on = shared_pool().run if on_processes else run_threads
+    try:
+        on(play, program.num_ranks, program, timeout=timeout)
+    except Exception as error:
+        return error
+    return None
+
+
+def shorten(
+    program: Program, error: Exception, *, on_processes: bool = False, seconds: float = 20
+) -> tuple[Program, Exception]:
+    """Return a program of as little as possible that fails too, and how.
+
+    Hypothesis would take minutes: it does not know which parts depend on each other.
     """
-
-    def failure(program: Program, timeout: float = 120) -> Exception | None:
-        try:
-            on(play, program.num_ranks, program, timeout=timeout)
-        except Exception as error:
-            return error
-        return None
-
-    if program in _found:
-        raise _found[program]
-    if (error := failure(program)) is None:
-        return
-    shortest, end, is_done = program, time.monotonic() + seconds, False
-    while not is_done:
-        is_done = True
-        for simpler in _simpler(shortest, str(error)):
-            if time.monotonic() > end:
-                break
-            if (other := failure(simpler, timeout=20)) is not None:
-                shortest, error, is_done = simpler, other, False
-                break
-    _found[program] = AssertionError(f"{error}\nTo play it again: run({shortest!r})")
-    raise _found[program] from error
+    end = time.monotonic() + seconds
+    failed_in = re.search(r"operation (\d+)", str(error))
+    length = int(failed_in[1]) + 1 if failed_in else len(program.operations)
+    first = dataclasses.replace(program, operations=program.operations[:length])
+    candidates, place, num_passed = [first, *simpler(program)], 0, 0
+    while num_passed < len(candidates) and time.monotonic() < end:
+        candidate = candidates[place % len(candidates)]
+        other = failure(candidate, on_processes=on_processes, timeout=10)
+        if other is None:
+            place, num_passed = place + 1, num_passed + 1
+        else:  # go on at this place: what came before it is needed, most likely
+            program, error, num_passed = candidate, other, 0
+            candidates = [*simpler(program)]
+    return program, error
 
 
-def _simpler(program: Program, error: str) -> Iterator[Program]:
-    """Yield programs with one thing less, the most promising first."""
-    operations, place = program.operations, re.search(r"operation (\d+)", error)
-    if place is not None and int(place[1]) + 1 < len(operations):
-        yield dataclasses.replace(program, operations=operations[: int(place[1]) + 1])
-    for number in reversed(range(len(operations))):
-        yield dataclasses.replace(
-            program, operations=operations[:number] + operations[number + 1 :]
-        )
-    for simpler in _with_defaults(program, keep=("operations",)):
-        yield simpler
-    for layout in _with_defaults(program.layout):
-        yield dataclasses.replace(program, layout=layout)
-    for number, operation in enumerate(operations):
-        for simpler in _with_defaults(operation) if isinstance(operation, Microbatch) else ():
-            changed = (*operations[:number], simpler, *operations[number + 1 :])
-            yield dataclasses.replace(program, operations=changed)
+def simpler(literal: Literal) -> Iterator[Any]:
+    """Yield what has an item less in one of its lists, or fewer fields that are not as by default.
 
+    From the last: what is before it keeps its place.
+    """
+    given = literal.given()
 
-def _with_defaults(literal: Any, keep: tuple[str, ...] = ()) -> Iterator[Any]:
-    """Yield what has all fields as by default, and what has one of them so."""
-    given = {name: value for name, value in given_fields(literal).items() if name not in keep}
-    defaults = {each.name: each.default for each in dataclasses.fields(literal)}
-    if len(given) > 1:
-        yield dataclasses.replace(literal, **{name: defaults[name] for name in given})
-    for name in given:
-        yield dataclasses.replace(literal, **{name: defaults[name]})
+    def with_(**changed: Any) -> Any:
+        return dataclasses.replace(literal, **changed)  # type: ignore[type-var]
+
+    for name in [each for each in ("operations", "units", "frozen") if each in given]:
+        items = given[name]
+        for place in reversed(range(len(items))):
+            yield with_(**{name: items[:place] + items[place + 1 :]})
+    defaults = {each.name: each.default for each in dataclasses.fields(literal)}  # type: ignore[arg-type]
+    optional = {name: defaults[name] for name in given if name != "operations"}
+    yield from [with_(**optional)] if len(optional) > 1 else []
+    for name, default in optional.items():
+        yield with_(**{name: default})
+    for name, value in given.items():
+        for each in simpler(value) if isinstance(value, Literal) else ():
+            yield with_(**{name: each})
+    for place, operation in enumerate(given.get("operations", ())):
+        for each in simpler(operation) if isinstance(operation, Literal) else ():
+            operations = given["operations"]
+            yield with_(operations=(*operations[:place], each, *operations[place + 1 :]))
