@@ -278,6 +278,7 @@ class Net(nn.Module):
         self.blocks = nn.ModuleList(
             Block(3 + 2 * number, each) for number, each in enumerate(checkpoints)
         )
+        block: Any
         for block in self.blocks if program.has_many_dtypes else ():
             block.inner.down.double()
             block.experts[1].bfloat16()
@@ -401,7 +402,7 @@ class Oracle:
 # --- the player ----------------------------------------------------------------------------
 
 
-def cloned(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def cloned(state: dict[str, Any]) -> dict[str, Any]:
     return {name: value.clone() for name, value in state.items()}
 
 
@@ -446,7 +447,7 @@ class Player:
 
     def make_optimizer(self) -> torch.optim.Optimizer:
         params = list(self.model.parameters())
-        options = {"lr": LEARNING_RATE, "momentum": self.program.momentum}
+        options: Any = {"lr": LEARNING_RATE, "momentum": self.program.momentum}
         if self.program.optimizer == "ordinary":
             return torch.optim.SGD(params, **options)
         make = getattr(meshard, f"{self.program.optimizer}_optimizer")
@@ -794,7 +795,7 @@ def simpler(literal: Literal) -> Iterator[Any]:
     def with_(**changed: Any) -> Any:
         return dataclasses.replace(literal, **changed)  # type: ignore[type-var]
 
-    for name in [each for each in ("operations", "units", "frozen") if each in given]:
+    for name in given.keys() & {"operations", "units", "frozen"}:
         items = given[name]
         for place in reversed(range(len(items))):
             yield with_(**{name: items[:place] + items[place + 1 :]})
