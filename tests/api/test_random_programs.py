@@ -10,11 +10,10 @@ from meshard._comm import gradient_buffer
 from tests.mutants import mutants
 from tests.support.programs import Layout, Microbatch, Program, failure, programs, run, shorten
 
-EXAMPLES = settings().max_examples
 shortened_by_run = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
-@settings(shortened_by_run, max_examples=EXAMPLES // 2)
+@shortened_by_run
 @given(programs())
 def test_programs(program):
     run(program)

@@ -44,7 +44,7 @@ from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
 DIM, NUM_BLOCKS, NUM_EXPERTS, MAX_RANKS = 5, 2, 2, 4
-MESHES = [(2,), (1,), (2, 2), (3,), (4,), (1, 2), (2, 1), (4, 1), (1, 1)]
+MESHES = [(2,), (2, 2), (2, 1), (2, 2), (1,), (3,), (4,), (1, 2), (4, 1), (1, 1)]  # two axes often
 UNITS = ["blocks.0.inner", "blocks.1.inner", "blocks", "blocks.0", "blocks.1"]  # as they are made
 POLICIES = {
     "float32": MixedPrecisionPolicy(),
@@ -162,10 +162,12 @@ def microbatches(*, may_fail: bool = False) -> st.SearchStrategy[Microbatch]:
 def others() -> st.SearchStrategy[tuple[Any, ...]]:
     """Operations that are no microbatch, except ``shard_again``."""
     edits = st.sampled_from(["drop", "double", "replace", "alias", "own"])
+    zero = st.tuples(st.just("zero"), st.sampled_from(["module", "none", "zeros"]))
     return st.one_of(
+        zero,
+        zero,
         st.tuples(st.sampled_from(["step", "step", "finalize", "clip"])),
         st.tuples(st.just("evaluate"), st.sampled_from(["no_grad", "inference_mode"])),
-        st.tuples(st.just("zero"), st.sampled_from(["module", "none", "zeros"])),
         st.tuples(st.just("factor"), st.sampled_from([1.0, 0.5, 8.0])),
         st.tuples(st.just("train"), st.sampled_from(FREEZABLE), st.booleans()),
         st.tuples(st.just("edit"), edits, st.sampled_from(EDITABLE)),
@@ -201,8 +203,9 @@ def programs(
     often = microbatches()
     kinds = [often, often, often, often | microbatches(may_fail=True), other, other]
     each = st.sampled_from(kinds).flatmap(lambda kind: kind)  # one_of would weigh every operation
+    some = st.lists(each, min_size=max_operations // 2, max_size=max_operations)  # few find nothing
     return Program(
-        operations=tuple(draw(st.lists(each, max_size=max_operations))),
+        operations=tuple(draw(some)),
         layout=layout,
         checkpoints=draw(st.tuples(*[st.sampled_from([None, True, False])] * NUM_BLOCKS)),
         policy=policy,
