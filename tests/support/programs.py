@@ -798,10 +798,10 @@ def simpler(literal: Literal) -> Iterator[Any]:
     def with_(**changed: Any) -> Any:
         return dataclasses.replace(literal, **changed)  # type: ignore[type-var]
 
-    for name in given.keys() & {"operations", "units", "frozen"}:
-        items = given[name]
+    for listed in ("operations", "units", "frozen"):
+        items = given.get(listed, ())
         for place in reversed(range(len(items))):
-            yield with_(**{name: items[:place] + items[place + 1 :]})
+            yield with_(**{listed: items[:place] + items[place + 1 :]})
     defaults = {each.name: each.default for each in dataclasses.fields(literal)}  # type: ignore[arg-type]
     optional = {name: defaults[name] for name in given if name != "operations"}
     yield from [with_(**optional)] if len(optional) > 1 else []
