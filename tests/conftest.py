@@ -20,11 +20,13 @@ SEED = 20
 # How many examples Hypothesis tries: HYPOTHESIS_PROFILE=dev, ci or night.
 common = settings(
     deadline=None,  # the first example of a run pays for imports
+    print_blob=True,
+    report_multiple_bugs=False,  # each would be shrunk
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("dev", common, max_examples=25, derandomize=True)
 settings.register_profile("ci", common, max_examples=50, derandomize=True)
-settings.register_profile("night", common, max_examples=2000, print_blob=True)
+settings.register_profile("night", common, max_examples=2000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 

@@ -1,35 +1,30 @@
 """Random programs of users beside one process, bit for bit: see ``tests.support.programs``."""
 
+import re
+from unittest import mock
+
 import pytest
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import Phase, given, seed, settings
 
+from meshard._comm import gradient_buffer
 from tests.mutants import mutants
-from tests.support.programs import Layout, Microbatch, Program, Window, play, programs
-from tests.support.threads import ThreadRankError, run_threads
+from tests.support.programs import Layout, Microbatch, Program, failure, programs, run, shorten
 
-TIMEOUT = 200
-few = settings(max_examples=4)
-on_processes = settings(
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
+shortened_by_run = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
-def run(program):
-    run_threads(play, program.num_ranks, program, timeout=TIMEOUT)
-
-
-@few
+@shortened_by_run
 @given(programs())
-def test_some_programs(program):
+def test_programs(program):
     run(program)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(0)  # thousands of programs with HYPOTHESIS_PROFILE=night
 @pytest.mark.parametrize("number", range(4))
 def test_many_programs(number):
     @seed(number)
-    @settings(max_examples=50)
+    @shortened_by_run
     @given(programs())
     def run_each(program):
         run(program)
@@ -38,29 +33,41 @@ def test_many_programs(number):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(0)  # thousands of programs with HYPOTHESIS_PROFILE=night
-@on_processes
+@pytest.mark.timeout(0)
+@shortened_by_run
 @given(program=programs())
-def test_programs_on_processes(run_ranks, program):
-    run_ranks(play, program.num_ranks, program, timeout=TIMEOUT)
+def test_programs_on_processes(program):
+    run(program, on_processes=True)
 
 
-def windows():
-    """Return a program of two windows, the microbatches of which reduce to different degrees."""
-    used = ((True, False), (False, True), (True, True), (False, False))
-    microbatches = [
-        Microbatch(1, "R", "N", used, True, "nothing"),
-        Microbatch(2, "F", "F", used, False, "evaluation"),
-        Microbatch(3, "F", "F", used, False, "nothing"),
-    ]
-    layout = Layout((2, 2), (True, False), (True, True), False, (None, True, None), False, None)
-    windows = [Window([], microbatches), Window([], microbatches)]
-    options = ("bfloat16, added in float32", False, "ordinary", 0.5, None, True)
-    return Program(layout, (None, True), *options, windows=windows)
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@shortened_by_run
+@given(program=programs(replicates=True))
+def test_programs_where_gradients_are_packed_as_they_arrive(program):
+    with mock.patch.object(gradient_buffer, "_LARGE", 1):
+        run(program)
+
+
+def window():
+    """Return a program whose microbatches reduce to different degrees."""
+    skips = (2, 1, 0, 3)
+    microbatches = (
+        Microbatch("R", "N", skips=skips, twice=True, is_last=False),
+        Microbatch("F", skips=skips, between="evaluation"),
+        Microbatch("F", skips=skips),
+    )
+    return Program(
+        (*microbatches, ("step",), ("zero", "none")) * 2,
+        layout=Layout((2, 2), (("blocks.0.inner", None), ("blocks.0", None), ("blocks.1", True))),
+        checkpoints=(None, True),
+        policy="bfloat16, added in float32",
+        momentum=0.5,
+    )
 
 
 def test_a_program_of_two_windows():
-    run(windows())
+    run(window())
 
 
 @pytest.mark.parametrize(
@@ -73,7 +80,9 @@ def test_a_program_of_two_windows():
         mutants.partial_keyed_by_position,
     ],
 )
-def test_classic_mistakes_are_found(monkeypatch, mutant):
+def test_a_failure_is_short_and_names_the_unit_the_parameter_and_the_rank(monkeypatch, mutant):
     mutant(monkeypatch)
-    with pytest.raises(ThreadRankError):
-        run(windows())
+    program, error = shorten(window(), failure(window()))
+    assert re.search(r"operation \d, .* of .* \(unit .*\) on rank", str(error))
+    assert len(program.operations) <= 2
+    assert len(repr(program)) < 300

@@ -174,9 +174,9 @@ def any_order(seed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ranks, ranks):
-    for seed in range(4):
-        assert run_ranks(any_order, ranks, seed) == [(0, 0, True)] * ranks
+@pytest.mark.parametrize("seed", range(4))
+def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ranks, ranks, seed):
+    assert run_ranks(any_order, ranks, seed) == [(0, 0, True)] * ranks
 
 
 def many_messages():

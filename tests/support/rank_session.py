@@ -23,6 +23,7 @@ class RankSession:
         self._commands: list[queue.Queue[Callable[[Any], Any] | None]]
         self._commands = [queue.Queue() for _ in range(num_ranks)]
         self._replies: queue.Queue[BaseException | None] = queue.Queue()
+        self.has_failed = False
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -36,7 +37,11 @@ class RankSession:
         player = self._make()
         commands = self._commands[dist.get_rank()]
         while (command := commands.get()) is not None:
-            command(player)
+            try:
+                command(player)
+            except BaseException as error:  # at once: other ranks wait for their next command
+                self._replies.put(error)
+                raise
             self._replies.put(None)
 
     def do(self, command: Callable[[Any], Any]) -> None:
@@ -46,14 +51,15 @@ class RankSession:
         for _ in self._commands:
             error = self._replies.get(timeout=90)
             if error is not None:
+                self.has_failed = True
                 raise error
 
     def close(self) -> None:
-        """End the ranks."""
+        """End the ranks. What ``do`` has not raised yet is raised here."""
         for commands in self._commands:
             commands.put(None)
         self._thread.join(90)
-        while not self._replies.empty():
+        while not self._replies.empty() and not self.has_failed:
             error = self._replies.get()
             if error is not None:
                 raise error

@@ -3,6 +3,9 @@
 Gradients are integers, small enough that sums of them are exact in every dtype on the way. Divided
 by a power of two they stay exact, so nothing but the right bits will do; by other factors they are
 within a bound that counts the roundings.
+
+Random programs (``tests.support.programs``) have one model and factors that are exact. Here shapes,
+dtypes and factors are drawn, and what each unit sends is counted, which programs do not compare.
 """
 
 import math
