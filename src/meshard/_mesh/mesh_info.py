@@ -54,8 +54,8 @@ class MeshInfo:
             )
         if mesh.get_coordinate() is None:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; a module "
-                "is sharded on the ranks of its mesh only."
+                f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; a "
+                "module is sharded on the ranks of its mesh only."
             )
         shard_axis = mesh.ndim - 1
         return cls(
