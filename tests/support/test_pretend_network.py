@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard._torch.private import all_gather_single
-from tests.benchmarks.device import copying, overlapped
+from tests.cuda.times import copying, overlapped
 from tests.support.pretend_network import Network, pretend_group
 
 
