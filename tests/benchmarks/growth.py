@@ -136,7 +136,7 @@ class Nested(nn.Module):
         return x if self.inner is None else self.inner(x)
 
 
-@case("backward of units in one another", sizes=(10, 20))  # 2 ** 10 where each visits all inside
+@case("backward of units in one another", sizes=(6, 12))  # 2 ** 6 where each visits all inside
 def _(shard, mesh, depth):
     model = Nested(depth)
     for unit in reversed([each for each in model.modules() if isinstance(each, Nested)]):
@@ -144,7 +144,7 @@ def _(shard, mesh, depth):
     return backward_of(model)
 
 
-@case("backward of many buckets of replicate", has_peer=False, sizes=(10, 20))
+@case("backward of many buckets of replicate", has_peer=False, sizes=(6, 12))
 def _(_, mesh, count):
     return backward_of(replicate(nn.Sequential(*layers_of(count)), mesh, bucket_cap_mb=1e-4))
 
