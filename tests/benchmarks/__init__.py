@@ -1,1 +1,1 @@
-"""Benchmarks: run each file by itself, or all of them with ``all.py``; see README.md."""
+"""Benchmarks: ``python -m tests.benchmarks``, see README.md."""

@@ -1,88 +1,87 @@
-"""Timing of several implementations in turns, so that their ratios mean something.
+"""What benchmarks share: ranks, rounds in turns, and tables.
 
-They take turns, step by step (A B C A B C ...), in one process group: whatever else the machine
-does falls on all of them alike. A figure is a median over rounds, and a ratio is the ratio of two
-medians of one run. A step lasts as long as it does on the slowest rank.
+Contenders take turns, step by step (A B C A B C ...), in one process or process group: whatever
+else the machine does falls on all of them alike, so the ratio of two medians of one run means
+something.
 """
 
-from __future__ import annotations
-
-import argparse
-import json
 import os
 import socket
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-Body = Callable[[Any], Any]
-_PATIENCE = timedelta(minutes=5)
 
-
-@dataclass(frozen=True)
-class Times:
-    """What the rounds gave for one contender, in milliseconds."""
-
-    median: float
-    low: float  # the quarter of the rounds below it
-    high: float  # the quarter above
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> Times:
-        """Summarise the seconds of all rounds."""
-        low, median, high = (1e3 * s for s in statistics.quantiles(seconds, n=4))
-        return cls(median, low, high)
-
-    def as_dict(self) -> dict[str, float]:
-        """Return it for JSON."""
-        return asdict(self)
-
-
-def interleave(
-    steps: Mapping[str, Callable[[], float]],
-    *,
-    rounds: int,
-    warm_up: int,
-    clock: Callable[[], float] = time.perf_counter,
-) -> tuple[dict[str, Times], dict[str, float]]:
-    """Run the steps in turn; return the times of each, and its last loss.
-
-    **Collective:** all ranks, with the same steps.
+def in_turns(steps, *, rounds, warm_up=0, clock=time.perf_counter, before=None, after=None):
+    """Run the steps in turn; return, by name, the seconds and the results of all rounds.
 
     Args:
-        steps: By name: runs one step and returns the loss.
+        steps: By name.
         rounds: How often each is timed.
-        warm_up: How often each runs before.
-        clock: What to time by, in seconds: ``time.process_time`` for CPU time of all threads.
+        warm_up: How often each runs before that.
+        clock: What to time by: ``time.process_time`` for CPU time of all threads.
+        before: Called before each step, not timed; ``dist.barrier`` where ranks communicate.
+        after: Called after each step, not timed.
     """
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    losses: dict[str, float] = {}
-    for round_number in range(warm_up + rounds):
+    seconds, results = ({name: [] for name in steps} for _ in range(2))
+    for number in range(warm_up + rounds):
         for name, step in steps.items():
-            dist.barrier()
+            if before is not None:
+                before()
             start = clock()
-            losses[name] = step()
-            if round_number >= warm_up:
+            result = step()
+            if number >= warm_up:
                 seconds[name].append(clock() - start)
-    slowest = torch.tensor(list(seconds.values()))
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    mean = torch.tensor(list(losses.values()))
-    dist.all_reduce(mean, dist.ReduceOp.SUM)
-    mean /= dist.get_world_size()
-    times = {name: Times.of(slowest[i].tolist()) for i, name in enumerate(steps)}
-    return times, dict(zip(steps, mean.tolist(), strict=True))
+                results[name].append(result)
+            if after is not None:
+                after()
+    return seconds, results
 
 
-def on_ranks(body: Body, argument: Any, ranks: int) -> Any:
+def slowest(seconds):
+    """Return the seconds of each round on the rank where it lasted longest. All ranks call it."""
+    most = torch.tensor(list(seconds.values()))
+    dist.all_reduce(most, dist.ReduceOp.MAX)
+    return dict(zip(seconds, most.tolist(), strict=True))
+
+
+def medians(samples, factor=1.0):
+    """Return the median of each list."""
+    return {name: factor * statistics.median(each) for name, each in samples.items()}
+
+
+def show(title, heads, rows):
+    """Print a table to stderr; a row has a name and cells, which are strings."""
+    lines = [(title, *heads), *((f"  {name}", *cells) for name, cells in rows.items())]
+    widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
+    for name, *cells in lines:
+        right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=False))
+        print("  ".join([name.ljust(widths[0]), *right]).rstrip(), file=sys.stderr, flush=True)
+
+
+def show_ratios(figures, pairs):
+    """Print the ratios of two contenders each, where both were measured."""
+    found = {pair: [figures[name] for name in pair] for pair in pairs if {*pair} <= {*figures}}
+    show("ratios", (), {f"{a} / {b}": [f"{x / y:.3f}"] for (a, b), (x, y) in found.items()})
+
+
+def give_back_freed_memory():
+    """Let malloc of processes that start now return what is freed, for figures of memory.
+
+    By itself glibc keeps it, by a rule that adapts.
+    """
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
+
+
+def on_ranks(body, argument, ranks):
     """Run ``body(argument)`` on gloo ranks, one thread each; return what rank 0 returned."""
     # A file store: no port to be taken by somebody else.
     with tempfile.TemporaryDirectory() as folder:
@@ -90,28 +89,13 @@ def on_ranks(body: Body, argument: Any, ranks: int) -> Any:
         return torch.load(Path(folder) / "result", weights_only=False)
 
 
-def print_figures(
-    run: Callable[[int, int, int], Any], page: str, *, rounds: int, warm_up: int
-) -> None:
-    """Run a benchmark as the command line says: ``run(ranks, rounds, warm_up)`` prints tables."""
-    parser = argparse.ArgumentParser(description=page.splitlines()[0])
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=rounds)
-    parser.add_argument("--warm-up", type=int, default=warm_up)
-    parser.add_argument("--json", action="store_true", help="print the figures too")
-    args = parser.parse_args()
-    figures = run(args.ranks, args.rounds, args.warm_up)
-    if args.json:
-        print(json.dumps(figures))
-
-
-def _run_rank(rank: int, body: Body, argument: Any, ranks: int, folder: str) -> None:
+def _run_rank(rank, body, argument, ranks, folder):
     loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), None)
     if loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=_PATIENCE)
+    store, patience = dist.FileStore(f"{folder}/store", ranks), timedelta(minutes=5)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=patience)
     try:
         result = body(argument)
         if rank == 0:

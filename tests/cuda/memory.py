@@ -8,9 +8,8 @@ import meshard
 from meshard import CPUOffloadPolicy
 from tests.benchmarks import contenders
 from tests.benchmarks.contenders import OURS, OURS_WHOLE, PEER, PEER_WHOLE, Configuration
-from tests.benchmarks.memory import sizes_of
+from tests.benchmarks.memory import formula
 from tests.benchmarks.network import NOTHING
-from tests.support.memory_formula import peaks
 from tests.support.parity import assert_same, full_state
 from tests.support.pretend_network import pretend_group
 from tests.support.sharding import shard_blocks
@@ -25,17 +24,13 @@ def configuration_on(device):
     return LARGE if device.is_real else TINY
 
 
-def batch_on(device, configuration):
-    return tuple(each.to(device.kind) for each in configuration.make_batch(0))
-
-
 def peak_of(device, name):
     """Return the peak of a contender's step, in bytes."""
     gc.collect()  # the contender before
     configuration, before = configuration_on(device), device.allocated()
     with pretend_group(RANKS, NOTHING):
         model = contenders.make(name, configuration, device.mesh(), device.torch_device)
-        step = contenders.trainer(model, batch_on(device, configuration))
+        step = contenders.trainer(model, configuration.make_batch(0, device.kind))
         for _ in range(3):
             step()
         return device.peak(step) - before
@@ -46,7 +41,7 @@ def compare(device, ours, peer, *, reshards):
     device.communicate()
     mine, theirs = peak_of(device, ours), peak_of(device, peer)
     where = {"configuration": configuration_on(device), "device": device.torch_device}
-    expected = max(peaks(sizes_of(RANKS, reshards=reshards, **where)))
+    expected = formula(RANKS, reshards=reshards, **where)
     figure = (
         f"{mine / 2**20:.0f} MiB: {mine / theirs:.3f} of fully_shard's, "
         f"{mine / expected:.3f} of the formula for gloo"
@@ -62,10 +57,10 @@ def offloaded(device):
         for policy in (meshard.OffloadPolicy(), CPUOffloadPolicy(pin_memory=device.is_real)):
             model = configuration.make_model(device.torch_device)
             shard_blocks(model, device.mesh(), offload_policy=policy)
-            step = contenders.trainer(model, batch_on(device, configuration))
+            step = contenders.trainer(model, configuration.make_batch(0, device.kind))
             losses.append(torch.tensor([step() for _ in range(6)]))
             seconds.append(device.seconds(step))
-        model(batch_on(device, configuration)[0]).float().square().mean().backward()
+        model(configuration.make_batch(0, device.kind)[0]).float().square().mean().backward()
         for param in model.parameters():
             for local in (param.to_local(), param.grad.to_local()):
                 assert local.device.type == "cpu"
@@ -78,11 +73,11 @@ def offloaded(device):
 def moved(device):
     """A model that leaves the device and comes back."""
     configuration = configuration_on(device)
-    batch, before = batch_on(device, configuration), device.allocated()
+    batch, before = configuration.make_batch(0, device.kind), device.allocated()
     with device.group_of_one():
         model = shard_blocks(configuration.make_model(device.torch_device), device.mesh())
         optimizer = contenders.make_optimizer(model)
-        step = contenders.trainer(model, batch, lambda _: optimizer)
+        step = contenders.trainer(model, batch, optimizer)
         step()
         state = {name: value.cpu() for name, value in full_state(model).items()}
         here = device.allocated()

@@ -53,9 +53,6 @@ def drawn(num_ranks, count):
     return found
 
 
-# --- on every rank -------------------------------------------------------------------------
-
-
 def play_all(device, given_programs):
     """Units, HSDP, offload, windows, clipping, optimizers, copies, state dicts, failed steps."""
     for program in given_programs:
@@ -187,8 +184,6 @@ def without_host_waits(device):
         with device.refused_waits():
             step()
 
-
-# --- checks --------------------------------------------------------------------------------
 
 EVERYWHERE = {
     "replicate": (replicated,),

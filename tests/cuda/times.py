@@ -3,7 +3,12 @@
 All issue their collectives on one rank too, ours because ``group_of_one`` makes it.
 """
 
+import json
+import tempfile
 from dataclasses import replace
+from pathlib import Path
+
+import torch
 
 from tests.benchmarks import contenders, network, step_time
 from tests.benchmarks.contenders import (
@@ -16,9 +21,10 @@ from tests.benchmarks.contenders import (
     REPLICATED,
     Configuration,
 )
-from tests.benchmarks.device import host_times
 from tests.benchmarks.network import NOTHING
-from tests.cuda.memory import LARGE, TINY, batch_on
+from tests.benchmarks.rounds import in_turns, medians
+from tests.cuda.device import NotRehearsed
+from tests.cuda.memory import LARGE, TINY
 from tests.support.pretend_network import Network, pretend_group
 
 WIDE = Configuration("width 2048, batch 4 x 1024, bfloat16", 2048, 4, 1024, narrow=True)
@@ -40,23 +46,24 @@ def whole_steps(device, configuration):
     rounds = 15 if device.is_real else 3
     task = step_time.Task(configuration, rounds, 3, EVERYBODY, device=device.kind)
     with device.group_of_one():
-        times = step_time.measure(task).times
-    medians = {name: each.median for name, each in times.items()}
-    return f"{ratios(medians)}; {PEER} {medians[PEER]:.1f} ms"
+        times = {name: median for name, (_, median, _) in step_time.measure(task).items()}
+    return f"{ratios(times)}; {PEER} {times[PEER]:.1f} ms"
 
 
 def host_time(device, ranks):
     """Time the host until a step is queued, where nothing is sent."""
-    configuration = SMALL if device.is_real else TINY
+    configuration, rounds = (SMALL, 15) if device.is_real else (TINY, 2)
+    batch = configuration.make_batch(0, device.kind)
     device.communicate()
     with pretend_group(ranks, NOTHING):
         steps = {}
         for name in (PEER, OURS, PEER_WHOLE, OURS_WHOLE):
             model = contenders.make(name, configuration, device.mesh(), device.torch_device)
             # Without .item(), which waits for the device.
-            batch = batch_on(device, configuration)
             steps[name] = contenders.trainer(model, batch, read=lambda _: 0.0)
-        times = host_times(steps, 15 if device.is_real else 2, device.synchronize)
+        seconds, _ = in_turns(steps, rounds=rounds, warm_up=5, before=device.synchronize)
+        device.synchronize()
+    times = medians(seconds, 1e3)
     return f"{ratios(times)}; {PEER} {times[PEER]:.1f} ms"
 
 
@@ -75,6 +82,57 @@ def hidden(device, configuration):
     return f"{', '.join(shares)} of {1e3 * taken['wire'][OURS]:.1f} ms"
 
 
+def kernels_of(step):
+    """Return the device's events of a step: name, begin and duration in us, and stream."""
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        events = json.loads(path.read_text())["traceEvents"]
+    return [each for each in events if each.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def copying(events):
+    """Return the microseconds of kernels that only copy."""
+    parts = ("copy", "split", "cat", "memcpy", "memset")
+    return sum(e["dur"] for e in events if any(part in e["name"].lower() for part in parts))
+
+
+def overlapped(events):
+    """Return the microseconds during which kernels of at least two streams run."""
+    moments = []
+    for event in events:
+        stream = event["args"]["stream"]
+        moments.append((event["ts"], 1, stream))
+        moments.append((event["ts"] + event["dur"], -1, stream))
+    running, total, since = {}, 0.0, 0.0
+    for moment, change, stream in sorted(moments):
+        if sum(count > 0 for count in running.values()) > 1:
+            total += moment - since
+        running[stream] = running.get(stream, 0) + change
+        since = moment
+    return total
+
+
+def copies(device, configuration):
+    """Return for how long kernels of a step only copy, and kernels of two streams run at once."""
+    if not device.is_real:
+        raise NotRehearsed
+    found = []
+    with device.group_of_one():
+        for name in (PEER, OURS, PEER_WHOLE, OURS_WHOLE):
+            model = contenders.make(name, configuration, device.mesh(), device.torch_device)
+            step = contenders.trainer(model, configuration.make_batch(0, device.kind))
+            for _ in range(5):
+                step()
+            events = kernels_of(step)
+            found.append(f"{name} {copying(events):.0f} us, {overlapped(events):.0f} us")
+    return "; ".join(found)
+
+
 def checks(device):
     large, wide = (LARGE, WIDE) if device.is_real else (TINY, replace(TINY, narrow=True))
     return {
@@ -82,5 +140,6 @@ def checks(device):
         "step, bfloat16": lambda: whole_steps(device, wide),
         "host time of a step, 8 ranks": lambda: host_time(device, 8),
         "host time of a step, 4096 ranks": lambda: host_time(device, 4096),
+        "copies and overlap of a step": lambda: copies(device, wide),
         "communication behind compute": lambda: hidden(device, wide),
     }

@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from meshard import fully_shard
 from meshard._comm import cpu
-from tests.benchmarks.memory import resident
 from tests.benchmarks.rounds import on_ranks
 from tests.support.memory_formula import Sizes, peaks
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.physical import resident
 
 ROWS, LAYERS = 2, 4  # so few rows that activations are nothing beside weights
 PHASES = ("forward", "backward", "optimizer")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
@@ -17,6 +17,20 @@ from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 
 BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    """Return a mesh, whose last axis shards; without a shape, of all ranks."""
+    shape = shape or (dist.get_world_size(),)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+
+
+def compare_gradients(model: nn.Module, plain: nn.Module, run: Callable[[nn.Module], Any]) -> str:
+    """Do the same with a sharded model and the plain one, and compare their gradients."""
+    for each in (model, plain):
+        run(each)
+    assert_same(full_grads(model), full_grads(plain))
+    return "right"
 
 
 LIBRARIES = {"torch": torch_fsdp, "meshard": meshard}
@@ -62,7 +76,7 @@ class Both:
         self.plain = seeded(MlpStack())
         change(self.plain)
         self.model = copy.deepcopy(self.plain)
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = mesh_of(2)
         mp_policy = lib.MixedPrecisionPolicy(**(policy or {}))
         for unit in (*self.model.blocks, self.model):
             lib.fully_shard(unit, mesh=mesh, mp_policy=mp_policy, **kwargs)

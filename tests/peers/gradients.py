@@ -8,14 +8,10 @@ import copy
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
-from tests.peers.both import CountOps
-from tests.support.models import seeded
-from tests.support.parity import assert_same, full_grads
-
-NAMES = ("replicate", "shard")
+from tests.peers.both import CountOps, compare_gradients, mesh_of
+from tests.support.models import MixedDtypeBlock, seeded
 
 
 class Two(nn.Module):
@@ -37,11 +33,8 @@ class Both:
     """One model under both libraries' rules: the calls that both have."""
 
     def __init__(self, lib, mesh_shape=(2, 2), model=None, policy=None):
-        policy_class = lib.MixedPrecisionPolicy
-        mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=NAMES)
-        self.net = lib.fully_shard(
-            model or Two(), mesh=mesh, mp_policy=policy_class(**(policy or {}))
-        )
+        mp_policy = lib.MixedPrecisionPolicy(**(policy or {}))
+        self.net = lib.fully_shard(model or Two(), mesh=mesh_of(*mesh_shape), mp_policy=mp_policy)
 
     def reduce(self, *args, is_last=True, sync=True):
         if sync:
@@ -176,7 +169,7 @@ class TwoHeads(nn.Module):
 
 
 def a_head_in_the_loss_of_some_ranks(lib):
-    net, mesh = TwoHeads(), init_device_mesh("cpu", (4,))
+    net, mesh = TwoHeads(), mesh_of(4)
     for unit in (net.trunk, net.main, net.auxiliary, net):
         lib.fully_shard(unit, mesh=mesh)
     main, auxiliary = net(torch.ones(1, 4))
@@ -188,7 +181,7 @@ def a_head_in_the_loss_of_some_ranks(lib):
 def gathers_after_a_forward_alone(lib):
     """How many gathers a step has more, because a forward without backward came before it."""
     net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=NAMES)
+    mesh = mesh_of(2, 2)
     for unit in (net[0], net[1], net):
         lib.fully_shard(unit, mesh=mesh)
     optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
@@ -204,33 +197,19 @@ def gathers_after_a_forward_alone(lib):
     return counts[2] - counts[1]
 
 
-class MixedDtypes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.LayerNorm(8)
-        self.linear = nn.Linear(8, 8, dtype=torch.bfloat16)
-
-    def forward(self, x):
-        return self.linear(self.norm(x).bfloat16())
-
-
-def like_plain(lib, plain, inputs, **kwargs):
-    net = lib.fully_shard(copy.deepcopy(plain), mesh=init_device_mesh("cpu", (4,)), **kwargs)
-    for each in (net, plain):
-        each(inputs).sum().backward()
-    assert_same(full_grads(net), full_grads(plain))
-    return "right"
-
-
 def mixed_dtypes_in_a_unit(lib):
-    return like_plain(lib, seeded(MixedDtypes()), torch.ones(2, 8))
+    plain, x = seeded(MixedDtypeBlock(8)), torch.ones(2, 8)
+    unit = lib.fully_shard(copy.deepcopy(plain), mesh=mesh_of(4))
+    return compare_gradients(unit, plain, lambda each: each(x).sum().backward())
 
 
 def uneven_on_dim_one(lib):
     def last_dim(param):
         return Shard(param.dim() - 1)
 
-    return like_plain(lib, seeded(nn.Linear(7, 8)), torch.ones(2, 7), shard_placement_fn=last_dim)
+    plain, x = seeded(nn.Linear(7, 8)), torch.ones(2, 7)
+    unit = lib.fully_shard(copy.deepcopy(plain), mesh=mesh_of(4), shard_placement_fn=last_dim)
+    return compare_gradients(unit, plain, lambda each: each(x).sum().backward())
 
 
 NUM_RANKS = 4

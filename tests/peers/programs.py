@@ -13,22 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed._composable import replicate
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import implicit_replication
 from torch.testing._internal.two_tensor import TwoTensor
 
 import meshard
-from tests.peers.both import CountOps
+from tests.peers.both import CountOps, mesh_of
 from tests.support.extensions import Int8ForThePeer, with_matrices_as
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same, full_state, whole
 
 DIM = 6
-
-
-def mesh_of_all():
-    return init_device_mesh("cpu", (dist.get_world_size(),))
 
 
 def batch(number):
@@ -106,9 +101,6 @@ def gathers(lib, pair, number, between=lambda: None):
     return found
 
 
-# --- unshard() ahead of time ----------------------------------------------------------------
-
-
 class Branches(nn.Module):
     def __init__(self):
         super().__init__()
@@ -140,8 +132,8 @@ def units_inside_torchs_replicate(lib):
 
     def shard(model):
         for block in model.branches.blocks:
-            lib.fully_shard(block, mesh=mesh_of_all(), reshard_after_forward=False)
-        replicate(lib.fully_shard(model.branches, mesh=mesh_of_all()) and model)
+            lib.fully_shard(block, mesh=mesh_of(), reshard_after_forward=False)
+        replicate(lib.fully_shard(model.branches, mesh=mesh_of()) and model)
 
     pair = Pair(UnshardsAhead(), shard)
     with warnings.catch_warnings():
@@ -153,7 +145,7 @@ def units_inside_torchs_replicate(lib):
 
 
 def torchs_replicate_of_a_unit(lib):
-    replicate(lib.fully_shard(nn.Linear(DIM, DIM), mesh=mesh_of_all()))
+    replicate(lib.fully_shard(nn.Linear(DIM, DIM), mesh=mesh_of()))
 
 
 class SharesUnit(nn.Module):
@@ -177,8 +169,8 @@ def two_modules_of_a_unit_unsharded_ahead(lib):
 
         def shard(model, keeps=keeps):
             pair = [model.one, model.other]
-            lib.fully_shard(pair, mesh=mesh_of_all(), reshard_after_forward=not keeps)
-            lib.fully_shard(model, mesh=mesh_of_all())
+            lib.fully_shard(pair, mesh=mesh_of(), reshard_after_forward=not keeps)
+            lib.fully_shard(model, mesh=mesh_of())
 
         pair = Pair(SharesUnit(), shard)
         blocks = [pair.model.one, pair.model.other]
@@ -191,13 +183,10 @@ def two_modules_of_a_unit_unsharded_ahead(lib):
     return found
 
 
-# --- resharding -----------------------------------------------------------------------------
-
-
 def stack(lib, **kwargs):
     def shard(model):
         for unit in (*model.blocks, model):
-            lib.fully_shard(unit, mesh=mesh_of_all(), **kwargs)
+            lib.fully_shard(unit, mesh=mesh_of(), **kwargs)
 
     return Pair(MlpStack(), shard)
 
@@ -256,9 +245,6 @@ def resharding_after_backward_toggled_for_some(lib):
     return found
 
 
-# --- a unit with a module that is not used --------------------------------------------------
-
-
 class HasUnused(nn.Module):
     def __init__(self):
         super().__init__()
@@ -275,8 +261,8 @@ def a_module_of_a_unit_is_not_used(lib):
         def shard(model, reshards=reshards):
             for each in model[:2]:
                 modules = [each.unused, each.layer]
-                lib.fully_shard(modules, mesh=mesh_of_all(), reshard_after_forward=reshards)
-            lib.fully_shard(model, mesh=mesh_of_all())
+                lib.fully_shard(modules, mesh=mesh_of(), reshard_after_forward=reshards)
+            lib.fully_shard(model, mesh=mesh_of())
 
         pair = Pair(nn.Sequential(HasUnused(), HasUnused(), nn.Linear(DIM, DIM)), shard)
         for number in range(3):
@@ -284,9 +270,6 @@ def a_module_of_a_unit_is_not_used(lib):
             pair.update()
         pair.train()
     return found
-
-
-# --- forward-mode differentiation -----------------------------------------------------------
 
 
 def jvp_by_transform(model, x, tangent):
@@ -341,13 +324,6 @@ def dual_numbers_through_resharded_units(lib):
     return differentiate_forward(lib, jvp_by_dual_numbers, reshards=True)
 
 
-# --- the mesh of a custom all-gather --------------------------------------------------------
-
-
-def hybrid_mesh():
-    return init_device_mesh("cpu", (1, 2), mesh_dim_names=("replicate", "shard"))
-
-
 seen_by_subclass = []
 
 
@@ -365,7 +341,7 @@ def about(seen, mesh):
 
 
 def the_mesh_that_subclasses_are_given(lib):
-    mesh, model = hybrid_mesh(), with_matrices_as(nn.Linear(4, 4), RecordsMesh)
+    mesh, model = mesh_of(1, 2), with_matrices_as(nn.Linear(4, 4), RecordsMesh)
     lib.fully_shard(model, mesh=mesh)
     model(torch.ones(1, 4)).sum().backward()
     return about(seen_by_subclass, mesh)
@@ -373,7 +349,7 @@ def the_mesh_that_subclasses_are_given(lib):
 
 def the_mesh_that_methods_of_shards_are_given(lib):
     """The weights are of a tensor class without such methods; its shards get them one by one."""
-    mesh, layer, seen = hybrid_mesh(), nn.Linear(DIM, DIM, bias=False), []
+    mesh, layer, seen = mesh_of(1, 2), nn.Linear(DIM, DIM, bias=False), []
     layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
     model = lib.fully_shard(nn.Sequential(lib.fully_shard(layer, mesh=mesh)), mesh=mesh)
 
@@ -392,9 +368,6 @@ def the_mesh_that_methods_of_shards_are_given(lib):
     return about(seen, mesh)
 
 
-# --- uneven shards of the largest dim -------------------------------------------------------
-
-
 def largest_dim(param):
     return Shard(max(range(param.dim()), key=lambda dim: param.shape[dim]))
 
@@ -402,7 +375,7 @@ def largest_dim(param):
 def widths(lib, *sizes):
     def shard(model):
         for unit in (*model[::2], model):
-            lib.fully_shard(unit, mesh=mesh_of_all(), shard_placement_fn=largest_dim)
+            lib.fully_shard(unit, mesh=mesh_of(), shard_placement_fn=largest_dim)
 
     first, second = sizes
     return Pair(nn.Sequential(nn.Linear(DIM, first), nn.Tanh(), nn.Linear(first, second)), shard)

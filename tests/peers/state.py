@@ -7,13 +7,9 @@ import copy
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel
 
-from tests.peers.both import (
-    BATCHES,
-    Both,
-)
+from tests.peers.both import BATCHES, Both, mesh_of
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 
@@ -179,7 +175,7 @@ def cast_and_cast_back_after_an_evaluation(lib):
 
 def channels_last(lib):
     layer = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    lib.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
+    lib.fully_shard(layer, mesh=mesh_of(2))
     layer(torch.ones(1, 4, 5, 5)).sum().backward()
     return "works"
 

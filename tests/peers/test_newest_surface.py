@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
-from tests.peers.both import run_both
+from tests.peers.both import mesh_of, run_both
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 
 pytestmark = pytest.mark.skipif(
@@ -19,11 +18,9 @@ pytestmark = pytest.mark.skipif(
 
 
 def sharded(lib, mesh_shape=(2,), *, is_manual=True):
-    names = ("replicate", "shard")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
     model = IntegerModel()
     for module in (*model.blocks, model):
-        lib.fully_shard(module, mesh=mesh)
+        lib.fully_shard(module, mesh=mesh_of(*mesh_shape))
     model.set_manual_backward_finalization(is_manual)
     return model
 
@@ -34,9 +31,6 @@ def backward(model, place=0):
 
 def grads(model):
     return [param.grad.full_tensor().tolist() for param in model.parameters()]
-
-
-# --- gradients ---------------------------------------------------------------------------------
 
 
 def window(mesh_shape, count, is_async, is_manual, lib):
@@ -80,7 +74,7 @@ def overrides(lib):
         reduce_dtype=torch.float32,
         param_dtype_override_fn=lambda param: param.dtype if param.dim() == 1 else None,
     )
-    lib.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)), mp_policy=policy)
+    lib.fully_shard(layer, mesh=mesh_of(2), mp_policy=policy)
     layer[0].bias.requires_grad_(False)
     seen = []
     layer[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
@@ -101,9 +95,6 @@ def test_dtypes_of_single_parameters(run_ranks):
     for theirs, ours in run_ranks(run_both, 2, overrides):
         assert ours == theirs
         assert ours[0] == ["torch.bfloat16", "torch.float32", "torch.float32"]
-
-
-# --- memory ------------------------------------------------------------------------------------
 
 
 def addresses(lib):
@@ -129,9 +120,6 @@ def addresses(lib):
 def test_addresses(run_ranks):
     for theirs, ours in run_ranks(run_both, 2, addresses):
         assert theirs is True and ours is True
-
-
-# --- errors ------------------------------------------------------------------------------------
 
 
 def error_of(function, *args, **kwargs):
@@ -182,7 +170,7 @@ def errors(lib):
         policy = lib.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, param_dtype_override_fn=lambda _, chosen=returned: chosen
         )
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = mesh_of(2)
         found[f"{returned} of an override"] = error_of(
             lib.fully_shard, nn.Linear(2, 2), mesh=mesh, mp_policy=policy
         )

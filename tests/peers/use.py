@@ -9,33 +9,18 @@ import weakref
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 import meshard
-from tests.peers.both import (
-    BATCHES,
-    Both,
-)
+from tests.peers.both import BATCHES, Both, compare_gradients, mesh_of
 from tests.support.models import Adapted, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 
 
-def flat_mesh():
-    return init_device_mesh("cpu", (2,))
-
-
-def hybrid_mesh(*shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
-
-
-# --- how units are made ---------------------------------------------------------------------
-
-
 def replicas_that_start_apart(lib):
     """Whether they are equal after a step."""
-    mesh = hybrid_mesh(2, 1)
+    mesh = mesh_of(2, 1)
     model = seeded(MlpStack(), dist.get_rank())
     if lib is meshard:
         meshard.fully_shard_units(model, mesh, sync_init=True)
@@ -53,21 +38,21 @@ def replicas_that_start_apart(lib):
 
 def a_child_after_its_parent(lib):
     model = MlpStack()
-    lib.fully_shard(model, mesh=flat_mesh())
-    lib.fully_shard(model.blocks[0], mesh=flat_mesh())
+    lib.fully_shard(model, mesh=mesh_of(2))
+    lib.fully_shard(model.blocks[0], mesh=mesh_of(2))
 
 
 def a_scalar_parameter(lib):
     layer = nn.Linear(2, 2)
     layer.scale = nn.Parameter(torch.tensor(1.0))
-    lib.fully_shard(layer, mesh=flat_mesh())
+    lib.fully_shard(layer, mesh=mesh_of(2))
 
 
 def an_adapter_beside_a_narrow_base(lib, is_frozen=True):
     """float32 beside a bfloat16 base, in one unit, computed in bfloat16."""
     plain, policy = seeded(Adapted(6)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     plain.base.bfloat16().requires_grad_(not is_frozen)
-    unit = lib.fully_shard(copy.deepcopy(plain), mesh=flat_mesh(), mp_policy=policy)
+    unit = lib.fully_shard(copy.deepcopy(plain), mesh=mesh_of(2), mp_policy=policy)
     for each in (unit, plain.bfloat16()):
         each(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
     found, expected = (
@@ -82,14 +67,11 @@ def an_adapter_beside_a_narrow_base_that_trains(lib):
     return an_adapter_beside_a_narrow_base(lib, is_frozen=False)
 
 
-# --- setters --------------------------------------------------------------------------------
-
-
 def a_factor_on_a_root_without_parameters(lib):
     """Told not to divide: the sum over two ranks is 2."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for unit in (*model, model):
-        lib.fully_shard(unit, mesh=flat_mesh()).set_force_sum_reduction_for_comms(True)
+        lib.fully_shard(unit, mesh=mesh_of(2)).set_force_sum_reduction_for_comms(True)
     model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 2)).sum().backward()
     return model[1].bias.grad.full_tensor()[0].item()
@@ -116,19 +98,16 @@ def a_late_limit_of_input_buffers(lib):
     """Whether no more inputs of reductions are there at once: 2 set first, and 1 set later."""
     scatter, model, found = CountAlive(), seeded(MlpStack(depth=6)), []
     for block in model.blocks:
-        unit = lib.fully_shard(block, mesh=flat_mesh())
+        unit = lib.fully_shard(block, mesh=mesh_of(2))
         unit.set_custom_reduce_scatter(scatter)
         unit.set_force_sum_reduction_for_comms(True)
-    lib.fully_shard(model, mesh=flat_mesh())
+    lib.fully_shard(model, mesh=mesh_of(2))
     for limit in (2, 1):
         model.set_reduce_scatter_max_input_buffers(limit)
         scatter.most_alive = 0
         model(BATCHES[0]).sum().backward()
         found.append(scatter.most_alive <= limit)
     return found
-
-
-# --- calls ----------------------------------------------------------------------------------
 
 
 class Generates(nn.Linear):
@@ -142,14 +121,15 @@ def a_method_that_calls_the_module(lib):
     plain = seeded(nn.Sequential(Generates(4, 4)))
     model = copy.deepcopy(plain)
     for unit in (model[0], model):
-        lib.fully_shard(unit, mesh=flat_mesh())
+        lib.fully_shard(unit, mesh=mesh_of(2))
     lib.register_fsdp_forward_method(model[0], "generate")
     x = torch.ones(2, 4)
-    for each in (model, plain):
+
+    def run(each):
         each(x)
         each[0].generate(x).sum().backward()
-    assert_same(full_grads(model), full_grads(plain))
-    return "right"
+
+    return compare_gradients(model, plain, run)
 
 
 def gradients_by_autograd_grad(lib):
@@ -161,8 +141,8 @@ def norms_over_meshes(lib):
     """Over two meshes, and a parameter that is on none."""
     plain = seeded(MlpStack())
     model = copy.deepcopy(plain)
-    lib.fully_shard(model.blocks[0], mesh=hybrid_mesh(1, 2))
-    lib.fully_shard(model, mesh=flat_mesh(), ignored_params={model.shift})
+    lib.fully_shard(model.blocks[0], mesh=mesh_of(1, 2))
+    lib.fully_shard(model, mesh=mesh_of(2), ignored_params={model.shift})
     for each in (model, plain):
         each(BATCHES[0]).sum().backward()
     clip = meshard.clip_grad_norm_ if lib is meshard else torch.nn.utils.clip_grad_norm_

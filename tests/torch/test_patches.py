@@ -1,6 +1,7 @@
 """The two methods of torch that meshard replaces."""
 
 import functools
+import time
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from torch import nn
 import meshard
 import meshard.compat
 from meshard._torch import patches
-from tests.benchmarks import zero_grad
+from meshard.optim.hooks import clear_pending, finish_copies
 from tests.support.fake import fake_group
 
 
@@ -183,10 +184,29 @@ def test_the_methods_are_put_back(model, monkeypatch):
     meshard.fully_shard(nn.Linear(2, 2))
 
 
+def ratios_of_an_unrelated_model():
+    """Return the CPU time of ``zero_grad`` of 400 parameters, over that of torch's own method."""
+    model = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in range(400))
+    owners, seconds = (torch.optim.AdamW(model.parameters()), model), {}
+    for number in range(200):
+        is_patched = bool(number % 2)
+        if is_patched:
+            patches.patch_zero_grad(finish_copies=finish_copies, clear=clear_pending)
+        else:
+            patches.unpatch_zero_grad()
+        for owner in owners:
+            for param in model:
+                param.grad = torch.ones(4)
+            begin = time.process_time()
+            owner.zero_grad()
+            seconds.setdefault((owner, is_patched), []).append(time.process_time() - begin)
+    return [min(seconds[owner, True]) / min(seconds[owner, False]) for owner in owners]
+
+
 def test_an_unrelated_model_is_cleared_as_fast_as_without():
     meshard.compat.unpatch_torch()
     for _ in range(5):  # on a busy machine the smallest time of many varies, too
-        found = zero_grad.ratios(zero_grad.measure(rounds=100))
-        if max(found.values()) <= zero_grad.TARGET:
+        found = ratios_of_an_unrelated_model()
+        if max(found) <= 1.05:
             return
-    pytest.fail(f"zero_grad takes {found} of its time")
+    pytest.fail(f"zero_grad of an optimizer and of a module take {found} of their time")
