@@ -16,7 +16,6 @@ from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import move_local, plain_of
 from meshard._torch.private import tree_flatten
-from meshard.optim.flat import release_slices
 
 
 class Offloaded(contextlib.ExitStack):
@@ -81,7 +80,8 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         unit.group.adopt_edits()
         check_not_subclass(unit.group.unit_params, caller)
         unit.group.check_may_step()
-    release_slices()
+        for holder in tuple(unit.group.slice_holders):
+            holder.release()
     sources: list[torch.Tensor] = []  # the old memory, kept until the copies from it are over
     for unit in units:
         group, gradients = unit.group, unit.gradients

@@ -11,12 +11,23 @@ from meshard import GradientSync, MixedPrecisionPolicy
 from tests.support.models import Ones
 from tests.support.ones import make, run, values
 from tests.support.parity import full_grads
+from tests.support.ranks import on_threads
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
 
 class Boom(Exception):
     """What fails."""
+
+
+@on_threads(4)
+def test_finalizing_reduces_what_is_on_its_way_to_the_replicas():
+    """By hand, with every rank's number: 1 + 2 + 3 + 4 and 4 * 5, divided by 4."""
+    model = make((2, 2))
+    model.set_is_last_backward(False)
+    run(model, "R", float(dist.get_rank() + 1), 5.0)
+    meshard.finalize_gradients(model)
+    assert values(model) == {"a": 2.5, "b": 5.0}
 
 
 # --- an exception at the end of backward -------------------------------------------------------

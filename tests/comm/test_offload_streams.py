@@ -134,6 +134,21 @@ def test_the_device_keeps_one_gradient_on_its_way_and_none_after(monkeypatch, ru
     assert scratch(run) == 0
 
 
+def test_a_gradient_is_added_on_the_host_after_one_from_another_stream():
+    """Those of a root and of a later one around it, which has streams of its own."""
+    device = FakeDevice()
+    recorder, copies = Recorder(device), HostCopies(torch.device("cpu"))
+    with recorder:
+        host = FakeHost(device).empty_like(torch.ones(4))
+        for add in (False, True):
+            with device.stream(device.Stream()):  # compute, which waits for no earlier store
+                gradient = torch.ones(4)
+                copies.store(host, gradient, StreamCommunicator(device), add=add)
+        copies.wait()
+        assert host.tolist() == [2.0] * 4
+    assert device.races == [] and recorder.num_checked > 0
+
+
 def edit(run):
     with torch.no_grad():
         for param in run.model.parameters():

@@ -105,6 +105,25 @@ def test_what_prepares_a_first_step_is_named_in_words():
             assert "the comparison of initial values, before the first reduction, in" in text
 
 
+@on_ranks(2)
+def test_a_wait_for_a_collective_that_is_given_up_is_reported_too():
+    """After a backward that raised, of which another rank has not started as much yet."""
+    layers = [meshard.fully_shard(nn.Linear(4, 4), reshard_after_forward=False) for _ in range(2)]
+    model = meshard.fully_shard(nn.Sequential(*layers), reshard_after_forward=False)
+    with mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY="0"), reports() as found:
+        model(torch.ones(1, 4)).sum().backward()
+        layers[0].register_forward_hook(
+            lambda *args: args[2].register_hook(lambda _: 1 / 0) and None
+        )
+        loss = model(torch.ones(1, 4)).sum()
+        come_late(1)
+        with pytest.raises(ZeroDivisionError):
+            loss.backward()
+        model.reset_iter_state()
+        text = "".join(found)
+        assert ("of unit '1'" in text) is (dist.get_rank() == 0), text
+
+
 @on_ranks(3)
 def test_through_sockets_a_wait_names_the_ranks_of_the_group():
     model = warm_model("0")

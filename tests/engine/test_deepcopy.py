@@ -73,7 +73,7 @@ def test_a_copy_trains_by_itself(case_name, mesh_shape):
 
 
 @on_ranks(2)
-def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own():
+def test_a_copy_keeps_settings_and_hooks_as_its_own_and_no_gradients():
     case = CASES["mlp_stack"]
     model = shard(case, case.build())
     model.set_requires_all_reduce(False)
@@ -92,16 +92,16 @@ def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own():
     for each, settings in zip((model, copied), own, strict=True):
         prefetched = [ref() for ref in settings.forward_prefetch]
         assert prefetched == insides.own_units(each.blocks[2])
-    # The gradients are those of an open window, also in the copy.
-    for each in (model, copied):
-        with pytest.raises(RuntimeError, match="window"):
-            each.set_gradient_divide_factor(3.0)
+    # The gradients are those of an open window, which the copy has not.
+    with pytest.raises(RuntimeError, match="window"):
+        model.set_gradient_divide_factor(3.0)
+    copied.set_gradient_divide_factor(None)
     copied.set_requires_all_reduce(True)
     assert own[0].sync is GradientSync.REDUCE_SCATTER
 
     model.blocks[0].reshard()
     before = full_grads(model)
-    assert_same(full_grads(copied), before, bitwise=True)
+    assert all(param.grad is None for param in copied.parameters())  # as of any module
     heard.clear()
     with CommLedger(copied) as ledger, CommLedger(model) as of_the_first:
         case.loss(copied(batch)).backward()
@@ -109,7 +109,7 @@ def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own():
     assert ledger.counts["reduce_scatter"] == 4
     assert heard == [copied.blocks[1]]
     assert_same(full_grads(model), before, bitwise=True)
-    assert_same(full_grads(copied), {k: 2 * v for k, v in before.items()}, bitwise=True)
+    assert_same(full_grads(copied), before, bitwise=True)
 
 
 @on_ranks(2)
@@ -175,7 +175,6 @@ def test_a_copy_in_the_middle_of_something_is_refused():
         copy.deepcopy(model)
     meshard.finalize_gradients(model)
     copied = copy.deepcopy(model)
-    assert_same(full_grads(copied), full_grads(model), bitwise=True)
     for wrong in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
         with pytest.raises(TypeError, match=r"unit '.*' cannot be pickled here.* state_dict"):
             wrong()

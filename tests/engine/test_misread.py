@@ -12,7 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 from torch.nn import functional
 
 import meshard
-from tests.support.against_plain import check_gradients, sharded_and_plain
+from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
 from tests.support.models import Transformer, seeded
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 
@@ -177,6 +177,47 @@ def test_an_input_that_is_a_dtensor_is_what_is_explained():
     assert "unit '0' was given a DTensor of shape (2, 4)" in text
     assert "to_local()" in text and "parameter '" not in text
     assert text.count("was given a") == 1 and not any(each in text for each in REMEDIES)
+
+
+class TakesWeight(nn.Module):
+    """Its forward is given the weight of another module."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(4))
+
+    def forward(self, x, weight):
+        return x @ weight + self.bias
+
+
+class GivesWeight(nn.Module):
+    """Gives the weight of a unit, which has run before, to another unit as an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), TakesWeight()
+
+    def forward(self, x):
+        return self.last(self.first(x), self.first.weight)
+
+
+@on_fake_ranks(2)
+def test_of_an_input_that_is_the_weight_of_another_unit_the_weight_is_named():
+    model, _ = sharded_and_plain(GivesWeight(), ("first", "last"))
+    text = text_of(model, torch.ones(2, 4))
+    assert_explained(text, "parameter 'first.weight' of unit 'first' was read")
+    assert "was given" not in text
+
+
+@pytest.mark.parametrize("option", ["reshard_after_forward", "unshard_on_access"])
+@on_threads(2)
+def test_the_weight_of_another_unit_is_an_input_like_any_other_while_it_is_unsharded(option):
+    model, plain = sharded_and_plain(
+        GivesWeight(), ("first", "last"), **{option: option == "unshard_on_access"}
+    )
+    check_gradients(
+        model, plain, lambda each, rank: each(inputs_of(rank, shape=(3, 4))).square().mean()
+    )
 
 
 class ReadsCut(nn.Module):

@@ -117,6 +117,21 @@ def test_parameters_may_be_frozen_and_thawed_between_steps():
         assert_same(full_state(model), full_state(plain))
 
 
+@pytest.mark.parametrize("apply", [meshard.fully_shard, meshard.replicate])
+@on_ranks(2)
+def test_a_module_may_be_frozen_between_forward_and_backward(apply):
+    """No rank has a gradient of it then, so there is nothing to reduce."""
+    plain = seeded(nn.Linear(4, 4))
+    model, inputs = apply(copy.deepcopy(plain)), []
+    for each in (model, plain):
+        inputs.append(torch.ones(1, 4, requires_grad=True))
+        loss = each(inputs[-1]).sum()
+        each.requires_grad_(False)
+        loss.backward()
+    assert_same(inputs[0].grad, inputs[1].grad)
+    assert all(param.grad is None for param in model.parameters())
+
+
 def float_window(mesh_shape, schedule, wire_dtype, seed):
     """Return the first parameter's gradient and the exact sum, for gradients that are floats."""
     mesh = init_device_mesh("cpu", mesh_shape)

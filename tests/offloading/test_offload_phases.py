@@ -13,7 +13,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
+from meshard.optim.flat import FlatStepper
 from tests.support import insides
+from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, own_grads, own_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import sharded_case
@@ -261,3 +263,22 @@ def test_optimizers_let_go_of_the_memory_of_shards_that_move(how):
     memory = StorageWeakRef(model[0].weight.to_local().untyped_storage())
     meshard.offload(model)
     assert memory.expired()
+
+
+@on_fake_ranks(2)
+def test_an_optimizer_of_another_model_may_step_meanwhile(monkeypatch):
+    """As if another thread offloaded a model between two lines of the step."""
+
+    def run_late(stepper):
+        meshard.offload(lent)
+        run(stepper)
+
+    run = FlatStepper.run
+    lent, *models = (meshard.fully_shard(seeded(nn.Linear(4, 4))) for _ in range(3))
+    for model in models:
+        optimizer = meshard.flat_optimizer(model, torch.optim.AdamW)
+        for _ in range(3):
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        monkeypatch.setattr(FlatStepper, "run", run_late)  # for the second model
+    assert_same(own_state(models[1]), own_state(models[0]), bitwise=True)

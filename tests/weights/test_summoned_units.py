@@ -91,6 +91,21 @@ def test_gradients_of_whole_parameters_are_reduced(mode, inside, mesh_shape):
     assert not meshard.pending_gradients(model)
 
 
+@on_threads(2)
+def test_one_backward_may_come_from_several_blocks_of_unsharded_parameters():
+    case, model, plain = sharded_case("integer")
+    rank, losses = dist.get_rank(), []
+    model.set_gradient_divide_factor(1.0)
+    for step in range(2):
+        with unsharded_params(model):
+            losses.append(case.loss(model(case.batch(step, rank))))
+    sum(losses).backward()
+    for step in range(2):
+        for r in range(2):
+            case.loss(plain(case.batch(step, r))).backward()
+    assert_same(full_grads(model), full_grads(plain), bitwise=True)
+
+
 @on_ranks(2)
 def test_wrong_moments_are_refused():
     case, model, _ = sharded_case("mlp_stack")

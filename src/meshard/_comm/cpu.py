@@ -93,10 +93,10 @@ class WorkInFlight:
         return True
 
     def abandon(self) -> None:
+        self._then = None
         with contextlib.suppress(RuntimeError):  # a work that failed no longer uses its buffers
-            if self._work is not None:
-                self._work.wait()
-        self._work, self._then, self._keep = None, None, ()
+            self.wait()
+        self._work, self._keep = None, ()
 
 
 class WorkCommunicator(Communicator):

@@ -47,7 +47,7 @@ _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 
-    Gradients are copied, unsharded parameters are not. Nothing is communicated.
+    Neither gradients nor unsharded parameters are copied. Nothing is communicated.
     """
     if id(unit_of(module)) in memo:  # an outer call has copied the units
         return _copy_module(module, memo)

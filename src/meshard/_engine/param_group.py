@@ -41,6 +41,12 @@ class AwaitedStep(Protocol):
     def finish(self) -> None: ...
 
 
+class SliceHolder(Protocol):
+    """What ``offload`` calls of ``optim.flat.FlatStepper``, which has slices of the flat shard."""
+
+    def release(self) -> None: ...
+
+
 class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
     """Where the values of a parameter group are."""
 
@@ -151,6 +157,7 @@ class ParamGroup:
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # The overlapped optimizers that step these parameters, or did so until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
         # By id of a sharded parameter: its index. Ids of parameters that were replaced stay in.
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN

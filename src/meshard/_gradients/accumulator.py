@@ -21,7 +21,6 @@ Note: Each rank decides by the placements of its own gradients whether that sum 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -178,11 +177,9 @@ class GradientAccumulator:
         self.window = Window()
 
     def for_copy(self, unit_params: UnitParams) -> GradientAccumulator:
-        """Return an accumulator for a copy of the unit. Pending gradients are not copied."""
+        """Return an accumulator for a copy of the unit, without gradients."""
         rules = GradientRules(unit_params, self.rules.reduce_dtype, self.rules.chosen_dtype)
-        copied = GradientAccumulator(unit_params, rules)
-        copied.window = dataclasses.replace(self.window)
-        return copied
+        return GradientAccumulator(unit_params, rules)
 
     # --- pending gradients ------------------------------------------------------------
 

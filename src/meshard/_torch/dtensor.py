@@ -127,20 +127,16 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 
 def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of ``tensor`` and of its gradient, on the same mesh."""
+    """Return a deep copy of ``tensor`` on the same mesh, without ``.grad``, as of a Parameter."""
     spec = tensor._spec  # type: ignore[attr-defined]  # private
     memo[id(spec)] = spec
     memo[id(spec.mesh)] = spec.mesh
-    if gradient_dtype(tensor) is tensor.dtype:
-        return copy.deepcopy(tensor, memo)
-    # deepcopy of torch drops grad_dtype, and then refuses the gradient because of its dtype.
-    gradient, tensor.grad = tensor.grad, None
+    gradient, tensor.grad = tensor.grad, None  # torch copies that of a DTensor
     try:
         copied = copy.deepcopy(tensor, memo)
-        copied.grad_dtype = tensor.grad_dtype
-        copied.grad = None if gradient is None else copy_dtensor(gradient, memo)
     finally:
         tensor.grad = gradient
+    keep_gradient_dtype(tensor, copied)  # which torch drops
     return copied
 
 

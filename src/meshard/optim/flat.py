@@ -52,8 +52,6 @@ Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
 OptimGroups = Sequence[dict[str, Any]]
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
-_steppers: weakref.WeakSet[FlatStepper] = weakref.WeakSet()
-
 
 def objects_in(optim_groups: OptimGroups) -> list[object]:
     """Return the parameters in order, with None after each group.
@@ -66,12 +64,6 @@ def objects_in(optim_groups: OptimGroups) -> list[object]:
 def are_same(found: Sequence[object], before: Sequence[object]) -> bool:
     """Whether both have the same objects in the same order."""
     return len(found) == len(before) and all(map(is_, found, before))
-
-
-def release_slices() -> None:
-    """Make every optimizer drop its references to flat shards, which are about to move."""
-    for stepper in tuple(_steppers):
-        stepper.release()
 
 
 class FlatStepper:
@@ -99,7 +91,6 @@ class FlatStepper:
         self._state: States = {}  # the state of the optimizer that users hold
         self._exposed: dict[tuple[int, int], torch.Tensor] = {}  # see ExposedMemory
         self._planned: list[object] = []  # the objects of the present plan: see _objects_in
-        _steppers.add(self)
 
     @property
     def is_flat(self) -> bool:
@@ -212,6 +203,7 @@ class FlatStepper:
         for owner in owners_of(params) if self._is_pointwise else ():
             owner.adopt_edits()
             if isinstance(owner.unit_params, FlatParams):
+                owner.slice_holders.add(self)
                 self.slices += self._slices_of(owner.unit_params, numbers)
         in_slices = {id(param) for each in self.slices for param in each.params}
         self._loose = [param for param in params if id(param) not in in_slices]
