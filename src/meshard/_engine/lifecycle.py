@@ -344,6 +344,9 @@ class Lifecycle:
         ``first`` is the unit that the backward has reached. If it was reached by the gradient of a
         parameter, ``early`` is the index of that parameter.
         """
+        task, run = graph_task_id(), self.backward
+        if run is not None and run.graph_task == task and not self.failure.marks:
+            return run
         if self.abort_if_failed() and early is not None:
             raise RefusedError(
                 self,
@@ -353,7 +356,7 @@ class Lifecycle:
                 "follows, and run this backward again.",
             )
         if self.backward is not None:
-            self._check_nested(self.backward)
+            self._record_nested(self.backward)
             return self.backward
         self._refuse_unless_waited("a backward")
         if is_in_compiled_autograd():
@@ -367,7 +370,7 @@ class Lifecycle:
         self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
-            graph_task=graph_task_id(),
+            graph_task=task,
             thread=threading.get_ident(),
             keeps_graph=keeps_graph(),
             accumulates=early is not None or self._will_accumulate(first),
@@ -401,10 +404,8 @@ class Lifecycle:
         units = dict.fromkeys((first, *reversed(self.units())))
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
-    def _check_nested(self, run: BackwardRun) -> None:
-        """Record if a graph task runs inside the backward: a reentrant checkpoint starts one."""
-        if graph_task_id() == run.graph_task:
-            return
+    def _record_nested(self, run: BackwardRun) -> None:
+        """Record that a graph task runs inside the backward: a reentrant checkpoint starts one."""
         # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
