@@ -302,7 +302,7 @@ class Lifecycle:
         return self._runs(unit)
 
     def _runs(self, unit: Unit) -> bool:
-        return any(other is unit for other, _ in self.running)
+        return self.forward is not None and any(other is unit for other, _ in self.forward.calls)
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
