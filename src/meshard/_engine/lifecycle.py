@@ -558,14 +558,16 @@ class Lifecycle:
         step = unit.step
         step.awaits_gradients = True
         step.arrived.add(index)
-        if step.has_all(unit.group.num_trainable):
+        group = unit.group
+        if step.has_all(group.num_trainable):
             # The unit stays unsharded here: nodes that are still to run may have saved a weight,
             # even if no gradient of the unit depends on them.
             self._on_last_gradient(run, unit)
             return
-        if unit.gradients.is_replicated:
-            unit.gradients.receive(index, unit.settings)
-        self._queue.progress()
+        if group.gradients.is_replicated:
+            group.gradients.receive(index, unit.settings)
+        if self._queue.may_free:
+            self._queue.progress()
 
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record that a gradient of ``unit`` has come from outside of its forward.
