@@ -226,15 +226,15 @@ class Lifecycle:
         # If a unit has several modules, the first one to run unshards the unit for the others.
         is_installed = group.state is ParamState.INSTALLED
         unshards = call is not None and (call.is_first or is_manual or not is_installed)
+        reshards_after = unit.reshards_after_forward
         if unshards:
-            voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
-            group.forget_stale(voids_graphs=voids_graphs)
+            group.forget_stale(voids_graphs=reshards_after and not unit.step.awaits_gradients)
         if in_forward:
             up_next = self._prefetcher.after_entry(unit, self.schedule)
-        keeps_shard = with_graph and unit.reshards_after_forward
+        keeps_shard = with_graph and reshards_after
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=unshards)
-        if is_manual and not unit.reshards_after_forward:  # unshard() outlasts the forward
+        if is_manual and not reshards_after:  # unshard() outlasts the forward
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
             unit.step.last_pass = self.schedule.current
@@ -592,9 +592,10 @@ class Lifecycle:
         if self._runs(unit):
             return  # this backward runs inside the forward of this unit
         unit.step.end_backward()
-        unit.group.install_sharded()
         if unit.settings.reshard_after_backward and not unit.step.is_retained:
             unit.group.reshard()
+        else:
+            unit.group.install_sharded()
         if forward_pass is not None and self.schedule.runs_before(forward_pass, unit.number):
             return
         if not unit.step.awaits_gradients:
