@@ -261,9 +261,8 @@ class ShardedGrads(PublishedGrads):
             self._set(shown, used - before)
 
     def _set(self, shown: Published, used: frozenset[int]) -> None:
-        for index, local in self._locals(shown.grads):
-            if index not in used:
-                continue
+        grads, rank = shown.grads, self._unit_params.spec.mesh_info.shard_rank
+        for index, local in grads.layout.shards(grads.flat, rank, used):
             sharded = self._unit_params.params[index].sharded
             dtype = gradient_dtype(sharded)
             if local.dtype != dtype:
