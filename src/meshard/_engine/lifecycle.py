@@ -315,12 +315,11 @@ class Lifecycle:
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
-                has_graph = torch.is_grad_enabled() and not unit.gradients.is_replicated
                 if unit.reshards_after_forward:
                     # The unit is still unsharded if only some of its modules have run, or if the
                     # user called unshard() after they ran.
                     unit.group.reshard(keep_post_forward=True)
-                elif has_graph:
+                elif torch.is_grad_enabled() and not unit.gradients.is_replicated:
                     unit.group.keep_installed()
                 else:  # after an evaluation, users edit parameters or build an optimizer
                     unit.group.install_sharded()
@@ -619,7 +618,8 @@ class Lifecycle:
         unit.step.are_complete = True
         around: Unit | None = unit
         while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
-            if not is_at_end and (around.has_open_children or self._may_begin_inside(around)):
+            is_awaited = around.children and not is_at_end
+            if is_awaited and (around.has_open_children or self._may_begin_inside(around)):
                 return
             if around.step.are_complete:  # otherwise it gets no gradient: it may be frozen
                 around.step.record_taken()
@@ -641,7 +641,7 @@ class Lifecycle:
         gather for them before they reduce ``unit``.
         """
         forward_pass, call = unit.step.in_pass, unit.step.in_call
-        if not unit.children or forward_pass is None or call is None:
+        if forward_pass is None or call is None:
             return False
         return forward_pass.may_begin_inside(call, self._num_backwards)
 
@@ -800,11 +800,12 @@ class Lifecycle:
             self.notify_reduced(unit)
 
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
-        self._queue.finish_partials_of(unit.gradients)
-        if unit.gradients.is_pending:
+        gradients = unit.gradients
+        self._queue.finish_partials_of(gradients)
+        if gradients.is_pending:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
         elif ends_window:
-            unit.gradients.end_window()
+            gradients.end_window()
 
     def set_manual(self, enabled: bool) -> None:
         """Choose what ends windows: ``finalize_backward`` if ``enabled``, or the last backward."""
