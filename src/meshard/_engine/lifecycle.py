@@ -209,14 +209,13 @@ class Lifecycle:
             if torch.is_grad_enabled():
                 passes = (ref for ref in self._passes if ref() is not None)
                 self._passes = [*passes, weakref.ref(self.schedule.current)]
-        call = None
+        call, group = None, unit.group
         in_forward, with_graph = self.backward is None, torch.is_grad_enabled()
         if in_forward:
             if len(unit.step.modules_run) == len(unit.modules):
                 unit.step.modules_run.clear()  # all have run: the unit runs a second time
             call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
             self.running.append((unit, call))
-        group = unit.group
         if not group.params:
             return call
         if self.backward is not None and group.state is ParamState.SHARDED:
@@ -267,16 +266,16 @@ class Lifecycle:
             if not unit.step.is_in_backward:
                 group.install_sharded()
             return self.present_pass.last_call.get(unit.number)
-        call = None
+        call, running = None, self.running
         if self._runs(unit):
-            while self.running[-1][0] is not unit:
+            while running[-1][0] is not unit:
                 # The hook after this inner forward was not called: the forward was ended by a
                 # BaseException that is no Exception, such as KeyboardInterrupt, which a forward
                 # around it has caught.
-                inner, call = self.running.pop()
+                inner, call = running.pop()
                 self.schedule.exit(call)
                 inner.group.reshard(keep_post_forward=True)
-            call = self.running.pop()[1]
+            call = running.pop()[1]
             self.schedule.exit(call)
         if self._runs(unit):
             return call  # an outer call of the unit goes on: a module has called itself
@@ -284,9 +283,9 @@ class Lifecycle:
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
         if failed or (have_all_run and unit.reshards_after_forward):
             group.reshard(keep_post_forward=not failed)
-        elif not self.running:
+        elif not running:
             unit.forget_unchosen_copy()
-        if not self.running:
+        if not running:
             self._end_forward(failed=failed)
         return call
 
