@@ -12,6 +12,7 @@ import copy
 import enum
 import functools
 import logging
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -332,7 +333,7 @@ class Communicator:
         """
         count = group.size()
         custom = None if self._custom is None else self._custom.reduce_scatter
-        return [self._allocate(count * numel, dtype, device, group, custom).view(count, -1)]
+        return [self._allocate((count, numel), dtype, device, group, custom)]
 
     def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
         """Free memory that was kept for later collectives, if ``phase`` has no use for it.
@@ -370,8 +371,8 @@ class Communicator:
                 in_own_memory = self._start_gather(source, group, label, receive)
                 if in_own_memory is not None:
                     return in_own_memory
-            numel = group.size() * source.numel()
-            flat = self._allocate(numel, source.dtype, source.device, group, custom)
+            shape = (group.size() * source.numel(),)
+            flat = self._allocate(shape, source.dtype, source.device, group, custom)
             if custom is None:
                 pending = self._start_all_gather(flat, source, group, label)
             else:
@@ -399,7 +400,7 @@ class Communicator:
             # Every row is a block: this rank's own row is not sent, so its memory can take the sum.
             total = rows[group.rank()].view(-1)
         else:
-            total = self._allocate(first.size(1), sum_dtype, first.device, group, custom)
+            total = self._allocate((first.size(1),), sum_dtype, first.device, group, custom)
             if size == 1:
                 total.copy_(first.view(-1))
         if size == 1:
@@ -437,21 +438,22 @@ class Communicator:
 
     def _allocate(
         self,
-        numel: int,
+        shape: tuple[int, ...],
         dtype: torch.dtype,
         device: torch.device,
         group: dist.ProcessGroup,
         custom: Comm | None,
     ) -> torch.Tensor:
-        """Return an uninitialised ``[numel]``, allocated by ``custom``, the group or torch."""
+        """Return an uninitialised tensor, allocated by ``custom``, the group or torch."""
         if self._custom is None or group.size() == 1:
-            return torch.empty(numel, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=device)
+        numel = math.prod(shape)
         if custom is None and self._custom.from_group:
             backend = backend_of(group, device)
-            tensor: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
-            return tensor
+            flat: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
+            return flat.view(shape)
         make = torch.empty if custom is None else custom.allocate
-        return make((numel,), dtype=dtype, device=device)
+        return make((numel,), dtype=dtype, device=device).view(shape)
 
     def _start_all_gather(
         self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str

@@ -245,9 +245,10 @@ class ModuleHooks(UnitHook):
             group.summoned_by.check_may_run(group)
             return None
         lifecycle = unit.lifecycle
-        if lifecycle.phase is not Phase.IDLE:
+        phase = lifecycle.phase
+        if phase is not Phase.IDLE:
             running = lifecycle.running
-            if lifecycle.phase is Phase.BACKWARD:
+            if phase is Phase.BACKWARD:
                 lifecycle.abort_if_failed()
                 if lifecycle.phase is Phase.BACKWARD:
                     lifecycle.check_recomputes(unit)
@@ -390,16 +391,17 @@ def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
     """End the forward of ``module`` in ``unit``. Returns None if no backward can follow."""
-    forward_pass = unit.lifecycle.present_pass
+    lifecycle = unit.lifecycle
+    forward_pass = lifecycle.present_pass
     # A root is watched even without parameters of its own: its backward has to flush the units
     # inside that hold gradients of earlier microbatches and did not run in this one.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
-    may_hide = not isinstance(output, torch.Tensor) and unit.lifecycle.backward is None
+    may_hide = not isinstance(output, torch.Tensor) and lifecycle.backward is None
     # Before post_forward, which reshards the unit unless it is retained.
     if records and may_hide and _is_hidden(output, unit, inputs):
-        unit.lifecycle.retained.retain_hidden(unit, output, forward_pass)
-    call = without_modes(unit.lifecycle.post_forward, unit, module, failed=failed)
+        lifecycle.retained.retain_hidden(unit, output, forward_pass)
+    call = without_modes(lifecycle.post_forward, unit, module, failed=failed)
     if not records or call is None:
         return None
     return Watched(weakref.ref(unit), forward_pass, call, unit.group.num_rebuilds)

@@ -209,14 +209,13 @@ class Lifecycle:
             if torch.is_grad_enabled():
                 passes = (ref for ref in self._passes if ref() is not None)
                 self._passes = [*passes, weakref.ref(self.schedule.current)]
-        call = None
+        call, group = None, unit.group
         in_forward, with_graph = self.backward is None, torch.is_grad_enabled()
         if in_forward:
             if len(unit.step.modules_run) == len(unit.modules):
                 unit.step.modules_run.clear()  # all have run: the unit runs a second time
             call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
             self.running.append((unit, call))
-        group = unit.group
         if not group.params:
             return call
         if self.backward is not None and group.state is ParamState.SHARDED:
@@ -226,15 +225,15 @@ class Lifecycle:
         # If a unit has several modules, the first one to run unshards the unit for the others.
         is_installed = group.state is ParamState.INSTALLED
         unshards = call is not None and (call.is_first or is_manual or not is_installed)
+        reshards_after = unit.reshards_after_forward
         if unshards:
-            voids_graphs = unit.reshards_after_forward and not unit.step.awaits_gradients
-            group.forget_stale(voids_graphs=voids_graphs)
+            group.forget_stale(voids_graphs=reshards_after and not unit.step.awaits_gradients)
         if in_forward:
             up_next = self._prefetcher.after_entry(unit, self.schedule)
-        keeps_shard = with_graph and unit.reshards_after_forward
+        keeps_shard = with_graph and reshards_after
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=unshards)
-        if is_manual and not unit.reshards_after_forward:  # unshard() outlasts the forward
+        if is_manual and not reshards_after:  # unshard() outlasts the forward
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
             unit.step.last_pass = self.schedule.current
@@ -267,16 +266,16 @@ class Lifecycle:
             if not unit.step.is_in_backward:
                 group.install_sharded()
             return self.present_pass.last_call.get(unit.number)
-        call = None
+        call, running = None, self.running
         if self._runs(unit):
-            while self.running[-1][0] is not unit:
+            while running[-1][0] is not unit:
                 # The hook after this inner forward was not called: the forward was ended by a
                 # BaseException that is no Exception, such as KeyboardInterrupt, which a forward
                 # around it has caught.
-                inner, call = self.running.pop()
+                inner, call = running.pop()
                 self.schedule.exit(call)
                 inner.group.reshard(keep_post_forward=True)
-            call = self.running.pop()[1]
+            call = running.pop()[1]
             self.schedule.exit(call)
         if self._runs(unit):
             return call  # an outer call of the unit goes on: a module has called itself
@@ -284,9 +283,9 @@ class Lifecycle:
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
         if failed or (have_all_run and unit.reshards_after_forward):
             group.reshard(keep_post_forward=not failed)
-        elif not self.running:
+        elif not running:
             unit.forget_unchosen_copy()
-        if not self.running:
+        if not running:
             self._end_forward(failed=failed)
         return call
 
@@ -302,7 +301,7 @@ class Lifecycle:
         return self._runs(unit)
 
     def _runs(self, unit: Unit) -> bool:
-        return any(other is unit for other, _ in self.running)
+        return self.forward is not None and any(other is unit for other, _ in self.forward.calls)
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
@@ -315,12 +314,11 @@ class Lifecycle:
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
             if unit.step.modules_run:
-                has_graph = torch.is_grad_enabled() and not unit.gradients.is_replicated
                 if unit.reshards_after_forward:
                     # The unit is still unsharded if only some of its modules have run, or if the
                     # user called unshard() after they ran.
                     unit.group.reshard(keep_post_forward=True)
-                elif has_graph:
+                elif torch.is_grad_enabled() and not unit.gradients.is_replicated:
                     unit.group.keep_installed()
                 else:  # after an evaluation, users edit parameters or build an optimizer
                     unit.group.install_sharded()
@@ -344,6 +342,9 @@ class Lifecycle:
         ``first`` is the unit that the backward has reached. If it was reached by the gradient of a
         parameter, ``early`` is the index of that parameter.
         """
+        task, run = graph_task_id(), self.backward
+        if run is not None and run.graph_task == task and not self.failure.marks:
+            return run
         if self.abort_if_failed() and early is not None:
             raise RefusedError(
                 self,
@@ -353,7 +354,7 @@ class Lifecycle:
                 "follows, and run this backward again.",
             )
         if self.backward is not None:
-            self._check_nested(self.backward)
+            self._record_nested(self.backward)
             return self.backward
         self._refuse_unless_waited("a backward")
         if is_in_compiled_autograd():
@@ -367,7 +368,7 @@ class Lifecycle:
         self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
-            graph_task=graph_task_id(),
+            graph_task=task,
             thread=threading.get_ident(),
             keeps_graph=keeps_graph(),
             accumulates=early is not None or self._will_accumulate(first),
@@ -401,10 +402,8 @@ class Lifecycle:
         units = dict.fromkeys((first, *reversed(self.units())))
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
-    def _check_nested(self, run: BackwardRun) -> None:
-        """Record if a graph task runs inside the backward: a reentrant checkpoint starts one."""
-        if graph_task_id() == run.graph_task:
-            return
+    def _record_nested(self, run: BackwardRun) -> None:
+        """Record that a graph task runs inside the backward: a reentrant checkpoint starts one."""
         # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
@@ -557,14 +556,16 @@ class Lifecycle:
         step = unit.step
         step.awaits_gradients = True
         step.arrived.add(index)
-        if step.has_all(unit.group.num_trainable):
+        group = unit.group
+        if step.has_all(group.num_trainable):
             # The unit stays unsharded here: nodes that are still to run may have saved a weight,
             # even if no gradient of the unit depends on them.
             self._on_last_gradient(run, unit)
             return
-        if unit.gradients.is_replicated:
-            unit.gradients.receive(index, unit.settings)
-        self._queue.progress()
+        if group.gradients.is_replicated:
+            group.gradients.receive(index, unit.settings)
+        if self._queue.may_free:
+            self._queue.progress()
 
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record that a gradient of ``unit`` has come from outside of its forward.
@@ -589,9 +590,10 @@ class Lifecycle:
         if self._runs(unit):
             return  # this backward runs inside the forward of this unit
         unit.step.end_backward()
-        unit.group.install_sharded()
         if unit.settings.reshard_after_backward and not unit.step.is_retained:
             unit.group.reshard()
+        else:
+            unit.group.install_sharded()
         if forward_pass is not None and self.schedule.runs_before(forward_pass, unit.number):
             return
         if not unit.step.awaits_gradients:
@@ -615,7 +617,8 @@ class Lifecycle:
         unit.step.are_complete = True
         around: Unit | None = unit
         while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
-            if not is_at_end and (around.has_open_children or self._may_begin_inside(around)):
+            is_awaited = around.children and not is_at_end
+            if is_awaited and (around.has_open_children or self._may_begin_inside(around)):
                 return
             if around.step.are_complete:  # otherwise it gets no gradient: it may be frozen
                 around.step.record_taken()
@@ -637,7 +640,7 @@ class Lifecycle:
         gather for them before they reduce ``unit``.
         """
         forward_pass, call = unit.step.in_pass, unit.step.in_call
-        if not unit.children or forward_pass is None or call is None:
+        if forward_pass is None or call is None:
             return False
         return forward_pass.may_begin_inside(call, self._num_backwards)
 
@@ -796,11 +799,12 @@ class Lifecycle:
             self.notify_reduced(unit)
 
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
-        self._queue.finish_partials_of(unit.gradients)
-        if unit.gradients.is_pending:
+        gradients = unit.gradients
+        self._queue.finish_partials_of(gradients)
+        if gradients.is_pending:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
         elif ends_window:
-            unit.gradients.end_window()
+            gradients.end_window()
 
     def set_manual(self, enabled: bool) -> None:
         """Choose what ends windows: ``finalize_backward`` if ``enabled``, or the last backward."""

@@ -403,12 +403,14 @@ class ParamGroup:
             # First, because the gather may still write to the memory that is freed below.
             self._gather.in_flight.abandon()
             self._gather = None
-        self.end_manual_unshard(refuse=False)
-        self.install_sharded()
         if keep_post_forward:
             self.was_resharded_between = True
         else:
             self._post_forward_shard = None
+        if self.state is ParamState.SHARDED:
+            return
+        self.end_manual_unshard(refuse=False)
+        self.install_sharded()
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             log_event("reshard", self.unit_params.label)
             self._move(ParamState.SHARDED)

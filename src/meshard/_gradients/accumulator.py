@@ -244,7 +244,7 @@ class GradientAccumulator:
     def _release_if_settled(self) -> None:
         # An open window is not released, even if all gradients are in .grad: zero_grad() must
         # close it.
-        if not self.is_pending and not self.num_in_flight and not self.window.is_open:
+        if not self.window.is_open and not self.num_in_flight and not self.is_pending:
             release_pending(self)
 
     def settle(self) -> None:

@@ -44,10 +44,10 @@ class Mark:
     def __reduce__(self) -> Any:
         return bool, (True,)
 
-    def put_on(self, index: int, gradient: torch.Tensor) -> None:
-        """Make a ``.grad`` refer to this object, and record the address of its memory."""
+    def put_on(self, index: int, gradient: torch.Tensor, local: torch.Tensor) -> None:
+        """Make a ``.grad`` refer to this object, and record the address of its local tensor."""
         gradient._meshard_published = self  # type: ignore[attr-defined]  # ours, on torch's object
-        self.addresses[index] = plain_of(gradient).data_ptr()
+        self.addresses[index] = local.data_ptr()
 
     def is_on(self, index: int, gradient: torch.Tensor | None) -> bool:
         """Whether ``gradient`` is what was set here, still in the same memory."""
@@ -261,15 +261,14 @@ class ShardedGrads(PublishedGrads):
             self._set(shown, used - before)
 
     def _set(self, shown: Published, used: frozenset[int]) -> None:
-        for index, local in self._locals(shown.grads):
-            if index not in used:
-                continue
-            param = self._unit_params.params[index]
-            dtype = gradient_dtype(param.sharded)
+        grads, rank = shown.grads, self._unit_params.spec.mesh_info.shard_rank
+        for index, local in grads.layout.shards(grads.flat, rank, used):
+            sharded = self._unit_params.params[index].sharded
+            dtype = gradient_dtype(sharded)
             if local.dtype != dtype:
                 local = local.to(dtype)
-            param.sharded.grad = gradient = wrap_like(param.sharded, local)
-            shown.put_on(index, gradient)
+            sharded.grad = gradient = wrap_like(sharded, local)
+            shown.put_on(index, gradient, local)
 
     # --- gradients that are in .grad --------------------------------------------------
 
@@ -300,7 +299,7 @@ class ShardedGrads(PublishedGrads):
             # The mark would keep the old flat sums alive.
             vars(gradient).pop("_meshard_published", None)
             if is_ours and moved is not None:
-                moved.put_on(index, gradient)
+                moved.put_on(index, gradient, new)
         self._shown = _nothing if moved is None else weakref.ref(moved)
         return sources
 

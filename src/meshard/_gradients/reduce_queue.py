@@ -33,7 +33,7 @@ class ReduceQueue:
         # Key: the id of a tensor or callable that the user set as a divide factor. Value: that
         # object, kept alive so that the id stays unique, and the number read from it.
         self._factors: dict[int, tuple[object, float]] = {}
-        self._may_free = False  # whether ``progress`` may find memory to free
+        self.may_free = False  # whether ``progress`` may find memory to free
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     def begin_backward(self) -> None:
@@ -99,15 +99,15 @@ class ReduceQueue:
         log_event("reduce", gradients.unit_params.label)
         self._queue.append(_Queued(gradients, in_flight, on_reduced))
         # For small units, polling at every gradient costs more than the memory is worth.
-        self._may_free |= self._comm.waits_block_host and in_flight.layout.is_large
+        self.may_free |= self._comm.waits_block_host and in_flight.layout.is_large
         if not self._comm.waits_block_host:
             while in_flight.reduction.has_more:
                 in_flight.reduction.advance()
 
     def progress(self) -> None:
         """Free send buffers that all ranks have received, for the next gradients. Never blocks."""
-        if self._may_free and all(each.in_flight.reduction.free_if_sent() for each in self._queue):
-            self._may_free = False
+        if all(each.in_flight.reduction.free_if_sent() for each in self._queue):
+            self.may_free = False
 
     def _advance(self) -> None:
         """Advance all reductions by one stage, and finish those that are through."""

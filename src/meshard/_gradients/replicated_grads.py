@@ -287,7 +287,7 @@ class ReplicatedGrads(PublishedGrads):
             elif not self.are_views:
                 shaped = shaped.clone()
             param.sharded.grad = shaped
-            self._mark.put_on(index, shaped)
+            self._mark.put_on(index, shaped, shaped)
 
     # --- gradients that are in .grad --------------------------------------------------
 

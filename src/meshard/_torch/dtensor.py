@@ -117,11 +117,12 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
     neither pickle nor copy a DTensor with an offset. ``local`` may have an offset. So the result is
     made over the local tensor of ``tensor``, which has none, and gets ``local`` afterwards.
     """
-    if local.dtype != local_of(tensor).dtype:
+    own = local_of(tensor)
+    if local.dtype != own.dtype:
         return place_like(tensor, local)
     spec = tensor._spec  # type: ignore[attr-defined]  # private
     # Not DTensor(), whose __init__ does nothing but has three wrappers that double the time.
-    made = DTensor.__new__(DTensor, local_of(tensor), spec, requires_grad=False)
+    made = DTensor.__new__(DTensor, own, spec, requires_grad=False)
     made._local_tensor = local
     return made
 
