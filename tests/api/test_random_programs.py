@@ -1,12 +1,10 @@
 """Random programs of users beside one process, bit for bit: see ``tests.support.programs``."""
 
 import re
-from unittest import mock
 
 import pytest
 from hypothesis import Phase, given, seed, settings
 
-from meshard._comm import gradient_buffer
 from tests.mutants import mutants
 from tests.support.programs import Layout, Microbatch, Program, failure, programs, run, shorten
 
@@ -45,8 +43,7 @@ def test_programs_on_processes(program):
 @shortened_by_run
 @given(program=programs(replicates=True))
 def test_programs_where_gradients_are_packed_as_they_arrive(program):
-    with mock.patch.object(gradient_buffer, "_LARGE", 1):
-        run(program)
+    run(program, packs_early=True)
 
 
 def window():
