@@ -6,7 +6,6 @@ import pytest
 from hypothesis import Phase, given, seed, settings
 
 from tests.mutants import mutants
-from tests.support.insides import large_from
 from tests.support.programs import Layout, Microbatch, Program, failure, programs, run, shorten
 
 shortened_by_run = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
@@ -44,8 +43,7 @@ def test_programs_on_processes(program):
 @shortened_by_run
 @given(program=programs(replicates=True))
 def test_programs_where_gradients_are_packed_as_they_arrive(program):
-    with large_from(1):
-        run(program)
+    run(program, packs_early=True)
 
 
 def window():
