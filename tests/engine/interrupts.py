@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import GradientSync
-from tests.support.models import seeded
+from tests.support.models import Made, seeded
 from tests.support.parity import full_grads, full_state
 
 KINDS = ("sharded", "hsdp", "host", "kept", "flat", "replicated", "bfloat16")
@@ -65,16 +65,14 @@ class Tracer:
         return False
 
 
-class Net(nn.Module):
-    """Two units inside a root with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x))) * self.scale
+def make_model() -> Made:
+    """Return two units inside a root with a parameter of its own."""
+    return Made(
+        lambda m, x: m.second(torch.tanh(m.first(x))) * m.scale,
+        first=nn.Linear(3, 3),
+        second=nn.Linear(3, 3),
+        scale=nn.Parameter(torch.ones(3)),
+    )
 
 
 class Session:
@@ -82,7 +80,7 @@ class Session:
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
-        self.model: Any = seeded(Net())
+        self.model: Any = seeded(make_model())
         options: dict[str, Any] = {
             "host": {"offload_policy": meshard.CPUOffloadPolicy(pin_memory=False)},
             "kept": {"reshard_after_forward": False},
@@ -96,8 +94,11 @@ class Session:
                 meshard.fully_shard(unit, **options)
         if kind == "kept":
             self.model.set_reshard_after_backward(False)
-        make = meshard.flat_optimizer if kind == "flat" else _ordinary
-        self.optimizer: Any = make(self.model, torch.optim.SGD, lr=0.1)
+        self.optimizer: Any = (
+            meshard.flat_optimizer(self.model, torch.optim.SGD, lr=0.1)
+            if kind == "flat"
+            else torch.optim.SGD(self.model.parameters(), lr=0.1)
+        )
         self.initial = full_state(self.model)
         self.train()
         self.stepped = full_state(self.model)
@@ -147,7 +148,8 @@ class Session:
         elif afterwards == "state_dict":
             with _refusal("holds gradients that are"):
                 state = self.model.state_dict()
-                if self.kind != "replicated" and not all(map(_is_shard, state.values())):
+                is_sharded = all(isinstance(value, DTensor) for value in state.values())
+                if self.kind != "replicated" and not is_sharded:
                     yield "state_dict() holds unsharded tensors"
         elif afterwards == "evaluation":
             with torch.no_grad():
@@ -175,14 +177,6 @@ class Session:
 
     def _has_values(self, *allowed: dict[str, Any]) -> bool:
         return any(_equal(full_state(self.model), each) for each in allowed)
-
-
-def _ordinary(model: nn.Module, optimizer: type, **options: Any) -> Any:
-    return optimizer(model.parameters(), **options)
-
-
-def _is_shard(value: object) -> bool:
-    return isinstance(value, DTensor)
 
 
 def _equal(some: Any, others: Any) -> bool:

@@ -1,12 +1,8 @@
 """Deep copies of sharded modules."""
 
 import copy
-import gc
 import io
-import os
 import pickle
-import time
-import weakref
 
 import pytest
 import torch
@@ -17,23 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import CommLedger, GradientSync
 from tests.support import insides
-from tests.support.against_plain import check_gradients, inputs_of
+from tests.support.against_plain import check_gradients, mean_square, sharded_and_plain
 from tests.support.cases import CASES
-from tests.support.live_memory import live_tensor_bytes
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state, train
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.sharding import sharded_case
 
 
 def sgd(params):
     return torch.optim.SGD(params, lr=0.1, momentum=0.9)
-
-
-def shard(case, model, mesh_shape=(2,)):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh)
-    return model
 
 
 @pytest.mark.parametrize(
@@ -52,8 +41,7 @@ def test_a_copy_trains_by_itself(case_name, mesh_shape):
 
     @on_threads(num_ranks)
     def run():
-        rank = dist.get_rank()
-        model, plain = shard(case, case.build(), mesh_shape), case.build()
+        rank, (_, model, plain) = dist.get_rank(), sharded_case(case_name, mesh_shape)
         train(model, case.batches(2, rank), sgd, loss_fn=case.loss)
         train(plain, case.whole_batches(2, num_ranks), sgd, loss_fn=case.loss)
         copied, plain_copy = copy.deepcopy(model), copy.deepcopy(plain)
@@ -74,8 +62,7 @@ def test_a_copy_trains_by_itself(case_name, mesh_shape):
 
 @on_ranks(2)
 def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own():
-    case = CASES["mlp_stack"]
-    model = shard(case, case.build())
+    case, model, _ = sharded_case("mlp_stack")
     model.set_requires_all_reduce(False)
     model.blocks[0].set_reshard_after_forward(False)
     model.blocks[0].set_modules_to_forward_prefetch([model.blocks[2]])
@@ -83,7 +70,7 @@ def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own():
     model.blocks[1].register_forward_hook(lambda module, args, output: heard.append(module))
     batch = case.batch(0, dist.get_rank())
     case.loss(model(batch)).backward()
-    model.blocks[0].unshard()  # whole, and shown whole
+    model.blocks[0].unshard()
 
     copied = copy.deepcopy(model)
     own = [insides.own_units(each.blocks[0])[0].settings for each in (model, copied)]
@@ -112,23 +99,20 @@ def test_a_copy_keeps_gradients_settings_and_hooks_as_its_own():
     assert_same(full_grads(copied), {k: 2 * v for k, v in before.items()}, bitwise=True)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_a_unit_is_copied_out_of_its_root():
-    case, rank = CASES["mlp_stack"], dist.get_rank()
-    model = shard(case, case.build())
-    case.loss(model(case.batch(0, rank))).backward()
+    _, model, plain = sharded_case("mlp_stack")
+    mean_square(model, dist.get_rank()).backward()
     block = copy.deepcopy(model.blocks[1])
-    plain = copy.deepcopy(case.build().blocks[1])
     (unit,) = insides.units(block)
     assert unit.is_root and unit.fqn == "" and unit.label == "(root)"
-    check_gradients(block, plain)
+    check_gradients(block, copy.deepcopy(plain.blocks[1]))
     # The copy may become a part of something else.
-    outer = meshard.fully_shard(nn.Sequential(block, nn.Linear(6, 2)))
-    outer(inputs_of(rank)).sum().backward()
+    mean_square(meshard.fully_shard(nn.Sequential(block, nn.Linear(6, 2))), 0).backward()
     assert not unit.is_root
 
 
-@on_ranks(2)
+@on_threads(2)
 @pytest.mark.parametrize("root_is_sharded", [True, False])
 def test_units_of_several_modules_are_copied(root_is_sharded):
     mesh = init_device_mesh("cpu", (2,))
@@ -143,35 +127,19 @@ def test_units_of_several_modules_are_copied(root_is_sharded):
     assert check_gradients(copied, plain).counts["reduce_scatter"] == 2
 
 
-class CopiesItself(nn.Module):
-    """Copies a module inside its forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x, what=None):
-        if what is not None:
-            copy.deepcopy(what)
-        return self.inner(x)
-
-
-@on_ranks(2)
+@on_threads(2)
 def test_a_copy_in_the_middle_of_something_is_refused():
-    mesh = init_device_mesh("cpu", (2,))
-    model = CopiesItself()
-    for unit in (model.inner, model):
-        meshard.fully_shard(unit, mesh)
+    model, _ = sharded_and_plain(nn.Sequential(nn.Linear(4, 4)), ("0",))
     x = torch.ones(1, 4)
-    with pytest.raises(RuntimeError, match=r"inside the forward or backward of unit '\(root\)'"):
-        model(x, what=model)
-    model.inner.register_forward_hook(lambda *_: copy.deepcopy(model.inner))
-    with pytest.raises(RuntimeError, match="inside the forward or backward of unit 'inner'"):
-        model(x)
-    model.inner._forward_hooks.popitem()
+    for what, unit in ((model, r"\(root\)"), (model[0], "0")):
+        handle = model[0].register_forward_hook(lambda *_, what=what: copy.deepcopy(what))
+        text = f"inside the forward or backward of unit '{unit}'"
+        with pytest.raises(RuntimeError, match=text):
+            model(x)
+        handle.remove()
     with meshard.no_sync(model):
         model(x).sum().backward()
-    with pytest.raises(RuntimeError, match=r"'inner' holds gradients that .* zero_grad"):
+    with pytest.raises(RuntimeError, match=r"'0' holds gradients that .* zero_grad"):
         copy.deepcopy(model)
     meshard.finalize_gradients(model)
     copied = copy.deepcopy(model)
@@ -179,70 +147,18 @@ def test_a_copy_in_the_middle_of_something_is_refused():
     for wrong in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
         with pytest.raises(TypeError, match=r"unit '.*' cannot be pickled here.* state_dict"):
             wrong()
-    with pytest.raises(TypeError, match=r"CopiesItself needs copy\.deepcopy"):
+    with pytest.raises(TypeError, match=r"Sequential needs copy\.deepcopy"):
         copy.copy(model)
     with pytest.raises(TypeError, match=r"inside meshard\.unsharded_params"):
-        pickle.dumps(meshard.fully_shard(nn.Sequential(nn.Linear(2, 2)), mesh)[0])
+        pickle.dumps(meshard.fully_shard(nn.Sequential(nn.Linear(2, 2)))[0])
     copied(x).sum().backward()  # nothing of this left a trace
 
 
-@on_ranks(2)
-@pytest.mark.parametrize("is_checked", ["0", "1"])
-def test_a_copy_on_one_rank_only_leaves_the_next_model_alone(is_checked):
-    """As a moving average on rank 0. With or without the check of collectives."""
-    os.environ["MESHARD_DEBUG"] = is_checked
-    try:
-        case, rank = CASES["mlp_stack"], dist.get_rank()
-        models = [shard(case, case.build())]
-        averages = [copy.deepcopy(models[0]) for _ in range(1 - rank)]
-        models += [shard(case, case.build()), copy.deepcopy(models[0])]
-        for model in models:
-            case.loss(model(case.batch(0, rank))).backward()
-            assert_same(full_grads(model), full_grads(models[0]), bitwise=True)
-        assert len(averages) == 1 - rank
-    finally:
-        del os.environ["MESHARD_DEBUG"]
-
-
-@on_ranks(2)
-def test_deleting_a_copy_frees_every_byte_without_the_garbage_collector():
-    case = CASES["transformer_tied"]
-    model = shard(case, case.build())
-    rank = dist.get_rank()
-    case.loss(model(case.batch(0, rank))).backward()
-    first = copy.deepcopy(model)
-    case.loss(first(case.batch(0, rank))).backward()
-    sgd(first.parameters()).step()
-    del first  # what is made or imported once has been
-    gc.collect()
-    gc.disable()
-    try:
-        before = live_tensor_bytes()
-        copied = copy.deepcopy(model)
-        optimizer = sgd(copied.parameters())
-        case.loss(copied(case.batch(0, rank))).backward()
-        optimizer.step()
-        watched = [weakref.ref(copied), *insides.engine_refs(copied)]
-        assert live_tensor_bytes() > before
-        del copied, optimizer
-        assert insides.left_alive(watched) == []
-        dist.barrier()
-        deadline = time.monotonic() + 10  # for gloo's threads to let go of works that are over
-        while live_tensor_bytes() != before and time.monotonic() < deadline:
-            time.sleep(0.2)
-        assert live_tensor_bytes() == before
-    finally:
-        gc.enable()
-    case.loss(model(case.batch(0, rank))).backward()
-
-
-@on_ranks(2)
+@on_threads(2)
 @pytest.mark.parametrize("optimizer_first", [False, True])
 def test_a_model_and_its_optimizer_are_copied_together(optimizer_first):
-    case = CASES["mlp_stack"]
-    model = shard(case, case.build())
-    optimizer = sgd(model.parameters())
-    rank = dist.get_rank()
+    case, model, _ = sharded_case("mlp_stack")
+    optimizer, rank = sgd(model.parameters()), dist.get_rank()
 
     def step(one, its):
         case.loss(one(case.batch(0, rank))).backward()
@@ -261,10 +177,9 @@ def test_a_model_and_its_optimizer_are_copied_together(optimizer_first):
     assert_same(full_state(copied), between, bitwise=True)
 
 
-@on_ranks(2)
+@on_threads(2)
 def test_gradients_and_optimizer_states_are_pickled_and_copied():
-    case = CASES["transformer"]
-    model = shard(case, case.build())
+    case, model, _ = sharded_case("transformer")
     optimizer = torch.optim.AdamW(model.parameters())
     case.loss(model(case.batch(0, dist.get_rank()))).backward()
     optimizer.step()

@@ -1,5 +1,6 @@
 """Memory that must be given back, and when."""
 
+import copy
 import gc
 import time
 import weakref
@@ -16,40 +17,48 @@ from tests.support.cases import CASES
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import MlpStack, seeded
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
-from tests.support.sharding import shard_blocks
+from tests.support.sharding import shard_blocks, sharded_case
 
 
 def warm_up(model, x):
     model(x).sum().backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.step()
     optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
-    ("case_name", "reshard_after_forward"), [("mlp_stack", None), ("transformer_tied", False)]
+    ("case_name", "what", "reshard_after_forward"),
+    [
+        ("mlp_stack", "model", None),
+        ("transformer_tied", "model", False),
+        ("transformer_tied", "copy", None),
+    ],
 )
 @on_ranks(2)
 def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(
-    case_name, reshard_after_forward
+    case_name, what, reshard_after_forward
 ):
-    case, mesh = CASES[case_name], init_device_mesh("cpu", (2,))
-    # The first step of a process imports modules, whose frames only a collection frees.
-    warm_up(meshard.fully_shard(torch.nn.Linear(2, 2), mesh), torch.ones(1, 2))
+    case, rank = CASES[case_name], torch.distributed.get_rank()
+
+    def make():
+        return sharded_case(case_name, reshard_after_forward=reshard_after_forward)[1]
+
+    # The first step and copy of a process import modules, whose frames only a collection frees.
+    original = make() if what == "copy" else torch.nn.Linear(2, 2)
+    warm_up(copy.deepcopy(make()), case.batch(0, rank))
     before = settled_tensor_bytes()
     gc.disable()
     try:
-        model = case.build()
-        for module in case.units(model):
-            meshard.fully_shard(module, mesh, reshard_after_forward=reshard_after_forward)
+        model = make() if what == "model" else copy.deepcopy(original)
         watched = [weakref.ref(model), *insides.engine_refs(model)]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(3):
-            case.loss(model(case.batch(step, torch.distributed.get_rank()))).backward()
+            case.loss(model(case.batch(step, rank))).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert live_tensor_bytes() > before
-        del model, module, optimizer
+        del model, optimizer
         assert insides.left_alive(watched) == []
         torch.distributed.barrier()
         deadline = time.monotonic() + 10  # for gloo's threads to let go of works that are over
@@ -60,52 +69,43 @@ def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(
         gc.enable()
 
 
-def retained_after_a_microbatch(mode, mesh_shape):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(3)])
-    for layer in model[:2]:
+def retained_after_a_microbatch(mode, mesh_shape, build):
+    """Return the bytes that a microbatch leaves."""
+    mesh, model = init_device_mesh("cpu", mesh_shape), build()
+    for layer in model:
         meshard.fully_shard(layer, mesh)
     meshard.fully_shard(model, mesh)
-    model(torch.ones(1, 16)).sum().backward()  # whatever is made once is made now
+    x = torch.ones(1, 16, dtype=model[0].weight.dtype)
+    model(x).sum().backward()  # whatever is made once is made now
     model.zero_grad()
     before = settled_tensor_bytes()
     model.set_gradient_sync(mode)
-    model(torch.ones(1, 16)).sum().backward()
+    model(x).sum().backward()
     after = settled_tensor_bytes()
     meshard.finalize_gradients(model)
     values = [param.grad.full_tensor() for param in model.parameters()]
-    assert all(value.shape == (16, 16) and value.isfinite().all() for value in values)
-    return (after - before) / (3 * 16 * 16 * 4)
+    assert all(value.shape[1] == 16 and value.isfinite().all() for value in values)
+    return after - before
+
+
+def square_layers():
+    return torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(3)])
 
 
 @pytest.mark.parametrize(
     ("mode", "of_whole"),
-    [
-        (GradientSync.NONE, 1.0),
-        (GradientSync.REDUCE_SCATTER, 0.5),
-        (GradientSync.FULL, 0.5),
-    ],
+    [(GradientSync.NONE, 1.0), (GradientSync.REDUCE_SCATTER, 0.5), (GradientSync.FULL, 0.5)],
 )
-def test_what_is_kept_between_microbatches_is_exact(run_ranks, mode, of_whole):
-    assert run_ranks(retained_after_a_microbatch, 2, mode, (2,)) == [of_whole] * 2
-    assert run_ranks(retained_after_a_microbatch, 4, mode, (2, 2)) == [of_whole] * 4
+@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
+def test_what_is_kept_between_microbatches_is_exact(run_ranks, mode, of_whole, mesh_shape):
+    num_ranks = torch.Size(mesh_shape).numel()
+    found = run_ranks(retained_after_a_microbatch, num_ranks, mode, mesh_shape, square_layers)
+    assert found == [of_whole * 3 * 16 * 16 * 4] * num_ranks
 
 
-def retained_of_a_narrow_parameter(mode, mesh_shape):
+def narrow_layer():
     """15 rows of 16 over two shards: a slot has 8 rows, and rank 1 owns 7."""
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = torch.nn.Linear(16, 15, bias=False, dtype=torch.bfloat16)
-    meshard.fully_shard(model, mesh)
-    x = torch.ones(1, 16, dtype=torch.bfloat16)
-    model(x).sum().backward()
-    model.zero_grad()
-    before = settled_tensor_bytes()
-    model.set_gradient_sync(mode)
-    model(x).sum().backward()
-    after = settled_tensor_bytes()
-    meshard.finalize_gradients(model)
-    assert (model.weight.grad.full_tensor() == 1).all()
-    return after - before
+    return torch.nn.Sequential(torch.nn.Linear(16, 15, bias=False, dtype=torch.bfloat16))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
     run_ranks, mode, mesh_shape, kept
 ):
     num_ranks = torch.Size(mesh_shape).numel()
-    found = run_ranks(retained_of_a_narrow_parameter, num_ranks, mode, mesh_shape)
+    found = run_ranks(retained_after_a_microbatch, num_ranks, mode, mesh_shape, narrow_layer)
     assert found == kept * (num_ranks // 2)
 
 

@@ -1,6 +1,7 @@
 """Tensors that a forward leaves in its arguments, through which backward comes."""
 
 import dataclasses
+import types
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import nn
 
 import meshard
 from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
-from tests.support.models import seeded
+from tests.support.models import Made
 from tests.support.ranks import on_fake_ranks, on_threads
 from tests.support.spread import spread
 
@@ -35,33 +36,19 @@ KINDS = {  # what a forward is called with, how it leaves a tensor there, how it
 }
 
 
-class Layer(nn.Module):
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.key, self.up = nn.Linear(6, 6), nn.Linear(6, 6)
+def leaving(kind):
+    """Return a model, a loss of which may come through what its layers have left, or outputs."""
+    make, leave, found = KINDS[kind]
 
-    def forward(self, x, into, *, more):
-        leave = KINDS[self.kind][1]
-        leave(into, torch.tanh(self.key(x)))
-        leave(more, self.key(x).relu())
-        return self.up(x)
+    def forward_of_layer(layer, x, into, *, more):
+        leave(into, torch.tanh(layer.key(x)))
+        leave(more, layer.key(x).relu())
+        return layer.up(x)
 
-
-class Net(nn.Module):
-    """Its loss may come through what its layers have left, through their outputs, or both."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.kind = kind
-        self.scale = nn.Parameter(torch.empty(6))
-        self.blocks = nn.ModuleList(Layer(kind) for _ in range(3))
-
-    def forward(self, x, use):
-        make, _, found = KINDS[self.kind]
+    def forward(model, x, use):
         into, more = make(), make()
-        x = x * self.scale
-        for layer in self.blocks:
+        x = x * model.scale
+        for layer in model.blocks:
             x = layer(x, into, more=more)
         return {
             "left": lambda: sum(found(into)),
@@ -69,11 +56,14 @@ class Net(nn.Module):
             "both": lambda: x + sum(found(into)),
         }[use]()
 
+    blocks = [Made(forward_of_layer, key=nn.Linear(6, 6), up=nn.Linear(6, 6)) for _ in range(3)]
+    return Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks)
+
 
 @spread(kind=list(KINDS), reshard_after_forward=[None, True])
 @on_threads(2)
 def test_a_loss_may_come_through_what_a_forward_has_left(kind, reshard_after_forward):
-    model, plain = sharded_and_plain(Net(kind), reshard_after_forward=reshard_after_forward)
+    model, plain = sharded_and_plain(leaving(kind), reshard_after_forward=reshard_after_forward)
     for use in ("left", "both", "more", "left"):
 
         def step(model, rank, use=use):
@@ -82,39 +72,23 @@ def test_a_loss_may_come_through_what_a_forward_has_left(kind, reshard_after_for
         check_gradients(model, plain, step, times=1, what=f"{use}: gradient")
 
 
-class Attending(nn.Module):
-    """Attends to what it has been called with before, as a decoder with a cache does."""
-
-    def __init__(self):
-        super().__init__()
-        self.key, self.value = nn.Linear(6, 6), nn.Linear(6, 6)
-
-    def forward(self, x, cache):
-        keys, values = torch.tanh(self.key(x)), self.value(x)
-        if id(self) in cache:
-            keys, values = (
-                torch.cat(pair) for pair in zip(cache[id(self)], (keys, values), strict=True)
-            )
-        cache[id(self)] = keys, values
-        return x + (x @ keys.t()).softmax(-1) @ values
-
-
-class Decoder(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(6))
-        self.blocks = nn.ModuleList(Attending() for _ in range(2))
-
-    def forward(self, x, cache):
-        for layer in self.blocks:
-            x = layer(x, cache)
-        return x * self.scale
-
-
 @pytest.mark.parametrize("use_first", [False, True])
 @on_threads(2)
 def test_the_loss_of_one_forward_reaches_another_through_a_cache(use_first):
-    """The loss of the second forward reaches the first through the cache alone."""
+    """Layers attend to what they have been called with before, as a decoder with a cache does."""
+
+    def attend(layer, x, cache):
+        keys, values = torch.tanh(layer.key(x)), layer.value(x)
+        if id(layer) in cache:
+            pairs = zip(cache[id(layer)], (keys, values), strict=True)
+            keys, values = (torch.cat(pair) for pair in pairs)
+        cache[id(layer)] = keys, values
+        return x + (x @ keys.t()).softmax(-1) @ values
+
+    def forward(model, x, cache):
+        for layer in model.blocks:
+            x = layer(x, cache)
+        return x * model.scale
 
     def step(model, rank):
         cache = {}
@@ -122,39 +96,28 @@ def test_the_loss_of_one_forward_reaches_another_through_a_cache(use_first):
         loss = model(inputs_of(rank) + 1, cache).square().mean()
         return loss + first.square().mean() if use_first else loss
 
-    check_gradients(*sharded_and_plain(Decoder()), step)
+    blocks = [Made(attend, key=nn.Linear(6, 6), value=nn.Linear(6, 6)) for _ in range(2)]
+    plain = Made(forward, blocks=blocks, scale=nn.Parameter(torch.empty(6)))
+    check_gradients(*sharded_and_plain(plain), step)
 
 
-class Opaque:
-    """An object that neither pytree nor dataclasses know."""
-
-    result = None
-
-
-class Stashes(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.key, self.up = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.into = Opaque()
-
-    def forward(self, x, into=None):
-        (into or self.into).result = self.key(x)
-        return self.up(x)
-
-
+@pytest.mark.parametrize("where", ["attribute", "argument"])
 @on_fake_ranks(2)
-def test_what_is_left_elsewhere_is_not_found_and_torch_refuses_the_backward():
-    layer = meshard.fully_shard(seeded(Stashes()))
-    model = meshard.fully_shard(nn.Sequential(layer))
-    x, into = torch.ones(1, 6, requires_grad=True), Opaque()
-    for run in (
-        lambda: model(x),
-        lambda: layer(x, into=into),
-    ):
-        run()
-        left = into.result if into.result is not None else layer.into.result
+def test_what_is_left_elsewhere_is_not_found_and_torch_refuses_the_backward(where):
+    """In an object that neither pytree nor dataclasses know."""
+
+    def forward(layer, x, into=None):
+        (into or layer.into).result = layer.key(x)
+        return layer.up(x)
+
+    layer = Made(forward, key=nn.Linear(6, 6), up=nn.Linear(6, 6), into=types.SimpleNamespace())
+    model = meshard.fully_shard(nn.Sequential(meshard.fully_shard(layer)))
+    x, into = torch.ones(1, 6, requires_grad=True), types.SimpleNamespace()
+    if where == "attribute":
+        model(x)
+    else:
+        layer(x, into=into)
+    left = (layer.into if where == "attribute" else into).result
+    for backward in (lambda: torch.autograd.grad(left.sum(), x), left.sum().backward):
         with pytest.raises(RuntimeError, match="storage of size 0"):
-            left.sum().backward()
-    model(x)
-    with pytest.raises(RuntimeError, match="storage of size 0"):
-        torch.autograd.grad(layer.into.result.sum(), x)
+            backward()

@@ -1,4 +1,7 @@
-"""The recorded order of units, which predicts what to gather next."""
+"""The recorded order of units, which predicts what to gather next, and what a backward costs."""
+
+import functools
+import sys
 
 import pytest
 import torch
@@ -6,31 +9,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import meshard
 from meshard import CommLedger
 from tests.support.fake import fake_group
-from tests.support.models import MlpBlock
+from tests.support.models import Made, MlpBlock
 from tests.support.ranks import on_fake_ranks
 from tests.support.sharding import shard_blocks
 
 X = torch.ones(1, 4)
 
 
-class Ordered(nn.Module):
-    """Runs its blocks in the order that it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MlpBlock(4, 4) for _ in range(5))
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x, order):
-        for number in order:
-            x = self.blocks[number](x)
-        return x * self.scale
-
-
 def make():
-    return shard_blocks(Ordered())
+    """Return a model that runs its blocks in the order that it is told."""
+    return shard_blocks(
+        Made(
+            lambda m, x, order: functools.reduce(lambda x, n: m.blocks[n](x), order, x) * m.scale,
+            blocks=[MlpBlock(4, 4) for _ in range(5)],
+            scale=nn.Parameter(torch.ones(1)),
+        )
+    )
 
 
 def gathered_ahead(model, order):
@@ -113,3 +110,41 @@ def test_a_backward_follows_the_exits_of_its_own_forward_reversed():
             loss.backward()
     gathered = [event.unit for event in ledger.events if event.op == "all_gather"]
     assert gathered == ["blocks.1", "blocks.3", "blocks.0"]
+
+
+def units_inside_units(count):
+    model = nn.Identity()
+    for _ in range(count):
+        model = meshard.fully_shard(nn.Sequential(nn.Linear(4, 4), model))
+    return model
+
+
+def buckets(count):
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+    return meshard.replicate(layers, bucket_cap_mb=1e-5)
+
+
+def calls_of_a_backward(model):
+    num_calls = 0
+
+    def count(frame, event, arg):
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    for _ in range(3):  # buckets are rebuilt after the first
+        loss = model(torch.ones(2, 4)).sum()
+        num_calls = 0
+        sys.setprofile(count)
+        try:
+            loss.backward()
+        finally:
+            sys.setprofile(None)
+        model.zero_grad()
+    return num_calls
+
+
+@pytest.mark.parametrize("build", [units_inside_units, buckets])
+@on_fake_ranks(2)
+def test_a_backward_of_twice_as_many_units_does_not_take_much_more_than_twice(build):
+    few, many = (calls_of_a_backward(build(count)) for count in (6, 12))
+    assert many < 3 * few, (few, many)

@@ -12,21 +12,11 @@ from tests.support.fake import fake_group
 from tests.support.insides import unsharded_bytes
 
 
-class Recording(nn.Linear):
-    """Records its weight in forward, and in its backward."""
-
-    def forward(self, x):
-        self.seen = [self.weight]  # in a list: as an attribute it would be a second parameter
-        if x.requires_grad:
-            x.register_hook(lambda _: self.seen.append(self.weight))  # at the end of its backward
-        return super().forward(x)
-
-
 @pytest.fixture
 def model():
     with fake_group(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        net = nn.Sequential(Recording(4, 4, bias=False), nn.Linear(4, 4))
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
         for module in (*net, net):
             meshard.fully_shard(module, mesh)
         yield net
@@ -37,15 +27,18 @@ def is_shard(tensor):
 
 
 def test_forward_and_backward_see_unsharded_parameters_and_all_else_shards(model):
-    layer = model[0]
+    layer, seen = model[0], []
     sharded = layer.weight
     assert is_shard(sharded) and sharded.to_local().shape == (2, 4)
-    loss = model(torch.ones(1, 4, requires_grad=True)).sum()
-    (unsharded,) = layer.seen
+    layer.register_forward_pre_hook(lambda *_: seen.append(layer.weight))
+    x = torch.ones(1, 4, requires_grad=True) * 1
+    x.register_hook(lambda _: seen.append(layer.weight))  # at the end of the layer's backward
+    loss = model(x).sum()
+    (unsharded,) = seen
     assert type(unsharded) is nn.Parameter and unsharded.shape == (4, 4)
     assert layer.weight is sharded and unsharded_bytes(layer) == 0
     loss.backward()
-    assert layer.seen[1] is unsharded
+    assert seen[1] is unsharded
     assert layer.weight is sharded and unsharded_bytes(layer) == 0
     assert unsharded.grad is None
 
