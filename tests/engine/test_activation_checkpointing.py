@@ -63,7 +63,31 @@ def build(kind, nesting, **options):
     return sharded_and_plain(plain, wrapped if nesting == "outside" else ["blocks"], **options)
 
 
-def counts_of_training(pair, mode):
+# Four units with the root. Without resharding each is gathered once a microbatch, with it again in
+# backward, except for the root by default. Recomputing costs nothing more, however it is nested:
+# a unit is whole in its backward already when what is inside is computed again.
+GATHERS = {None: 7, True: 8, False: 4}
+
+
+REDUCED, NONE = GradientSync.REDUCE_SCATTER, GradientSync.NONE
+
+
+@pytest.mark.parametrize(
+    ("kind", "nesting", "reshard", "mode"),
+    [
+        ("reentrant", "inside", None, REDUCED),
+        ("reentrant", "outside", True, REDUCED),
+        ("reentrant", "parts", False, REDUCED),
+        ("plain", "inside", True, REDUCED),
+        ("plain", "inside", None, NONE),
+        ("plain", "outside", None, NONE),
+        ("plain", "parts", None, REDUCED),
+        ("selective", "inside", False, REDUCED),
+        ("selective", "outside", None, REDUCED),
+    ],
+)
+@on_threads(2)
+def test_recomputing_gathers_nothing_more(kind, nesting, reshard, mode):
     def window(module, rank):
         numbers = range(MICROBATCHES)
         if isinstance(module, meshard.FSDPModule):
@@ -71,41 +95,11 @@ def counts_of_training(pair, mode):
         for number in numbers:
             module(inputs_of(rank, number)).square().mean().backward()
 
-    return check_training(*pair, window, steps=2).counts
-
-
-# Four units with the root. Without resharding each is gathered once a microbatch, with it again in
-# backward, except for the root by default. Recomputing costs nothing more, however it is nested:
-# a unit is whole in its backward already when what is inside is computed again.
-GATHERS = {None: 7, True: 8, False: 4}
-
-
-@pytest.mark.parametrize(
-    ("kind", "nesting", "reshard"),
-    [
-        ("reentrant", "inside", None),
-        ("reentrant", "outside", True),
-        ("reentrant", "parts", False),
-        ("plain", "inside", True),
-        ("plain", "parts", None),
-        ("selective", "inside", False),
-        ("selective", "outside", None),
-    ],
-)
-@on_threads(2)
-def test_recomputing_gathers_nothing_more(kind, nesting, reshard):
     pair = build(kind, nesting, reshard_after_forward=reshard)
-    assert counts_of_training(pair, GradientSync.REDUCE_SCATTER) == {
+    assert check_training(*pair, window, steps=2).counts == {
         "all_gather": GATHERS[reshard] * MICROBATCHES,
-        "reduce_scatter": 4 * MICROBATCHES,
+        "reduce_scatter": 4 * (1 if mode is NONE else MICROBATCHES),
     }
-
-
-@pytest.mark.parametrize("nesting", ["inside", "outside"])
-@on_threads(2)
-def test_recomputing_while_nothing_is_reduced(nesting):
-    counts = counts_of_training(build("plain", nesting), GradientSync.NONE)
-    assert counts == {"all_gather": 7 * MICROBATCHES, "reduce_scatter": 4}
 
 
 @pytest.mark.parametrize(

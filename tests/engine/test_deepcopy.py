@@ -1,4 +1,4 @@
-"""Deep copies of sharded modules."""
+"""Deep copies of sharded modules, and their moving averages."""
 
 import copy
 import io
@@ -9,14 +9,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import meshard
 from meshard import CommLedger, GradientSync
 from tests.support import insides
-from tests.support.against_plain import check_gradients, mean_square, sharded_and_plain
+from tests.support.against_plain import check_gradients, inputs_of, mean_square, sharded_and_plain
 from tests.support.cases import CASES
 from tests.support.models import MlpBlock, seeded
-from tests.support.parity import assert_same, full_grads, full_state, train
+from tests.support.parity import assert_same, full_grads, full_state, own_part, train
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import sharded_case
 
@@ -113,15 +114,12 @@ def test_a_unit_is_copied_out_of_its_root():
 
 
 @on_threads(2)
-@pytest.mark.parametrize("root_is_sharded", [True, False])
-def test_units_of_several_modules_are_copied(root_is_sharded):
+def test_units_of_several_modules_are_copied():
     mesh = init_device_mesh("cpu", (2,))
     plain = seeded(nn.Sequential(nn.Linear(6, 6), MlpBlock(6, 8), nn.Tanh(), nn.Linear(6, 6)))
     model = copy.deepcopy(plain)
     meshard.fully_shard(model[1].up, mesh)  # a unit inside one of the list
     meshard.fully_shard([model[0], model[3], model[1]], mesh)
-    if root_is_sharded:
-        meshard.fully_shard(model, mesh)
     copied = copy.deepcopy(model)
     del model
     assert check_gradients(copied, plain).counts["reduce_scatter"] == 2
@@ -179,32 +177,85 @@ def test_a_model_and_its_optimizer_are_copied_together(optimizer_first):
 
 @on_threads(2)
 def test_gradients_and_optimizer_states_are_pickled_and_copied():
+    def pickled(what, factor):
+        file = io.BytesIO()
+        torch.save(what, file)
+        assert file.tell() < factor * sharded_bytes + 50_000 * (factor - 1)
+        file.seek(0)
+        return torch.load(file, weights_only=False)
+
     case, model, _ = sharded_case("transformer")
     optimizer = torch.optim.AdamW(model.parameters())
     case.loss(model(case.batch(0, dist.get_rank()))).backward()
     optimizer.step()
     grads = {name: param.grad for name, param in model.named_parameters()}
     sharded_bytes = sum(grad.to_local().nbytes for grad in grads.values())
-    file = io.BytesIO()
-    torch.save(grads, file)
-    assert file.tell() < 2 * sharded_bytes + 50_000
-    file.seek(0)
-    for loaded in (torch.load(file, weights_only=False), copy.deepcopy(grads)):
-        assert_same(
-            {name: grad.to_local() for name, grad in loaded.items()},
-            {name: grad.to_local() for name, grad in grads.items()},
-            bitwise=True,
-        )
-        assert all(loaded[name].placements == grad.placements for name, grad in grads.items())
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    assert file.tell() < 3 * sharded_bytes + 100_000
-    file.seek(0)
+    for loaded in (pickled(grads, 2), copy.deepcopy(grads)):
+        for name, grad in grads.items():
+            assert_same(loaded[name].to_local(), grad.to_local(), bitwise=True, what=name)
+            assert loaded[name].placements == grad.placements
     other = torch.optim.AdamW(model.parameters())
-    other.load_state_dict(torch.load(file, weights_only=False))
-    for param in model.parameters():
+    other.load_state_dict(pickled(optimizer.state_dict(), 3))
+    for name, param in model.named_parameters():
         for key, value in optimizer.state[param].items():
-            assert torch.equal(
-                getattr(other.state[param][key], "_local_tensor", other.state[param][key]),
-                getattr(value, "_local_tensor", value),
-            )
+            loaded = other.state[param][key]
+            assert_same(own_part(loaded), own_part(value), bitwise=True, what=f"{key} of {name}")
+
+
+@on_threads(2)
+@pytest.mark.parametrize(
+    ("use_buffers", "multi", "reshard_after_forward"),
+    [(False, True, None), (True, False, None), (False, False, False), (False, True, False)],
+)
+def test_a_moving_average_follows_and_is_evaluated(use_buffers, multi, reshard_after_forward):
+    plain = nn.Sequential(MlpBlock(6, 8), MlpBlock(6, 8), nn.BatchNorm1d(6, momentum=0.5))
+    model, _ = sharded_and_plain(plain, ("0", "1"), reshard_after_forward=reshard_after_forward)
+    average_fn = {"multi_avg_fn": get_ema_multi_avg_fn(0.5)} if multi else {}
+    averages = [
+        AveragedModel(each, use_buffers=use_buffers, **average_fn) for each in (model, plain)
+    ]
+    optimizers = [
+        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)
+    ]
+    for step in range(4):
+        x = inputs_of(0, step)  # of both ranks: BatchNorm sees a whole batch
+        for each, optimizer, averaged in zip((model, plain), optimizers, averages, strict=True):
+            each(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            averaged.update_parameters(each)
+        if multi and reshard_after_forward is False:
+            for unit in (*averages[0].module[:2], averages[0].module):
+                unit.reshard()  # foreach kernels raise no version
+        assert_same(full_state(averages[0]), full_state(averages[1]))
+        for averaged in averages:
+            averaged.eval()
+        with torch.no_grad():
+            assert_same(averages[0](x), averages[1](x))
+            for averaged in averages:
+                averaged.train()
+        assert_same(full_state(model), full_state(plain))
+
+
+@on_threads(2)
+def test_averages_may_be_swapped_in_for_an_evaluation():
+    """Evaluate with averaged values in the model itself, put the old ones back, go on."""
+    case, model, plain = sharded_case("mlp_stack")
+    rank = dist.get_rank()
+    for step in range(3):
+        for each, batch in ((model, case.batch(step, rank)), (plain, case.whole_batch(step, 2))):
+            each.saved = [param.detach().clone() for param in each.parameters()]
+            with torch.no_grad():
+                each(case.batch(9, 0))  # leaves a whole root, of the wrong values
+                for param in each.parameters():
+                    param.mul_(0.5)
+                each.seen = each(case.batch(9, 0))
+                for param, saved in zip(each.parameters(), each.saved, strict=True):
+                    param.copy_(saved)
+            case.loss(each(batch)).backward()
+            with torch.no_grad():
+                for param in each.parameters():
+                    param.sub_(param.grad, alpha=0.1)
+                    param.grad = None
+        assert_same(model.seen, plain.seen)
+        assert_same(full_state(model), full_state(plain))

@@ -2,9 +2,10 @@
 
 import contextlib
 import datetime
+import os
 import threading
-import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from tests.support.fake import fake_group
 from tests.support.insides import unsharded_bytes
 from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 
@@ -116,11 +117,11 @@ def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
 
 
 class LateThread:
-    """Stands in for autograd's thread of a device: drops the callback of a backward late."""
+    """Stands in for autograd's thread of a device: keeps the callback of a backward."""
 
     def __init__(self, monkeypatch):
         self._engine = torch.autograd.Variable._execution_engine
-        self._kept, self._threads = [], []
+        self.kept = []
         monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", self)
 
     def __getattr__(self, name):
@@ -128,21 +129,7 @@ class LateThread:
 
     def queue_callback(self, callback):
         self._engine.queue_callback(callback)
-        self._kept.append(callback)
-
-    def drop_late(self, seconds=0.2):
-        kept, self._kept = self._kept, []
-
-        def drop():
-            time.sleep(seconds)
-            kept.clear()
-
-        self._threads.append(threading.Thread(target=drop))
-        self._threads[-1].start()
-
-    def join(self):
-        for thread in self._threads:
-            thread.join()
+        self.kept.append(callback)
 
 
 @pytest.mark.parametrize("then", ["try again", "go on with another graph"])
@@ -153,19 +140,21 @@ def test_a_backward_that_raised_is_noticed_before_autograd_drops_it(monkeypatch,
         model, untouched = models
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batch = torch.ones(2, 6)
-        kept = [each(batch).square().sum() for each in models]
+        graphs = [each(batch).square().sum() for each in models]
         handle = model.blocks[1].register_forward_hook(raise_in_backward)
         loss = model(batch).sum()
         handle.remove()
         with pytest.raises(Boom):
             loss.backward()
-        late.drop_late()
+        kept, late.kept = late.kept, []
+        drop_late = threading.Timer(0.2, kept.clear)
+        drop_late.start()
         with pytest.raises(RuntimeError, match="raised, so gradients are those of some units only"):
             optimizer.step()
-        for each, graph in zip(models, kept, strict=True):
+        for each, graph in zip(models, graphs, strict=True):
             (each(batch).square().sum() if then == "try again" else graph).backward()
         assert_same(full_grads(model), full_grads(untouched), bitwise=True)
-        late.join()
+        drop_late.join()
         optimizer.step()
         assert unsharded_bytes(model) == 0
 
@@ -186,14 +175,27 @@ def test_a_failing_evaluation_between_microbatches_keeps_their_gradients(sync):
     assert_same(full_grads(model), full_grads(untouched), bitwise=True)
 
 
+@on_threads(2)
+@pytest.mark.filterwarnings("ignore:unit .* returned a NoneType")
+def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
+    plain = Made(lambda m, x, into: into.append(m.linear(x)), linear=nn.Linear(4, 4))
+    model, _ = sharded_and_plain(plain, (), reshard_after_forward=True)
+    for each in (model, plain):
+        outputs = []
+        try:
+            raise RuntimeError("out of memory, say")
+        except RuntimeError:
+            each(torch.ones(2, 4, requires_grad=True), outputs)
+        outputs[0].sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
 @pytest.mark.slow  # it waits for timeouts
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
-def test_a_rank_with_fewer_batches_is_suspected(run_ranks, monkeypatch, shared_memory):
-    monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared_memory)
-    run_ranks(one_batch_less, 2)
-
-
-def one_batch_less():
+@on_ranks(2)
+@mock.patch.dict(os.environ)
+def test_a_rank_with_fewer_batches_is_suspected(shared_memory):
+    os.environ["MESHARD_SHARED_MEMORY"] = shared_memory
     mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=2)), "cpu")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for unit in (*model, model):

@@ -92,36 +92,32 @@ def square_layers():
     return torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(3)])
 
 
-@pytest.mark.parametrize(
-    ("mode", "of_whole"),
-    [(GradientSync.NONE, 1.0), (GradientSync.REDUCE_SCATTER, 0.5), (GradientSync.FULL, 0.5)],
-)
-@pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_what_is_kept_between_microbatches_is_exact(run_ranks, mode, of_whole, mesh_shape):
-    num_ranks = torch.Size(mesh_shape).numel()
-    found = run_ranks(retained_after_a_microbatch, num_ranks, mode, mesh_shape, square_layers)
-    assert found == [of_whole * 3 * 16 * 16 * 4] * num_ranks
-
-
 def narrow_layer():
     """15 rows of 16 over two shards: a slot has 8 rows, and rank 1 owns 7."""
     return torch.nn.Sequential(torch.nn.Linear(16, 15, bias=False, dtype=torch.bfloat16))
 
 
+WHOLE, SLOT = 3 * 16 * 16 * 4, 8 * 16  # bytes, elements
+WITH_SUMS = [SLOT * (4 + 2), SLOT * 4 + 7 * 16 * 2]  # narrow gradients beside their wide sums
+
+
 @pytest.mark.parametrize(
-    ("mode", "mesh_shape", "kept"),
+    ("build", "mode", "mesh_shape", "kept"),
     [
-        (GradientSync.NONE, (2, 2), [2 * 8 * 16 * 4] * 2),
-        (GradientSync.REDUCE_SCATTER, (2, 2), [8 * 16 * 4] * 2),
-        (GradientSync.REDUCE_SCATTER, (2,), [8 * 16 * (4 + 2), 8 * 16 * 4 + 7 * 16 * 2]),
-        (GradientSync.FULL, (2, 2), [8 * 16 * (4 + 2), 8 * 16 * 4 + 7 * 16 * 2]),
+        (square_layers, GradientSync.NONE, (2,), [WHOLE] * 2),
+        (square_layers, GradientSync.NONE, (2, 2), [WHOLE] * 2),
+        (square_layers, GradientSync.REDUCE_SCATTER, (2,), [WHOLE // 2] * 2),
+        (square_layers, GradientSync.REDUCE_SCATTER, (2, 2), [WHOLE // 2] * 2),
+        (square_layers, GradientSync.FULL, (2,), [WHOLE // 2] * 2),
+        (narrow_layer, GradientSync.NONE, (2, 2), [2 * SLOT * 4] * 2),
+        (narrow_layer, GradientSync.REDUCE_SCATTER, (2, 2), [SLOT * 4] * 2),
+        (narrow_layer, GradientSync.REDUCE_SCATTER, (2,), WITH_SUMS),
+        (narrow_layer, GradientSync.FULL, (2, 2), WITH_SUMS),
     ],
 )
-def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
-    run_ranks, mode, mesh_shape, kept
-):
+def test_what_is_kept_between_microbatches_is_exact(run_ranks, build, mode, mesh_shape, kept):
     num_ranks = torch.Size(mesh_shape).numel()
-    found = run_ranks(retained_after_a_microbatch, num_ranks, mode, mesh_shape, narrow_layer)
+    found = run_ranks(retained_after_a_microbatch, num_ranks, mode, mesh_shape, build)
     assert found == kept * (num_ranks // 2)
 
 

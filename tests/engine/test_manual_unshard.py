@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshard
@@ -224,3 +225,16 @@ def test_zero_grad_clears_a_gradient_that_was_set_by_hand_after_unshard():
     optimizer.zero_grad()
     assert weight.grad is None
     check_gradients(model, plain)
+
+
+@on_threads(2)
+def test_a_flat_optimizer_does_not_step_inside_unsharded_params():
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
+    optimizer = meshard.flat_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    with (
+        meshard.unsharded_params(model, writeback=False),
+        pytest.raises(RuntimeError, match="inside unsharded_params"),
+    ):
+        optimizer.step()
+    optimizer.step()  # and the optimizer still trains the model

@@ -6,18 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger
 from tests.support.against_plain import (
     check_gradients,
     inputs_of,
     sharded_and_plain,
 )
 from tests.support.models import Made, MlpBlock, MlpStack, seeded
-from tests.support.parity import assert_same
-from tests.support.ranks import on_fake_ranks, on_threads
+from tests.support.ranks import on_threads
 
 
 @on_threads(2)
@@ -29,6 +26,24 @@ def test_a_unit_used_twice_is_reduced_once():
     )
     ledger = check_gradients(*sharded_and_plain(plain, ("block", "between")), times=3)
     assert ledger.counts["reduce_scatter"] == 2
+
+
+@on_threads(2)
+def test_a_unit_of_several_modules_is_gathered_once_for_each_time_that_they_run():
+    def forward(model, x, times):
+        for _ in range(times):
+            x = model.second(model.first(x))
+        return x
+
+    plain = seeded(Made(forward, first=nn.Linear(3, 3), second=nn.Linear(3, 3)))
+    model, x = copy.deepcopy(plain), torch.ones(1, 3)
+    meshard.fully_shard([model.first, model.second])
+    meshard.fully_shard(model)
+    for times in (1, 2, 3):
+        with meshard.CommLedger(model) as ledger, torch.no_grad():
+            model(x, times)
+        assert [event.op for event in ledger.events] == ["all_gather"] * times
+        check_gradients(model, plain, lambda model, rank, times=times: model(x, times).sum())
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "sum, twice"])
@@ -68,51 +83,6 @@ def test_ranks_may_drop_different_layers():
             lambda model, rank, drops=drops: model(inputs_of(rank), drops[rank]).square().mean(),
             what=f"{drops}: gradient",
         )
-
-
-@on_threads(2)
-def test_training_follows_inference_mode():
-    model, plain = sharded_and_plain(MlpStack())
-    with torch.inference_mode():
-        assert_same(model(inputs_of(0)).clone(), plain(inputs_of(0)).clone())
-    model.blocks[1](inputs_of(0))  # a unit by itself, before its parent
-    check_gradients(model, plain)
-
-
-@pytest.mark.parametrize("is_forward", [True, False])
-@on_fake_ranks(2)
-def test_prefetch_lists_replace_the_prediction(is_forward):
-    model, _ = sharded_and_plain(MlpStack())
-    blocks, log = list(model.blocks), []
-
-    class Log(CommLedger):
-        def _observe(self, event, group, communicator):
-            log.append(event.unit)
-
-    blocks[0].up.register_forward_pre_hook(lambda *_: log.append("compute"))
-    if is_forward:
-        blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
-        with Log():
-            model(torch.ones(1, 6))
-        assert log == ["(root)", "blocks.0", "blocks.2", "blocks.1", "compute"]
-    else:
-        blocks[2].set_modules_to_backward_prefetch([blocks[0], blocks[1]])
-        out = model(torch.ones(1, 6))
-        log.clear()
-        with Log():
-            out.sum().backward()
-        gathers = [name for name in log if name.startswith("blocks")][:3]
-        assert gathers == ["blocks.2", "blocks.0", "blocks.1"]
-
-
-@on_threads(2)
-def test_units_may_run_before_their_root_is_sharded():
-    plain = seeded(MlpStack())
-    model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-        block(inputs_of(0))
-    check_gradients(meshard.fully_shard(model, mesh), plain)
 
 
 @pytest.mark.parametrize(

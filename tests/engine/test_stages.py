@@ -66,16 +66,3 @@ def test_a_gradient_is_where_its_mode_puts_it_until_zero_grad(model, mode, pendi
         assert model[0].weight.grad is gradient
         optimizer.zero_grad()
         assert model[0].weight.grad is None
-
-
-def test_two_ways_to_unshard_by_hand(model):
-    layer = model[0]
-    sharded = layer.weight
-    layer.unshard()
-    unsharded = layer.weight
-    assert type(unsharded) is nn.Parameter and unsharded_bytes(layer) == 64
-    layer.reshard()
-    assert layer.weight is sharded and unsharded_bytes(layer) == 0
-    with meshard.unsharded_params(layer):
-        assert type(layer.weight) is nn.Parameter and layer.weight is not unsharded
-    assert layer.weight is sharded

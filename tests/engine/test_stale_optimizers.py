@@ -60,9 +60,9 @@ def test_an_optimizer_of_whole_copies_is_told_so():
     hook.remove()
     with pytest.raises(RuntimeError, match=r"'scale' as the unsharded copy .* outside of forward"):
         built[0].step()
-    model.blocks[0].unshard_blocks()
+    model.blocks[0].unshard()
     optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
-    model.blocks[0].reshard_blocks()
+    model.blocks[0].reshard()
     with pytest.raises(RuntimeError, match=r"'up.weight' as the unsharded copy .* after reshard"):
         step(model, optimizer)
 
