@@ -27,20 +27,9 @@ from tests.support.spread import spread
 Named = namedtuple("Named", ["hidden", "label"])
 
 
-@dataclasses.dataclass
-class Plain:
-    hidden: Any
-    label: str = "plain"
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    hidden: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slotted:
-    hidden: Any
+Plain = dataclasses.make_dataclass("Plain", ["hidden", ("label", str, "plain")])
+Frozen = dataclasses.make_dataclass("Frozen", ["hidden"], frozen=True)
+Slotted = dataclasses.make_dataclass("Slotted", ["hidden"], frozen=True, slots=True)
 
 
 @dataclasses.dataclass
@@ -231,11 +220,7 @@ def test_hidden_outputs_of_frozen_units_matter_if_an_input_is_trained():
 # --- what a forward leaves in its arguments ------------------------------------------------------
 
 
-@dataclasses.dataclass
-class Bag:
-    tensors: tuple[Any, ...] = ()
-
-
+Bag = dataclasses.make_dataclass("Bag", [("tensors", tuple, ())])
 KINDS = {  # what a forward is called with, how it leaves a tensor there, how it is found again
     "list": (list, lambda into, left: into.append(left), list),
     "dict": (dict, lambda into, left: into.update({len(into): left}), lambda into: into.values()),
