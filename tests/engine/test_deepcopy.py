@@ -235,27 +235,3 @@ def test_a_moving_average_follows_and_is_evaluated(use_buffers, multi, reshard_a
             for averaged in averages:
                 averaged.train()
         assert_same(full_state(model), full_state(plain))
-
-
-@on_threads(2)
-def test_averages_may_be_swapped_in_for_an_evaluation():
-    """Evaluate with averaged values in the model itself, put the old ones back, go on."""
-    case, model, plain = sharded_case("mlp_stack")
-    rank = dist.get_rank()
-    for step in range(3):
-        for each, batch in ((model, case.batch(step, rank)), (plain, case.whole_batch(step, 2))):
-            each.saved = [param.detach().clone() for param in each.parameters()]
-            with torch.no_grad():
-                each(case.batch(9, 0))  # leaves a whole root, of the wrong values
-                for param in each.parameters():
-                    param.mul_(0.5)
-                each.seen = each(case.batch(9, 0))
-                for param, saved in zip(each.parameters(), each.saved, strict=True):
-                    param.copy_(saved)
-            case.loss(each(batch)).backward()
-            with torch.no_grad():
-                for param in each.parameters():
-                    param.sub_(param.grad, alpha=0.1)
-                    param.grad = None
-        assert_same(model.seen, plain.seen)
-        assert_same(full_state(model), full_state(plain))

@@ -44,17 +44,6 @@ def check(model, plain):
 
 
 @on_fake_ranks(2)
-def test_nested_calls_make_one_root_and_the_first_use_its_lifecycle():
-    model = sharded()
-    (root,) = {unit.root for unit in insides.units(model)}
-    assert root.lifecycle is None
-    model.blocks[1](BATCH)  # a part, before the whole
-    assert {unit.lifecycle for unit in insides.units(model)} == {root.lifecycle}
-    train(model)
-    assert {unit.root for unit in insides.units(model)} == {root}
-
-
-@on_fake_ranks(2)
 def test_two_threads_that_come_first_get_one_lifecycle(monkeypatch):
     made = []
 

@@ -1,6 +1,5 @@
 """Models that several threads run: one after the other, and one inside the step of another."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -101,23 +100,6 @@ def test_a_step_inside_that_of_another_thread_is_refused_and_harms_nothing(insid
     check_trains(model, 0)
     assert was_refused
     check_trains(model, 1)
-
-
-@on_fake_ranks(1)
-def test_threads_that_take_turns_train_as_one():
-    model, plain, lock = sharded(), seeded(MlpStack()), threading.Lock()
-
-    def work():
-        for _ in range(3):
-            with lock:
-                train(model)
-
-    with ThreadPoolExecutor(3) as pool:
-        for each in [pool.submit(work) for _ in range(3)]:
-            each.result(60)
-    for _ in range(9):
-        train(plain)
-    assert_same(full_grads(model), full_grads(plain))
 
 
 @on_fake_ranks(1)
