@@ -10,6 +10,7 @@ import meshard
 from meshard import GradientSync
 from tests.support.fake import fake_group
 from tests.support.insides import unsharded_bytes
+from tests.support.ranks import on_fake_ranks
 
 
 @pytest.fixture
@@ -66,3 +67,18 @@ def test_a_gradient_is_where_its_mode_puts_it_until_zero_grad(model, mode, pendi
         assert model[0].weight.grad is gradient
         optimizer.zero_grad()
         assert model[0].weight.grad is None
+
+
+@on_fake_ranks(2)
+def test_a_checkpoint_is_refused_while_gradients_of_any_unit_of_a_module_are_pending():
+    model = meshard.fully_shard(
+        nn.Linear(4, 4),  # the bias becomes a unit of its own, which is replicated
+        shard_placement_fn=lambda param: Shard(0) if param.dim() > 1 else Replicate(),
+    )
+    model.weight.requires_grad_(False)
+    with meshard.no_sync(model):
+        model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="holds gradients that are"):
+        model.state_dict()
+    meshard.finalize_gradients(model)
+    model.state_dict()
