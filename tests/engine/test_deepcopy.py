@@ -231,7 +231,7 @@ def test_a_moving_average_follows_and_is_evaluated(use_buffers, multi, reshard_a
         for averaged in averages:
             averaged.eval()
         with torch.no_grad():
-            assert_same(averages[0](x), averages[1](x))
+            assert_same(averages[0](x), averages[1](x), what=f"output of average {step}")
             for averaged in averages:
                 averaged.train()
         assert_same(full_state(model), full_state(plain))
