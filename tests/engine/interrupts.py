@@ -11,9 +11,6 @@ Each line that is tried is printed before. What is wrong is printed too, and end
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator
-from types import FrameType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import GradientSync
-from tests.support.models import seeded
+from tests.support.models import Made, seeded
 from tests.support.parity import full_grads, full_state
 
 KINDS = ("sharded", "hsdp", "host", "kept", "flat", "replicated", "bfloat16")
@@ -31,21 +28,18 @@ AFTERWARDS = ("state_dict", "step", "next", "evaluation", "reset")
 _SOURCES = os.path.dirname(meshard.__file__)
 _BATCHES = [torch.arange(6.0).view(2, 3) / 3 - 0.1 * number for number in range(4)]
 
-Line = tuple[str, int]  # file, number
-Tensors = dict[str, torch.Tensor | None]
-
 
 class Tracer:
     """Calls a function; at one line of meshard that this runs, raises KeyboardInterrupt."""
 
-    def __init__(self, at: int = -1) -> None:
+    def __init__(self, at=-1):
         self._at = at
-        self.lines: list[Line] = []
+        self.lines = []  # file, number
 
-    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _enter(self, frame, event, argument):
         return self._follow if frame.f_code.co_filename.startswith(_SOURCES) else None
 
-    def _follow(self, frame: FrameType, event: str, argument: Any) -> Any:
+    def _follow(self, frame, event, argument):
         if event == "line":
             file = os.path.relpath(frame.f_code.co_filename, _SOURCES)
             self.lines.append((file, frame.f_lineno))
@@ -53,7 +47,7 @@ class Tracer:
                 raise KeyboardInterrupt
         return self._follow
 
-    def run(self, function: Callable[[], object]) -> bool:
+    def run(self, function):
         """Return whether an interrupt came out of ``function``."""
         sys.settrace(self._enter)
         try:
@@ -65,25 +59,23 @@ class Tracer:
         return False
 
 
-class Net(nn.Module):
-    """Two units inside a root with a parameter of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.scale = nn.Parameter(torch.ones(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.second(torch.tanh(self.first(x))) * self.scale
+def make_model():
+    """Return two units inside a root with a parameter of its own."""
+    return Made(
+        lambda m, x: m.second(torch.tanh(m.first(x))) * m.scale,
+        first=nn.Linear(3, 3),
+        second=nn.Linear(3, 3),
+        scale=nn.Parameter(torch.ones(3)),
+    )
 
 
 class Session:
     """A model of one kind on one rank, with its optimizer, and what a step should give."""
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind):
         self.kind = kind
-        self.model: Any = seeded(Net())
-        options: dict[str, Any] = {
+        self.model = seeded(make_model())
+        options = {
             "host": {"offload_policy": meshard.CPUOffloadPolicy(pin_memory=False)},
             "kept": {"reshard_after_forward": False},
             "bfloat16": {"mp_policy": meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)},
@@ -96,8 +88,11 @@ class Session:
                 meshard.fully_shard(unit, **options)
         if kind == "kept":
             self.model.set_reshard_after_backward(False)
-        make = meshard.flat_optimizer if kind == "flat" else _ordinary
-        self.optimizer: Any = make(self.model, torch.optim.SGD, lr=0.1)
+        self.optimizer = (
+            meshard.flat_optimizer(self.model, torch.optim.SGD, lr=0.1)
+            if kind == "flat"
+            else torch.optim.SGD(self.model.parameters(), lr=0.1)
+        )
         self.initial = full_state(self.model)
         self.train()
         self.stepped = full_state(self.model)
@@ -106,7 +101,7 @@ class Session:
         self.optimizer.step()
         self.optimizer.step()
         self.twice = full_state(self.model)
-        self.expected: list[Tensors] = []  # gradients that the next backward may leave
+        self.expected = []  # gradients that the next backward may leave
         for values in (self.initial, self.stepped):
             for num_before in range(3):  # microbatches of the window that was interrupted
                 self.optimizer.zero_grad()
@@ -118,21 +113,21 @@ class Session:
         self.optimizer.zero_grad()
         self.load(self.initial)
 
-    def load(self, values: dict[str, Any]) -> None:
+    def load(self, values):
         with torch.no_grad():
             for name, param in self.model.named_parameters():
                 local = param.to_local() if isinstance(param, DTensor) else param
                 local.copy_(values[name])
 
-    def backward(self, number: int, sync: GradientSync) -> None:
+    def backward(self, number, sync):
         self.model.set_gradient_sync(sync)
         self.model(_BATCHES[number]).square().mean().backward()
 
-    def accumulate(self, num_microbatches: int = 2) -> None:
+    def accumulate(self, num_microbatches=2):
         for number, sync in [(1, GradientSync.NONE), (2, GradientSync.FULL)][:num_microbatches]:
             self.backward(number, sync)
 
-    def train(self) -> None:
+    def train(self):
         """Evaluate; run a window of two microbatches; step."""
         with torch.no_grad():
             self.model(_BATCHES[0])
@@ -140,14 +135,15 @@ class Session:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def check(self, afterwards: str) -> Iterator[str]:
+    def check(self, afterwards):
         """Do what a user may do after an interrupt in ``train``, and yield what is wrong."""
         if afterwards == "reset":
             self.model.reset_iter_state()
         elif afterwards == "state_dict":
             with _refusal("holds gradients that are"):
                 state = self.model.state_dict()
-                if self.kind != "replicated" and not all(map(_is_shard, state.values())):
+                is_sharded = all(isinstance(value, DTensor) for value in state.values())
+                if self.kind != "replicated" and not is_sharded:
                     yield "state_dict() holds unsharded tensors"
         elif afterwards == "evaluation":
             with torch.no_grad():
@@ -173,19 +169,11 @@ class Session:
             yield "the next step is wrong"
         self.load(self.initial)
 
-    def _has_values(self, *allowed: dict[str, Any]) -> bool:
+    def _has_values(self, *allowed):
         return any(_equal(full_state(self.model), each) for each in allowed)
 
 
-def _ordinary(model: nn.Module, optimizer: type, **options: Any) -> Any:
-    return optimizer(model.parameters(), **options)
-
-
-def _is_shard(value: object) -> bool:
-    return isinstance(value, DTensor)
-
-
-def _equal(some: Any, others: Any) -> bool:
+def _equal(some, others):
     return all(
         one is other is None or (None not in (one, other) and torch.equal(one, other))
         for one, other in ((some[name], others[name]) for name in others)
@@ -193,7 +181,7 @@ def _equal(some: Any, others: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _refusal(text: str) -> Iterator[None]:
+def _refusal(text):
     """Accept a RuntimeError with ``text`` in it: a clear answer too."""
     try:
         yield
@@ -202,16 +190,16 @@ def _refusal(text: str) -> Iterator[None]:
             raise
 
 
-def once_each(lines: list[Line]) -> list[int]:
+def once_each(lines):
     """Return where each line occurs: the first time, or the last time, by turns."""
-    first, last = dict[Line, int](), dict[Line, int]()
+    first, last = {}, {}
     for number, line in enumerate(lines):
         first.setdefault(line, number)
         last[line] = number
     return [(first, last)[place % 2][line] for place, line in enumerate(first)]
 
 
-def main(kind: str, start: int, stride: int) -> int:
+def main(kind, start, stride):
     """Try lines of ``kind``; return the exit status."""
     session, tracer, num_wrong = Session(kind), Tracer(), 0
     tracer.run(session.train)
@@ -222,7 +210,7 @@ def main(kind: str, start: int, stride: int) -> int:
         file, line = tracer.lines[number]
         where = f"{file}:{line} ({number}), then {afterwards}"
         print(where, flush=True)
-        once, wrong = Tracer(number), list[str]()
+        once, wrong = Tracer(number), []
         try:
             # Not inside an ``except``, which would keep the frames of the step alive.
             if not once.run(session.train) and len(once.lines) > number:

@@ -18,16 +18,16 @@ from torch.utils.checkpoint import (
 )
 
 import meshard
-from meshard import CommLedger, GradientSync, microbatches
+from meshard import GradientSync
 from tests.support.against_plain import (
-    SGD,
     check_gradients,
+    check_training,
     inputs_of,
     mean_square,
     sharded_and_plain,
 )
-from tests.support.models import MlpStack, seeded
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.models import Made, MlpBlock, MlpStack
+from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks, on_threads
 
 MICROBATCHES = 3
@@ -50,42 +50,17 @@ WRAPS = {
 }
 
 
-def plain_names(values):
-    return {name.replace("_checkpoint_wrapped_module.", ""): v for name, v in values.items()}
-
-
 def build(kind, nesting, **options):
     """Checkpoint a sharded block ("outside"), shard a checkpointed one, or checkpoint its parts."""
-    model = seeded(MlpStack())
-    wrap = functools.partial(checkpoint_wrapper, **WRAPS[kind]) if kind else lambda module: module
-    for number, block in enumerate(model.blocks):
-        if nesting == "inside":
-            model.blocks[number] = meshard.fully_shard(wrap(block), **options)
-        elif nesting == "outside":
-            model.blocks[number] = wrap(meshard.fully_shard(block, **options))
-        else:
+    plain = MlpStack()
+    wrap = functools.partial(checkpoint_wrapper, **WRAPS[kind])
+    for number, block in enumerate(plain.blocks):
+        if nesting == "parts":
             block.up, block.down = wrap(block.up), wrap(block.down)
-            meshard.fully_shard(block, **options)
-    return meshard.fully_shard(model, **options)
-
-
-def count(model, mode):
-    """Train for two windows beside the plain model, and return the collectives of the second."""
-    plain = seeded(MlpStack())
-    optimizers = [SGD(each.parameters()) for each in (model, plain)]
-    for _ in range(2):
-        with CommLedger(model) as ledger:
-            for number in microbatches(model, range(MICROBATCHES), until_last=mode):
-                model(inputs_of(dist.get_rank(), number)).square().mean().backward()
-        for number in range(MICROBATCHES):
-            whole = torch.cat([inputs_of(rank, number) for rank in range(2)])
-            plain(whole).square().mean().backward()
-        assert_same(plain_names(full_grads(model)), full_grads(plain))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        assert_same(plain_names(full_state(model)), full_state(plain))
-    return ledger.counts
+        else:
+            plain.blocks[number] = wrap(block)
+    wrapped = [f"blocks.{number}._checkpoint_wrapped_module" for number in range(3)]
+    return sharded_and_plain(plain, wrapped if nesting == "outside" else ["blocks"], **options)
 
 
 # Four units with the root. Without resharding each is gathered once a microbatch, with it again in
@@ -94,74 +69,61 @@ def count(model, mode):
 GATHERS = {None: 7, True: 8, False: 4}
 
 
+REDUCED, NONE = GradientSync.REDUCE_SCATTER, GradientSync.NONE
+
+
 @pytest.mark.parametrize(
-    ("kind", "nesting", "reshard"),
+    ("kind", "nesting", "reshard", "mode"),
     [
-        (None, "inside", True),
-        ("reentrant", "inside", None),
-        ("reentrant", "outside", True),
-        ("reentrant", "parts", False),
-        ("plain", "inside", True),
-        ("plain", "outside", None),
-        ("plain", "parts", None),
-        ("selective", "inside", False),
-        ("selective", "outside", None),
+        ("reentrant", "inside", None, REDUCED),
+        ("reentrant", "outside", True, REDUCED),
+        ("reentrant", "parts", False, REDUCED),
+        ("plain", "inside", True, REDUCED),
+        ("plain", "inside", None, NONE),
+        ("plain", "outside", None, NONE),
+        ("plain", "parts", None, REDUCED),
+        ("selective", "inside", False, REDUCED),
+        ("selective", "outside", None, REDUCED),
     ],
 )
 @on_threads(2)
-def test_recomputing_gathers_nothing_more(kind, nesting, reshard):
-    model = build(kind, nesting, reshard_after_forward=reshard)
-    assert count(model, GradientSync.REDUCE_SCATTER) == {
+def test_recomputing_gathers_nothing_more(kind, nesting, reshard, mode):
+    def window(module, rank):
+        numbers = range(MICROBATCHES)
+        if isinstance(module, meshard.FSDPModule):
+            numbers = meshard.microbatches(module, numbers, until_last=mode)
+        for number in numbers:
+            module(inputs_of(rank, number)).square().mean().backward()
+
+    pair = build(kind, nesting, reshard_after_forward=reshard)
+    assert check_training(*pair, window, steps=2).counts == {
         "all_gather": GATHERS[reshard] * MICROBATCHES,
-        "reduce_scatter": 4 * MICROBATCHES,
+        "reduce_scatter": 4 * (1 if mode is NONE else MICROBATCHES),
     }
 
 
-@pytest.mark.parametrize("nesting", ["inside", "outside"])
+@pytest.mark.parametrize(
+    ("policy", "reshard"),
+    [(save_products, None), (save_everything, True), (save_everything, False)],
+)
 @on_threads(2)
-def test_recomputing_while_nothing_is_reduced(nesting):
-    counts = count(build("plain", nesting), GradientSync.NONE)
-    assert counts == {"all_gather": 7 * MICROBATCHES, "reduce_scatter": 4}
-
-
-class Around(MlpStack):
+def test_selective_checkpoints_do_not_see_gathers(policy, reshard):
     """Each checkpoint spans a unit and what follows, which backward recomputes first."""
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
 
-    def __init__(self, policy):
-        super().__init__()
-        self.contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-
-    def forward(self, x):
-        for block in self.blocks:
+    def forward(model, x):
+        for block in model.blocks:
             x = checkpoint(
-                lambda x, block=block: (block(x * self.scale).square() + 1e-3).sqrt(),
+                lambda x, block=block: (block(x * model.scale).square() + 1e-3).sqrt(),
                 x,
                 use_reentrant=False,
-                context_fn=self.contexts,
+                context_fn=contexts,
             )
         return x
 
-
-@pytest.mark.parametrize("policy", [save_products, save_everything])
-@pytest.mark.parametrize("reshard", [None, True, False])
-@on_threads(2)
-def test_selective_checkpoints_do_not_see_gathers(reshard, policy):
-    check_gradients(*sharded_and_plain(Around(policy), reshard_after_forward=reshard))
-
-
-class Segments(MlpStack):
-    """Each checkpoint spans two units."""
-
-    def __init__(self, use_reentrant):
-        super().__init__(depth=4)
-        self.use_reentrant = use_reentrant
-
-    def forward(self, x):
-        x = x * self.scale
-        for start in (0, 2):
-            run = nn.Sequential(*self.blocks[start : start + 2])
-            x = checkpoint(run, x, use_reentrant=self.use_reentrant)
-        return x + self.shift
+    blocks = [MlpBlock(6, 10) for _ in range(3)]
+    plain = Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks)
+    check_gradients(*sharded_and_plain(plain, reshard_after_forward=reshard))
 
 
 @pytest.mark.parametrize(
@@ -169,49 +131,48 @@ class Segments(MlpStack):
 )
 @on_ranks(2)
 def test_a_checkpoint_around_several_units(use_reentrant, early_stop):
+    def forward(model, x):
+        for start in (0, 2):
+            run = nn.Sequential(*model.blocks[start : start + 2])
+            x = checkpoint(run, x * model.scale, use_reentrant=use_reentrant)
+        return x
+
+    blocks = [MlpBlock(6, 10) for _ in range(4)]
+    plain = Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks)
     with set_checkpoint_early_stop(early_stop):
-        ledger = check_gradients(*sharded_and_plain(Segments(use_reentrant)), times=3)
+        ledger = check_gradients(*sharded_and_plain(plain), times=3)
     assert ledger.counts == {"all_gather": 9, "reduce_scatter": 5}
 
 
-@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("kind", ["plain", "reentrant"])
 @on_ranks(2)
-def test_dropout_is_repeated_as_it_was(use_reentrant):
+def test_dropout_is_repeated_as_it_was(kind):
     def gradients(**options):
-        model = seeded(MlpStack())
-        for number, block in enumerate(model.blocks):
+        plain = MlpStack()
+        for block in plain.blocks:
             block.up = nn.Sequential(block.up, nn.Dropout(0.5))
-            meshard.fully_shard(block)
-            if options:
-                model.blocks[number] = checkpoint_wrapper(block, **options)
-        meshard.fully_shard(model)
+        model, _ = sharded_and_plain(plain)
+        for number, block in enumerate(model.blocks) if options else ():
+            model.blocks[number] = checkpoint_wrapper(block, **options)
         torch.manual_seed(dist.get_rank())
         mean_square(model, 0).backward()
-        return plain_names(full_grads(model))
+        return dict(enumerate(full_grads(model).values()))
 
     expected = gradients()
-    kind = WRAPS["reentrant" if use_reentrant else "plain"]
-    assert_same(gradients(**kind, preserve_rng_state=True), expected, bitwise=True)
-    other = gradients(**kind, preserve_rng_state=False)
+    assert_same(gradients(**WRAPS[kind], preserve_rng_state=True), expected, bitwise=True)
+    other = gradients(**WRAPS[kind], preserve_rng_state=False)
     assert max((other[name] - expected[name]).abs().max() for name in other) > 0.01
-
-
-class Fickle(nn.Module):
-    """Computes something else when it runs again."""
-
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(6, 8), nn.Linear(8, 6)
-        self.runs = 0
-
-    def forward(self, x):
-        self.runs += 1
-        return self.down(torch.sin(self.up(x if self.runs == 1 else x[:1])))
 
 
 @on_threads(2)
 def test_a_failed_determinism_check_leaves_the_next_step_right():
-    model, plain = sharded_and_plain(nn.Sequential(Fickle(), nn.Linear(6, 2)), ("0", "1"))
+    fickle = Made(  # computes something else when it runs again
+        lambda m, x: m.down(torch.sin(m.up(x if next(m.firsts, False) else x[:1]))),
+        up=nn.Linear(6, 8),
+        down=nn.Linear(8, 6),
+        firsts=iter([True]),
+    )
+    model, plain = sharded_and_plain(nn.Sequential(fickle, nn.Linear(6, 2)), ("0", "1"))
     fickle = model[0]
     model[0] = checkpoint_wrapper(fickle, CheckpointImpl.NO_REENTRANT)
     with pytest.raises(torch.utils.checkpoint.CheckpointError, match="different metadata"):
@@ -222,13 +183,16 @@ def test_a_failed_determinism_check_leaves_the_next_step_right():
     check_gradients(model, plain)
 
 
-@pytest.mark.parametrize("kind", [None, "plain"])
+@pytest.mark.parametrize("is_checkpointed", [False, True])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @on_ranks(2)
-def test_autocast_computes_as_it_does_on_one_process(param_dtype, kind):
+def test_autocast_computes_as_it_does_on_one_process(param_dtype, is_checkpointed):
     """Compare with the plain model under the same autocast."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
-    model, plain = build(kind, "outside", mp_policy=policy), seeded(MlpStack())
+    if is_checkpointed:
+        model, plain = build("plain", "outside", mp_policy=policy)
+    else:
+        model, plain = sharded_and_plain(MlpStack(), mp_policy=policy)
     is_exact = param_dtype is None
     for _ in range(MICROBATCHES):
         losses = []
@@ -238,8 +202,8 @@ def test_autocast_computes_as_it_does_on_one_process(param_dtype, kind):
             loss.backward()
             losses.append(loss.detach())
         dtype = torch.float32 if is_exact else torch.bfloat16
-        assert_same(losses[0], losses[1], dtype, bitwise=is_exact)
-    ours, theirs = plain_names(full_grads(model)), full_grads(plain)
-    for name, gradient in theirs.items():
+        assert_same(*losses, dtype, bitwise=is_exact)
+    ours = full_grads(model)
+    for name, gradient in full_grads(plain).items():
         error = (ours[name] - gradient).norm() / gradient.norm()
         assert error < (1e-6 if is_exact else 0.05), f"{name}: {error}"

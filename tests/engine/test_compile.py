@@ -9,14 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.against_plain import SGD, check_gradients, inputs_of, sharded_and_plain
-from tests.support.models import MlpStack, TransformerBlock, seeded
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.models import Made, MlpStack, TransformerBlock, seeded
+from tests.support.parity import assert_same, full_grads, full_state, train
 from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.sharding import shard_blocks
 
@@ -37,8 +36,9 @@ def compiling_at_most_once():
     torch._dynamo.reset()
 
 
-def compile_blocks(blocks, how, **options):
+def compile_blocks(blocks, how="method", **options):
     """Compile each of a ModuleList in place, by the method or by the function."""
+    options = {"backend": "aot_eager", "fullgraph": True} | options
     for number, block in enumerate(blocks):
         if how == "method":
             block.compile(**options)
@@ -46,97 +46,96 @@ def compile_blocks(blocks, how, **options):
             blocks[number] = torch.compile(block, **options)
 
 
-def plain_names(values):
+def mean_square(output):
+    return output.float().square().mean()
+
+
+def plain_names(step):
+    values = {"loss": step.loss} | step.grads | {f"{k}: value": v for k, v in step.params.items()}
     return {name.replace("_orig_mod.", ""): value for name, value in values.items()}
 
 
-def train(model, run=None, counters=None):
-    """Return loss, gradients, parameters and collectives of each step."""
-    run = model if run is None else run
-    optimizer, records, frames = SGD(model.parameters()), [], []
-    for number in range(STEPS):
-        with CommLedger() as ledger:
-            loss = run(inputs_of(dist.get_rank(), number)).float().square().mean()
-            loss.backward()
-        grads = plain_names(full_grads(model))
-        optimizer.step()
-        optimizer.zero_grad()
-        records.append(
-            {"loss": loss.detach(), "grads": grads, "params": plain_names(full_state(model))}
-            | {op: torch.tensor(count) for op, count in ledger.counts.items()}
-        )
-        if counters is not None:
-            frames.append((counters["frames"]["total"], counters["stats"]["unique_graphs"]))
-    assert len(set(frames[1:])) <= 1, f"still compiling: {frames}"
-    return records
+def check_compiled(before=None, after=None, *, depth=3, bitwise=True, prepare=None, **options):
+    """Train eager and compiled, and compare.
 
+    ``before`` and ``after`` it is sharded a model is compiled; ``after`` may return what is called.
+    Return dynamo's counters.
+    """
 
-def check_both_ways(how, when="after", *, backend="aot_eager", depth=3, **options):
-    """Train eager and compiled, and compare."""
-
-    def build(is_compiled):
+    def trained(before, after):
         model = seeded(MlpStack(depth=depth))
-        if is_compiled and when == "before":
-            compile_blocks(model.blocks, how, backend=backend, fullgraph=True)
-        for block in model.blocks:
-            meshard.fully_shard(block, **options)
-        if is_compiled and when == "after":
-            compile_blocks(model.blocks, how, backend=backend, fullgraph=True)
-        return meshard.fully_shard(model, **options)
+        for act in (prepare, before):
+            if act is not None:
+                act(model)
+        shard_blocks(model, **options)
+        run = None if after is None else after(model)
+        batches = [inputs_of(dist.get_rank(), number) for number in range(STEPS)]
+        with CommLedger() as ledger:
+            steps = train(model if run is None else run, batches, SGD, loss_fn=mean_square)
+        return [plain_names(step) for step in steps], ledger.counts
 
-    expected = train(build(False))
+    expected, expected_counts = trained(None, None)
     with compiling_at_most_once() as counters:
-        actual = train(build(True), counters=counters)
-        assert counters["stats"]["unique_graphs"] == 1
-        assert not counters["graph_break"]
+        actual, counts = trained(before, after)
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert_same(one, other, bitwise=backend == "aot_eager", what=f"step {number}")
+        assert_same(one, other, bitwise=bitwise, what=f"step {number}")
+    assert counts == expected_counts
+    return counters
+
+
+def by(how, **options):
+    return lambda model: compile_blocks(model.blocks, how, **options)
 
 
 slow = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("how", "when", "reshard"),
+    ("how", "when", "options"),
     [
-        ("method", "before", True),
-        pytest.param("method", "after", False, marks=slow),
-        pytest.param("function", "before", False, marks=slow),
-        pytest.param("function", "after", True, marks=slow),
+        ("method", "before", {"reshard_after_forward": True}),
+        pytest.param("function", "after", {"reshard_after_forward": False}, marks=slow),
+        pytest.param("method", "after", {"depth": 10}, marks=slow),  # dynamo would give up at 8
+        pytest.param("function", "before", {"depth": 10}, marks=slow),
+        ("method", "after", {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32)}),
     ],
 )
 @on_ranks(2)
-def test_compiled_blocks_train_bit_for_bit_like_eager_ones(how, when, reshard):
-    check_both_ways(how, when, reshard_after_forward=reshard)
-
-
-@slow
-@pytest.mark.parametrize("how", ["method", "function"])
-@on_ranks(2)
-def test_one_graph_serves_more_blocks_than_dynamo_may_recompile(how):
-    check_both_ways(how, depth=10)
-
-
-@on_ranks(2)
-def test_compiled_blocks_under_mixed_precision():
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    check_both_ways("method", mp_policy=policy)
+def test_compiled_blocks_train_bit_for_bit_like_eager_ones(how, when, options):
+    counters = check_compiled(**{when: by(how)}, **options)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]
 
 
 @slow
 @pytest.mark.parametrize(("how", "when"), [("method", "after"), ("function", "before")])
 @on_ranks(2, timeout=280)
 def test_inductor_agrees_to_rounding(how, when):
-    check_both_ways(how, when, backend="inductor")
+    check_compiled(**{when: by(how, backend="inductor")}, bitwise=False)
 
 
-class Recomputed(nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
+def recompute_inside(model):
+    for block in model.blocks:
+        block.up = Made(
+            lambda m, x: checkpoint(lambda x: torch.sin(m.inner(x)), x, use_reentrant=False),
+            inner=block.up,
+        )
 
-    def forward(self, x):
-        return checkpoint(lambda x: torch.sin(self.inner(x)), x, use_reentrant=False)
+
+def compile_inside(model):
+    for block in model.blocks:
+        block.up = torch.compile(block.up, backend="aot_eager")
+
+
+FORMS = {
+    "model.compile": {"after": lambda model: model.compile(backend="aot_eager")},
+    "torch.compile": {"after": lambda model: torch.compile(model, backend="aot_eager")},
+    "inside": {"after": compile_inside},
+    "checkpoints inside blocks": {
+        "prepare": recompute_inside,
+        "after": by("method", fullgraph=False),
+    },
+}
 
 
 @pytest.mark.parametrize(
@@ -150,59 +149,25 @@ class Recomputed(nn.Module):
 )
 @on_ranks(2)
 def test_compiling_around_and_inside_units(form):
-    models = [seeded(MlpStack()) for _ in range(2)]
-    for model in models:
-        for block in model.blocks if form == "checkpoints inside blocks" else ():
-            block.up = Recomputed(block.up)
-        shard_blocks(model)
-    expected, (_, model) = train(models[0]), models
-    with compiling_at_most_once() as counters:
-        run = model
-        if form == "model.compile":
-            model.compile(backend="aot_eager")
-        elif form == "torch.compile":
-            run = torch.compile(model, backend="aot_eager")
-        elif form == "inside":
-            for block in model.blocks:
-                block.up = torch.compile(block.up, backend="aot_eager")
-        else:
-            compile_blocks(model.blocks, "method", backend="aot_eager")
-        actual = train(model, run, counters)
-        assert counters["stats"]["unique_graphs"] >= 1
-    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        assert_same(one, other, bitwise=True, what=f"step {number}")
-
-
-class TwoBlocks(nn.Module):
-    """A root with compute of its own around two units, called one by one."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(TransformerBlock(8, 2) for _ in range(2))
-        self.shift = nn.Parameter(torch.empty(8))
-
-    def forward(self, x):
-        x = self.blocks[0](torch.sin(x + self.shift))
-        x = self.blocks[1](torch.cos(x))
-        return torch.tanh(x)
+    assert check_compiled(**FORMS[form])["stats"]["unique_graphs"] >= 1
 
 
 @slow
 @on_ranks(2)
 def test_units_are_borders_of_graphs_in_a_compiled_root():
-    mesh, found = torch.distributed.init_device_mesh("cpu", (2,)), []
-    for shard in (meshard.fully_shard, peer_fully_shard):
-        model = seeded(TwoBlocks())
-        for unit in (*model.blocks, model):
-            shard(unit, mesh=mesh)
-        with compiling_at_most_once() as counters:
-            model.compile(backend="aot_eager")
-            for number in range(STEPS):
-                model(inputs_of(dist.get_rank(), number, (2, 3, 8))).sum().backward()
-            found.append((counters["stats"]["unique_graphs"], counters["frames"]["total"]))
-    ours, peers = found
-    assert ours[0] == 4  # one before, between and after the units, and one that both units share
-    assert ours[0] <= peers[0] and ours[1] <= peers[1]
+    """One is before, between and after the units each, and one is shared by both units."""
+
+    def forward(model, x):
+        x = model.blocks[0](torch.sin(x + model.shift))
+        return torch.tanh(model.blocks[1](torch.cos(x)))
+
+    blocks = [TransformerBlock(8, 2) for _ in range(2)]
+    model = shard_blocks(seeded(Made(forward, blocks=blocks, shift=nn.Parameter(torch.empty(8)))))
+    with compiling_at_most_once() as counters:
+        model.compile(backend="aot_eager")
+        for number in range(STEPS):
+            model(inputs_of(dist.get_rank(), number, (2, 3, 8))).sum().backward()
+        assert counters["stats"]["unique_graphs"] == 4
 
 
 @on_ranks(2)
@@ -273,7 +238,7 @@ def test_torch_modules_and_methods_are_compiled(form):
 def test_frozen_weights_and_evaluation_between_compiled_steps():
     """Freeze, evaluate and train again: each may compile once more, and no value is stale."""
     model, plain = sharded_and_plain(MlpStack())
-    compile_blocks(model.blocks, "method", backend="aot_eager", fullgraph=True)
+    compile_blocks(model.blocks)
     with compiling_at_most_once() as counters:
         torch._dynamo.config.error_on_recompile = False
         for frozen in (False, True) * 2:

@@ -2,9 +2,10 @@
 
 import contextlib
 import datetime
+import os
 import threading
-import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -15,12 +16,12 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.support.cases import CASES
+from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
 from tests.support.fake import fake_group
 from tests.support.insides import unsharded_bytes
-from tests.support.models import MlpStack, seeded
+from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_fake_ranks, on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 
@@ -36,29 +37,21 @@ def raise_in_backward(module, args, output):
     output.register_hook(raise_boom)
 
 
-CASE = CASES["mlp_stack"]
-
-
 def two_models(mesh_shape=(2,)):
-    models = [seeded(MlpStack(depth=4), 3) for _ in range(2)]
     mesh = init_device_mesh("cpu", mesh_shape)
-    return [shard_blocks(model, mesh) for model in models]
+    return [shard_blocks(seeded(MlpStack(depth=4)), mesh) for _ in range(2)]
 
 
 def backward(model, step=0):
-    CASE.loss(model(CASE.batch(step, dist.get_rank()))).backward()
+    model(inputs_of(dist.get_rank(), step)).square().mean().backward()
 
 
-def fail_in_forward(model):
-    """Raise in a later block; the batch is that of another step."""
-    handle = model.blocks[2].register_forward_pre_hook(raise_boom)
-    with pytest.raises(Boom):
-        backward(model, 1)
-    handle.remove()
-
-
-def fail_in_backward(model):
-    handle = model.blocks[1].register_forward_hook(raise_in_backward)
+def fail(model, where="forward"):
+    """Raise in a later block, on the batch of another step."""
+    if where == "forward":
+        handle = model.blocks[2].register_forward_pre_hook(raise_boom)
+    else:
+        handle = model.blocks[1].register_forward_hook(raise_in_backward)
     with pytest.raises(Boom):
         backward(model, 1)
     handle.remove()
@@ -71,17 +64,16 @@ def assert_same_models(model, untouched):
 
 
 @pytest.mark.parametrize(
-    ("fail", "mesh_shape"),
-    [(fail_in_forward, (2,)), (fail_in_backward, (2,)), (fail_in_forward, (2, 2))],
+    ("where", "mesh_shape"), [("forward", (2,)), ("backward", (2,)), ("forward", (2, 2))]
 )
-def test_a_step_after_a_failure_is_as_if_it_had_not_been(fail, mesh_shape):
+def test_a_step_after_a_failure_is_as_if_it_had_not_been(where, mesh_shape):
     @on_threads(torch.Size(mesh_shape).numel())
     def run():
         model, untouched = two_models(mesh_shape)
         for _ in range(2):  # in the very first step, and in one that has a recorded order
-            fail(model)
+            fail(model, where)
             assert all(isinstance(param, DTensor) for param in model.parameters())
-            assert fail is fail_in_backward or unsharded_bytes(model) == 0
+            assert where == "backward" or unsharded_bytes(model) == 0
             counts = []
             for each in (model, untouched):
                 each.zero_grad()
@@ -98,10 +90,9 @@ def test_a_step_after_a_failure_is_as_if_it_had_not_been(fail, mesh_shape):
 def test_an_exception_voids_the_open_window():
     """Half a window is not a gradient: what it had accumulated does not leak into the next."""
     model, untouched = two_models()
-    model.set_gradient_sync(GradientSync.NONE)
-    backward(model)
-    model.set_gradient_sync(GradientSync.FULL)
-    fail_in_forward(model)
+    with meshard.no_sync(model):
+        backward(model)
+    fail(model)
     assert unsharded_bytes(model) == 0
     for each in (model, untouched):
         backward(each, 2)
@@ -110,12 +101,10 @@ def test_an_exception_voids_the_open_window():
 
 @on_threads(2)
 def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
-    """What a pipeline schedule calls after its last backward raises in a hook of the user."""
     model, untouched = two_models()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model.set_gradient_sync(GradientSync.NONE)
-    backward(model)
-    model.set_gradient_sync(GradientSync.FULL)
+    with meshard.no_sync(model):
+        backward(model)
     model.set_all_reduce_hook(raise_boom, recurse=False)  # of the root, which comes last
     with pytest.raises(Boom):
         meshard.fully_shard.state(model).post_backward()
@@ -128,11 +117,11 @@ def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
 
 
 class LateThread:
-    """Stands in for autograd's thread of a device: drops the callback of a backward late."""
+    """Stands in for autograd's thread of a device: keeps the callback of a backward."""
 
     def __init__(self, monkeypatch):
         self._engine = torch.autograd.Variable._execution_engine
-        self._kept, self._threads = [], []
+        self.kept = []
         monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", self)
 
     def __getattr__(self, name):
@@ -140,21 +129,7 @@ class LateThread:
 
     def queue_callback(self, callback):
         self._engine.queue_callback(callback)
-        self._kept.append(callback)
-
-    def drop_late(self, seconds=0.2):
-        kept, self._kept = self._kept, []
-
-        def drop():
-            time.sleep(seconds)
-            kept.clear()
-
-        self._threads.append(threading.Thread(target=drop))
-        self._threads[-1].start()
-
-    def join(self):
-        for thread in self._threads:
-            thread.join()
+        self.kept.append(callback)
 
 
 @pytest.mark.parametrize("then", ["try again", "go on with another graph"])
@@ -165,19 +140,21 @@ def test_a_backward_that_raised_is_noticed_before_autograd_drops_it(monkeypatch,
         model, untouched = models
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         batch = torch.ones(2, 6)
-        kept = [each(batch).square().sum() for each in models]
+        graphs = [each(batch).square().sum() for each in models]
         handle = model.blocks[1].register_forward_hook(raise_in_backward)
         loss = model(batch).sum()
         handle.remove()
         with pytest.raises(Boom):
             loss.backward()
-        late.drop_late()
+        kept, late.kept = late.kept, []
+        drop_late = threading.Timer(0.2, kept.clear)
+        drop_late.start()
         with pytest.raises(RuntimeError, match="raised, so gradients are those of some units only"):
             optimizer.step()
-        for each, graph in zip(models, kept, strict=True):
+        for each, graph in zip(models, graphs, strict=True):
             (each(batch).square().sum() if then == "try again" else graph).backward()
         assert_same(full_grads(model), full_grads(untouched), bitwise=True)
-        late.join()
+        drop_late.join()
         optimizer.step()
         assert unsharded_bytes(model) == 0
 
@@ -194,32 +171,35 @@ def test_a_failing_evaluation_between_microbatches_keeps_their_gradients(sync):
             backward(each, microbatch)
             if each is model:
                 with torch.no_grad():
-                    fail_in_forward(model)
+                    fail(model)
     assert_same(full_grads(model), full_grads(untouched), bitwise=True)
 
 
-@on_fake_ranks(1)
-def test_a_forward_inside_an_except_block_is_not_taken_for_a_failure():
-    layer = meshard.fully_shard(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)))
-    try:
-        raise ValueError
-    except ValueError:
-        layer(torch.ones(1, 3)).sum().backward()
-    assert layer[0].weight.grad is not None
+@on_threads(2)
+@pytest.mark.filterwarnings("ignore:unit .* returned a NoneType")
+def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
+    plain = Made(lambda m, x, into: into.append(m.linear(x)), linear=nn.Linear(4, 4))
+    model, _ = sharded_and_plain(plain, (), reshard_after_forward=True)
+    for each in (model, plain):
+        outputs = []
+        try:
+            raise RuntimeError("out of memory, say")
+        except RuntimeError:
+            each(torch.ones(2, 4, requires_grad=True), outputs)
+        outputs[0].sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
 
 
 @pytest.mark.slow  # it waits for timeouts
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
-def test_a_rank_with_fewer_batches_is_suspected(run_ranks, monkeypatch, shared_memory):
-    monkeypatch.setenv("MESHARD_SHARED_MEMORY", shared_memory)
-    run_ranks(one_batch_less, 2)
-
-
-def one_batch_less():
-    group = dist.new_group(timeout=datetime.timedelta(seconds=2))
+@on_ranks(2)
+@mock.patch.dict(os.environ)
+def test_a_rank_with_fewer_batches_is_suspected(shared_memory):
+    os.environ["MESHARD_SHARED_MEMORY"] = shared_memory
+    mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=2)), "cpu")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    for unit in (model[0], model[1], model):
-        meshard.fully_shard(unit, DeviceMesh.from_group(group, "cpu"))
+    for unit in (*model, model):
+        meshard.fully_shard(unit, mesh)
     x = torch.ones(1, 4)
     model(x).sum().backward()
     if dist.get_rank() == 0:
@@ -228,9 +208,9 @@ def one_batch_less():
             warnings.simplefilter("error")
             with pytest.raises(RuntimeError) as caught:
                 model(x)
-        assert "waited for the all-gather of unit '0'" in str(caught.value)
-        assert "as many batches" in str(caught.value) and "MESHARD_DEBUG=1" in str(caught.value)
-        assert str(caught.value).count("waited") == 1
+        text = str(caught.value)
+        assert "waited for the all-gather of unit '0'" in text and text.count("waited") == 1
+        assert "as many batches" in text and "MESHARD_DEBUG=1" in text
     dist.barrier()
 
 
@@ -255,30 +235,16 @@ def test_a_backward_that_begins_with_a_gradient_after_a_failed_one_is_refused(sh
         assert torch.equal(param.grad, 2 * param)
 
 
-class Swallows(nn.Module):
-    """Goes on after its first layer was cancelled."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner, self.head = nn.Linear(3, 3), nn.Linear(3, 1)
-
-    def forward(self, x):
-        with contextlib.suppress(GeneratorExit):  # no Exception, so torch calls no hooks after it
-            x = self.inner(x)
-        return self.head(x)
-
-
 @on_threads(2)
 def test_a_forward_may_go_on_after_a_unit_inside_was_cancelled():
     def cancel(*_):
-        raise GeneratorExit
+        raise GeneratorExit  # no Exception, so torch calls no hooks after it
 
-    model, plain = seeded(Swallows()), seeded(Swallows())
-    for each in (model, plain):
-        each.inner.register_forward_hook(cancel)
-    meshard.fully_shard(model.inner)
-    meshard.fully_shard(model)
-    for _ in range(2):
-        model(torch.ones(1, 3)).sum().backward()
-        plain(torch.ones(1, 3)).sum().backward()
-    assert_same(full_grads(model), full_grads(plain))
+    def forward(model, x):
+        with contextlib.suppress(GeneratorExit):
+            x = model.inner(x)
+        return model.head(x)
+
+    plain = Made(forward, inner=nn.Linear(6, 6), head=nn.Linear(6, 1))
+    plain.inner.register_forward_hook(cancel)
+    check_gradients(*sharded_and_plain(plain, ("inner",)))

@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 import meshard
 from tests.engine.interrupts import KINDS
 from tests.support import insides
+from tests.support.against_plain import sharded_and_plain
 from tests.support.ranks import on_fake_ranks
 
 _ROOT = Path(__file__).parents[2]
@@ -44,29 +45,15 @@ def test_an_interrupt_at_a_line_leaves_no_wrong_number(kind):
     interrupt(kind, *((0, 1) if first == 0 else (first, 19)))
 
 
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x.sum()
-
-
-def fail(*_):
-    raise ZeroDivisionError
-
-
 @on_fake_ranks(1)
 def test_an_interrupt_while_a_failed_backward_is_recorded_comes_out_of_the_next_step(monkeypatch):
-    model = Net()
-    for unit in (*model.layers, model):
-        meshard.fully_shard(unit)
+    def fail(*_):
+        raise ZeroDivisionError
+
+    model, _ = sharded_and_plain(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ("0", "1"))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = model.layers[0].register_full_backward_pre_hook(fail)
-    loss = model(torch.ones(1, 3, requires_grad=True))
+    hook = model[0].register_full_backward_pre_hook(fail)
+    loss = model(torch.ones(1, 3, requires_grad=True)).sum()
     hook.remove()
     lifecycle = type(insides.units(model)[0].lifecycle)
 

@@ -13,28 +13,31 @@ from torch.distributed.tensor import DTensor
 import meshard
 from meshard import GradientSync
 from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
-from tests.support.models import MlpStack, seeded
+from tests.support.fake import fake_group
+from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
 
 
-class Decoder(nn.Module):
-    """An embedding, blocks, a norm and a head that the loss may read instead of calling it."""
+def hidden_of(model, tokens):
+    x = model.embedding(tokens)
+    for block in model.blocks:
+        x = x + block(x).tanh()
+    return model.norm(x)
 
-    def __init__(self, *, calls_head):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 6)
-        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
-        self.norm, self.head = nn.LayerNorm(6), nn.Linear(6, 11, bias=False)
-        self.calls_head = calls_head
 
-    def forward(self, tokens):
-        x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x).tanh()
-        x = self.norm(x)
-        return self.head(x) if self.calls_head else x
+def decoder(forward=hidden_of):
+    """Return an embedding, blocks, a norm and a head that the loss may read instead of calling."""
+    return seeded(
+        Made(
+            forward,
+            embedding=nn.Embedding(11, 6),
+            blocks=[nn.Linear(6, 6), nn.Linear(6, 6)],
+            norm=nn.LayerNorm(6),
+            head=nn.Linear(6, 11, bias=False),
+        )
+    )
 
 
 def tokens_of(rank, number=0):
@@ -51,20 +54,14 @@ def shard(plain, mesh_shape=(2,), *, tail=None):
     return meshard.fully_shard(model, mesh)
 
 
-def loss_of_weight(model, rank, number=0):
-    """Read the weight of the head instead of calling it, as fused cross-entropy does."""
-    tokens = tokens_of(rank, number)
-    logits = F.linear(model(tokens), model.head.weight)
+def cross_entropy(logits, tokens):
     return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
-@spread(tail=[None, None, False, False], mesh_shape=[(2,), (2, 1), (2,), (2, 1)])
-@on_threads(2)
-def test_a_loss_reads_the_weight_of_the_head(tail, mesh_shape):
-    plain = seeded(Decoder(calls_head=False))
-    model = shard(plain, mesh_shape, tail=tail)
-    check_gradients(model, plain, loss_of_weight)
-    assert all(isinstance(param, DTensor) for param in model.parameters())
+def loss_of_weight(model, rank, number=0):
+    """Read the weight of the head instead of calling it, as fused cross-entropy does."""
+    tokens = tokens_of(rank, number)
+    return cross_entropy(F.linear(model(tokens), model.head.weight), tokens)
 
 
 @spread(mesh_shape=[(4,), (2, 2), (4,)], reshard=[None, None, False], sync=list(GradientSync))
@@ -92,24 +89,37 @@ def test_a_penalty_on_all_weights_after_the_forward(mesh_shape, reshard, sync):
     check_gradients(model, plain, window, times=1)
 
 
-@pytest.mark.parametrize("sync", [GradientSync.NONE, GradientSync.REDUCE_SCATTER])
+FULL = GradientSync.FULL
+
+
+@pytest.mark.parametrize(
+    ("tail", "mesh_shape", "sync"),
+    [
+        (None, (2,), FULL),
+        (None, (2, 1), FULL),
+        (False, (2,), FULL),
+        (False, (2, 1), GradientSync.NONE),
+        (False, (2, 1), GradientSync.REDUCE_SCATTER),
+    ],
+)
 @on_threads(2)
-def test_a_loss_reads_a_weight_in_every_microbatch_of_a_window(sync):
+def test_a_loss_reads_the_weight_of_the_head(tail, mesh_shape, sync):
     def window(module, rank):
-        numbers = [0, 1, 2]
+        numbers = range(3)
         if module is model:
             numbers = meshard.microbatches(model, numbers, until_last=sync)
         for number in numbers:
             loss_of_weight(module, rank, number).backward()
 
-    plain = seeded(Decoder(calls_head=False))
-    model = shard(plain, (2, 1), tail=False)
-    check_gradients(model, plain, window, times=1)
+    plain = decoder()
+    model = shard(plain, mesh_shape, tail=tail)
+    check_gradients(model, plain, window)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @on_threads(2)
 def test_an_optimizer_in_backward_steps_a_weight_that_the_loss_reads():
-    plain = seeded(Decoder(calls_head=False))
+    plain = decoder()
     model = shard(plain, tail=False)
     meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.5)
     plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
@@ -122,38 +132,23 @@ def test_an_optimizer_in_backward_steps_a_weight_that_the_loss_reads():
     assert_same(full_state(model), full_state(plain))
 
 
-class Tied(Decoder):
-    """The parent's forward reads the weight of the embedding for its logits."""
-
-    def forward(self, tokens):
-        return F.linear(super().forward(tokens), self.embedding.weight)
-
-
+@pytest.mark.parametrize("read", ["embedding", "head"])
 @on_threads(2)
-def test_a_parent_reads_the_weight_of_a_unit_that_stays_unsharded():
-    def loss_of(model, rank):
-        return F.cross_entropy(model(tokens_of(rank)).flatten(0, 1), tokens_of(rank).flatten())
+def test_a_forward_reads_a_weight_that_stays_unsharded(read):
+    """Of a unit that has run, and of a module of its tail that is never called."""
 
-    plain = Tied(calls_head=False)
-    plain.head = None
-    model, _ = sharded_and_plain(plain, ("embedding",), reshard_after_forward=False)
+    def forward(model, tokens):
+        logits = F.linear(hidden_of(model, tokens), getattr(model, read).weight)
+        return cross_entropy(logits, tokens)
+
+    plain = decoder(forward)
+    if read == "head":
+        model = shard(plain, tail=False)
+    else:
+        plain.head = None
+        model, _ = sharded_and_plain(plain, ("embedding",), reshard_after_forward=False)
     with torch.no_grad():
         assert_same(model(tokens_of(0)), plain(tokens_of(0)))
-    check_gradients(model, plain, loss_of)
-
-
-class ReadsInForward(Decoder):
-    """A loss inside of the forward reads ``head.weight``; the head is never called."""
-
-    def forward(self, tokens):
-        logits = F.linear(super().forward(tokens), self.head.weight)
-        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-
-
-@on_threads(2)
-def test_a_forward_reads_the_weight_of_a_module_of_its_tail_that_it_does_not_call():
-    plain = seeded(ReadsInForward(calls_head=False))
-    model = shard(plain, tail=False)
     check_gradients(model, plain, lambda model, rank: model(tokens_of(rank)))
 
 
@@ -170,8 +165,7 @@ def loss_in_chunks(model, rank):
     for number, (part, targets) in enumerate(zip(parts, tokens.chunk(3), strict=True)):
         if is_sharded and number == len(parts) - 1:
             model.head.set_requires_gradient_sync(True, recurse=False)
-        logits = model.head(part)
-        (F.cross_entropy(logits.flatten(0, 1), targets.flatten()) / 3).backward()
+        (cross_entropy(model.head(part), targets) / 3).backward()
     if is_sharded:
         model.head.reshard()
         model.head.set_reshard_after_backward(True, recurse=False)
@@ -181,54 +175,48 @@ def loss_in_chunks(model, rank):
 @pytest.mark.parametrize("tail", [True, False])
 @on_threads(2)
 def test_a_loss_runs_the_head_again_in_chunks(tail):
-    plain = seeded(Decoder(calls_head=False))
+    plain = decoder()
     ledger = check_gradients(shard(plain, tail=tail), plain, loss_in_chunks)
     # The tail is reduced by the chunks, and with the trunk; each other unit once.
     assert ledger.counts["reduce_scatter"] == 5
 
 
+def with_logits(model, tokens):
+    return model.head(hidden_of(model, tokens))
+
+
+@pytest.fixture
 def kept():
-    """Return a model whose root stays unsharded between a forward and its backward."""
-    return shard(seeded(Decoder(calls_head=True)), (1,))
+    """A model whose root stays unsharded between a forward and its backward, and its loss."""
+    with fake_group(1):
+        model = shard(decoder(with_logits), (1,))
+        yield model, model(tokens_of(0)).sum()
 
 
-@on_fake_ranks(1)
-def test_the_state_dict_has_shards():
-    model = kept()
-    loss = model(tokens_of(0)).sum()
+def test_state_dicts_and_copies_between_forward_and_backward_have_shards(kept):
+    model, loss = kept
     assert not isinstance(model.norm.weight, DTensor)
     assert all(isinstance(value, DTensor) for value in model.state_dict().values())
+    before = full_state(decoder(with_logits))
+    assert_same(full_state(copy.deepcopy(model)), before)
+    with meshard.unsharded_params(model):
+        assert_same(model.norm.weight, before["norm.weight"])
     loss.backward()
     assert all(param.grad is not None for param in model.parameters())
 
 
-@on_fake_ranks(1)
-def test_an_optimizer_built_between_forward_and_backward_is_refused_by_name():
-    model = kept()
-    loss = model(tokens_of(0)).sum()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loss.backward()
-    with pytest.raises(RuntimeError, match=r"would never train the model.*unsharded copy"):
-        optimizer.step()
-
-
-@on_fake_ranks(1)
-def test_clearing_gradients_clears_those_of_the_shards():
-    model = kept()
-    model(tokens_of(0)).sum().backward()
-    loss = model(tokens_of(0)).sum()
-    model.zero_grad()
+def test_clearing_gradients_clears_those_of_the_shards(kept):
+    model, loss = kept
     loss.backward()
     once = full_grads(model)
+    loss = model(tokens_of(0)).sum()
     model.zero_grad()
-    model(tokens_of(0)).sum().backward()
+    loss.backward()
     assert_same(full_grads(model), once)
 
 
-@on_fake_ranks(1)
-def test_edits_of_the_copy_are_warned_of():
-    model = kept()
-    model(tokens_of(0))
+def test_edits_of_the_copy_are_warned_of(kept):
+    model, _ = kept
     with torch.no_grad():
         model.norm.weight.mul_(2)
     with pytest.warns(UserWarning, match=r"'norm\.weight' of unit '\(root\)' were edited"):
@@ -237,7 +225,7 @@ def test_edits_of_the_copy_are_warned_of():
 
 @on_ranks(2)
 def test_other_data_for_the_copy_are_lost_and_warned_of():
-    model, tokens = shard(seeded(Decoder(calls_head=True))), tokens_of(0)
+    model, tokens = shard(decoder(with_logits)), tokens_of(0)
     expected = model(tokens)
     model.head.weight.data = torch.zeros(11, 6)
     with pytest.warns(UserWarning, match="'head.weight' of unit '.root.' .* these edits are lost"):
@@ -245,33 +233,12 @@ def test_other_data_for_the_copy_are_lost_and_warned_of():
     assert torch.equal(model(tokens), expected)
 
 
-@on_fake_ranks(1)
-def test_a_flag_set_on_the_copy_reaches_the_shard():
-    model = kept()
-    loss = model(tokens_of(0)).sum()
-    model.norm.requires_grad_(False)
+def test_a_flag_set_on_the_copy_reaches_the_shard_and_a_step_shards_modules_again(kept):
+    model, loss = kept
+    model.norm.weight.requires_grad_(False)
     loss.backward()
     assert not model.norm.weight.requires_grad and model.norm.weight.grad is None
-
-
-@on_fake_ranks(1)
-def test_a_step_makes_modules_hold_shards_again():
-    model = kept()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(tokens_of(0)).sum().backward()
     model(tokens_of(0))
     optimizer.step()
     assert isinstance(model.norm.weight, DTensor)
-
-
-@on_fake_ranks(1)
-def test_unsharded_params_and_copies_between_forward_and_backward():
-    model = kept()
-    before = full_state(model)
-    loss = model(tokens_of(0)).sum()
-    copied = copy.deepcopy(model)
-    assert_same(full_state(copied), before)
-    with meshard.unsharded_params(model):
-        assert_same(model.norm.weight, before["norm.weight"])
-    loss.backward()
-    assert all(param.grad is not None for param in model.parameters())

@@ -1,5 +1,6 @@
 """Memory that must be given back, and when."""
 
+import copy
 import gc
 import time
 import weakref
@@ -16,40 +17,48 @@ from tests.support.cases import CASES
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import MlpStack, seeded
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
-from tests.support.sharding import shard_blocks
+from tests.support.sharding import shard_blocks, sharded_case
 
 
 def warm_up(model, x):
     model(x).sum().backward()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     optimizer.step()
     optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(
-    ("case_name", "reshard_after_forward"), [("mlp_stack", None), ("transformer_tied", False)]
+    ("case_name", "what", "reshard_after_forward"),
+    [
+        ("mlp_stack", "model", None),
+        ("transformer_tied", "model", False),
+        ("transformer_tied", "copy", None),
+    ],
 )
 @on_ranks(2)
 def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(
-    case_name, reshard_after_forward
+    case_name, what, reshard_after_forward
 ):
-    case, mesh = CASES[case_name], init_device_mesh("cpu", (2,))
-    # The first step of a process imports modules, whose frames only a collection frees.
-    warm_up(meshard.fully_shard(torch.nn.Linear(2, 2), mesh), torch.ones(1, 2))
+    case, rank = CASES[case_name], torch.distributed.get_rank()
+
+    def make():
+        return sharded_case(case_name, reshard_after_forward=reshard_after_forward)[1]
+
+    # The first step and copy of a process import modules, whose frames only a collection frees.
+    original = make() if what == "copy" else torch.nn.Linear(2, 2)
+    warm_up(copy.deepcopy(make()), case.batch(0, rank))
     before = settled_tensor_bytes()
     gc.disable()
     try:
-        model = case.build()
-        for module in case.units(model):
-            meshard.fully_shard(module, mesh, reshard_after_forward=reshard_after_forward)
+        model = make() if what == "model" else copy.deepcopy(original)
         watched = [weakref.ref(model), *insides.engine_refs(model)]
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
         for step in range(3):
-            case.loss(model(case.batch(step, torch.distributed.get_rank()))).backward()
+            case.loss(model(case.batch(step, rank))).backward()
             optimizer.step()
             optimizer.zero_grad()
         assert live_tensor_bytes() > before
-        del model, module, optimizer
+        del model, optimizer
         assert insides.left_alive(watched) == []
         torch.distributed.barrier()
         deadline = time.monotonic() + 10  # for gloo's threads to let go of works that are over
@@ -60,68 +69,55 @@ def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(
         gc.enable()
 
 
-def retained_after_a_microbatch(mode, mesh_shape):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(3)])
-    for layer in model[:2]:
+def retained_after_a_microbatch(mode, mesh_shape, build):
+    """Return the bytes that a microbatch leaves."""
+    mesh, model = init_device_mesh("cpu", mesh_shape), build()
+    for layer in model:
         meshard.fully_shard(layer, mesh)
     meshard.fully_shard(model, mesh)
-    model(torch.ones(1, 16)).sum().backward()  # whatever is made once is made now
+    x = torch.ones(1, 16, dtype=model[0].weight.dtype)
+    model(x).sum().backward()  # whatever is made once is made now
     model.zero_grad()
     before = settled_tensor_bytes()
     model.set_gradient_sync(mode)
-    model(torch.ones(1, 16)).sum().backward()
+    model(x).sum().backward()
     after = settled_tensor_bytes()
     meshard.finalize_gradients(model)
     values = [param.grad.full_tensor() for param in model.parameters()]
-    assert all(value.shape == (16, 16) and value.isfinite().all() for value in values)
-    return (after - before) / (3 * 16 * 16 * 4)
-
-
-@pytest.mark.parametrize(
-    ("mode", "of_whole"),
-    [
-        (GradientSync.NONE, 1.0),
-        (GradientSync.REDUCE_SCATTER, 0.5),
-        (GradientSync.FULL, 0.5),
-    ],
-)
-def test_what_is_kept_between_microbatches_is_exact(run_ranks, mode, of_whole):
-    assert run_ranks(retained_after_a_microbatch, 2, mode, (2,)) == [of_whole] * 2
-    assert run_ranks(retained_after_a_microbatch, 4, mode, (2, 2)) == [of_whole] * 4
-
-
-def retained_of_a_narrow_parameter(mode, mesh_shape):
-    """15 rows of 16 over two shards: a slot has 8 rows, and rank 1 owns 7."""
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model = torch.nn.Linear(16, 15, bias=False, dtype=torch.bfloat16)
-    meshard.fully_shard(model, mesh)
-    x = torch.ones(1, 16, dtype=torch.bfloat16)
-    model(x).sum().backward()
-    model.zero_grad()
-    before = settled_tensor_bytes()
-    model.set_gradient_sync(mode)
-    model(x).sum().backward()
-    after = settled_tensor_bytes()
-    meshard.finalize_gradients(model)
-    assert (model.weight.grad.full_tensor() == 1).all()
+    assert all(value.shape[1] == 16 and value.isfinite().all() for value in values)
     return after - before
 
 
+def square_layers():
+    return torch.nn.Sequential(*[torch.nn.Linear(16, 16, bias=False) for _ in range(3)])
+
+
+def narrow_layer():
+    """15 rows of 16 over two shards: a slot has 8 rows, and rank 1 owns 7."""
+    return torch.nn.Sequential(torch.nn.Linear(16, 15, bias=False, dtype=torch.bfloat16))
+
+
+WHOLE, SLOT = 3 * 16 * 16 * 4, 8 * 16  # bytes, elements
+WITH_SUMS = [SLOT * (4 + 2), SLOT * 4 + 7 * 16 * 2]  # narrow gradients beside their wide sums
+
+
 @pytest.mark.parametrize(
-    ("mode", "mesh_shape", "kept"),
+    ("build", "mode", "mesh_shape", "kept"),
     [
-        (GradientSync.NONE, (2, 2), [2 * 8 * 16 * 4] * 2),
-        (GradientSync.REDUCE_SCATTER, (2, 2), [8 * 16 * 4] * 2),
-        (GradientSync.REDUCE_SCATTER, (2,), [8 * 16 * (4 + 2), 8 * 16 * 4 + 7 * 16 * 2]),
-        (GradientSync.FULL, (2, 2), [8 * 16 * (4 + 2), 8 * 16 * 4 + 7 * 16 * 2]),
+        (square_layers, GradientSync.NONE, (2,), [WHOLE] * 2),
+        (square_layers, GradientSync.NONE, (2, 2), [WHOLE] * 2),
+        (square_layers, GradientSync.REDUCE_SCATTER, (2,), [WHOLE // 2] * 2),
+        (square_layers, GradientSync.REDUCE_SCATTER, (2, 2), [WHOLE // 2] * 2),
+        (square_layers, GradientSync.FULL, (2,), [WHOLE // 2] * 2),
+        (narrow_layer, GradientSync.NONE, (2, 2), [2 * SLOT * 4] * 2),
+        (narrow_layer, GradientSync.REDUCE_SCATTER, (2, 2), [SLOT * 4] * 2),
+        (narrow_layer, GradientSync.REDUCE_SCATTER, (2,), WITH_SUMS),
+        (narrow_layer, GradientSync.FULL, (2, 2), WITH_SUMS),
     ],
 )
-def test_padding_is_kept_and_narrow_gradients_beside_their_wide_sums(
-    run_ranks, mode, mesh_shape, kept
-):
+def test_what_is_kept_between_microbatches_is_exact(run_ranks, build, mode, mesh_shape, kept):
     num_ranks = torch.Size(mesh_shape).numel()
-    found = run_ranks(retained_of_a_narrow_parameter, num_ranks, mode, mesh_shape)
+    found = run_ranks(retained_after_a_microbatch, num_ranks, mode, mesh_shape, build)
     assert found == kept * (num_ranks // 2)
 
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshard
@@ -12,10 +13,6 @@ from tests.support.models import ChosenBlocks, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
-
-
-def both(**options):
-    return sharded_and_plain(MlpStack(), **options)
 
 
 def check_step(model, plain):
@@ -40,7 +37,7 @@ USES = {
 @pytest.mark.parametrize("use", USES)
 @on_threads(2)
 def test_a_cast_of_a_part_that_is_whole_by_hand_is_refused(use, change):
-    model, plain = both()
+    model, plain = sharded_and_plain(MlpStack())
     model.blocks[1].unshard()
     CHANGES[change](model.blocks[1].up)
     with pytest.raises(RuntimeError, match=r"'up.weight'.* of unit 'blocks.1' were cast, "):
@@ -54,25 +51,38 @@ def test_a_cast_of_a_part_that_is_whole_by_hand_is_refused(use, change):
 @pytest.mark.parametrize("use", ["reshard", "forward", "unshard"])
 @on_threads(2)
 def test_flags_that_are_set_while_whole_by_hand_hold(use):
-    model, plain = both()
+    model, plain = sharded_and_plain(MlpStack())
     for flag in (False, True):
         model.blocks[1].unshard()
         for each in (model, plain):
             each.blocks[1].up.requires_grad_(flag)
         USES[use](model)
         model.blocks[1].reshard()
-        assert model.blocks[1].up.weight.requires_grad is flag
+        frozen = [name for name, param in model.named_parameters() if not param.requires_grad]
+        assert frozen == ([] if flag else ["blocks.1.up.weight", "blocks.1.up.bias"])
         check_step(model, plain)
 
 
 @on_ranks(2)
 def test_edits_that_are_lost_warn():
-    model, plain = both()
-    model.blocks[1].unshard()
-    with torch.no_grad():
-        model.blocks[1].up.bias.fill_(3.0)
-    with pytest.warns(UserWarning, match=r"'up.bias' of unit 'blocks.1' were edited .* are lost"):
-        model.blocks[1].reshard()
+    """Also those of a second copy, after a step that made the first one stale."""
+    model, plain = sharded_and_plain(MlpStack())
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
+    for is_second in (False, True):
+        check_step(model, plain)
+        model.blocks[1].unshard()
+        if is_second:
+            model.blocks[1].down.requires_grad_(False)
+            for optimizer in optimizers:
+                optimizer.step()
+            model.blocks[1].unshard()
+            model.blocks[1].down.requires_grad_(True)
+        with torch.no_grad():
+            model.blocks[1].up.bias.fill_(3.0)
+        text = r"'up.bias' of unit 'blocks.1' were edited .* are lost"
+        with pytest.warns(UserWarning, match=text):
+            model.blocks[1].reshard()
+        assert all(param.requires_grad for param in model.parameters())
     check_step(model, plain)
     model.blocks[1].unshard()
     model.load_state_dict(plain.state_dict())  # into the shards as well: nothing is lost
@@ -80,29 +90,10 @@ def test_edits_that_are_lost_warn():
     check_step(model, plain)
 
 
-@on_ranks(2)
-def test_a_second_unshard_after_a_step_watches_anew():
-    model, plain = both()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    check_step(model, plain)
-    model.blocks[1].unshard()
-    model.blocks[1].down.requires_grad_(False)
-    for optimizer in optimizers:
-        optimizer.step()
-    model.blocks[1].unshard()  # the copy was stale
-    model.blocks[1].down.requires_grad_(True)
-    with torch.no_grad():
-        model.blocks[1].up.bias.fill_(3.0)
-    with pytest.warns(UserWarning, match="'up.bias' of unit 'blocks.1' were edited .* are lost"):
-        model.blocks[1].reshard()
-    assert all(param.requires_grad for param in model.parameters())
-    check_step(model, plain)
-
-
 @pytest.mark.parametrize("is_async", [False, True])
 @on_threads(2)
 def test_flags_set_after_a_second_unshard_hold(is_async):
-    model, plain = both()
+    model, plain = sharded_and_plain(MlpStack())
     for flag in (False, True):  # of one copy, which is never stale
         model.blocks[1].unshard(async_op=is_async and flag)
         model.blocks[1].up.requires_grad_(flag)
@@ -135,13 +126,17 @@ def test_a_prefetched_unit_that_the_user_unshards_stays_unsharded():
 @on_threads(2)
 def test_a_late_wait_shows_nothing():
     """A handle that is waited for when nothing is left to wait for does nothing."""
-    model, plain = both()
-    handles = [model.unshard(async_op=True), model.blocks[1].unshard(async_op=True)]
+    model, plain = sharded_and_plain(MlpStack())
+    first, second = (model.unshard(async_op=True) for _ in range(2))
+    first.wait()
+    assert not isinstance(model.scale, DTensor)
+    second.wait()
+    handles = [first, second, model.blocks[1].unshard(async_op=True)]
     check_step(model, plain)
-    given_back = model.blocks[0].unshard(async_op=True)
+    handles.append(model.blocks[0].unshard(async_op=True))
     model.blocks[0].reshard()
     with CommLedger(model) as ledger:
-        for handle in (*handles, given_back):
+        for handle in handles:
             handle.wait()
     assert ledger.counts == {}
     check_step(model, plain)  # of shards: zero_grad clears theirs
@@ -150,7 +145,7 @@ def test_a_late_wait_shows_nothing():
 @on_threads(4, timeout=30)
 def test_a_handle_may_be_waited_for_on_some_ranks_only():
     """A wait is no collective: what backward gathers, and among whom, must not depend on it."""
-    model, plain = both(reshard_after_forward=2)
+    model, plain = sharded_and_plain(MlpStack(), reshard_after_forward=2)
     for unit in (model.blocks[0], model):
         handle = unit.unshard(async_op=True)
         if dist.get_rank() == 0:
@@ -159,21 +154,9 @@ def test_a_handle_may_be_waited_for_on_some_ranks_only():
         check_step(model, plain)
 
 
-@on_fake_ranks(2)
-def test_whoever_asked_first_may_wait_too():
-    model, _ = both()
-    first, second = (model.unshard(async_op=True) for _ in range(2))
-    first.wait()
-    assert not isinstance(model.scale, DTensor)
-    second.wait()
-    first.wait()
-    model.reshard()
-    assert isinstance(model.scale, DTensor)
-
-
 @on_threads(2)
 def test_gradients_are_clipped_and_cleared_while_a_unit_is_whole_by_hand():
-    model, plain = both()
+    model, plain = sharded_and_plain(MlpStack())
     check_step(model, plain)
     for number, set_to_none in enumerate((True, False)):
         model.blocks[number].unshard()
@@ -188,28 +171,19 @@ def test_gradients_are_clipped_and_cleared_while_a_unit_is_whole_by_hand():
         assert_same(full_grads(model), full_grads(plain))
 
 
-def penalty_of(model):
-    return model.blocks[0].up.weight.square().sum()
-
-
+@pytest.mark.parametrize("after", ["nothing", "reshard", "a forward"])
 @on_fake_ranks(1)
-def test_a_graph_on_unsharded_weights_lasts_until_reshard():
-    model, plain = both()
+def test_a_graph_on_unsharded_weights_lasts_until_they_are_resharded(after):
+    model, plain = sharded_and_plain(MlpStack())
     model.blocks[0].unshard()
-    penalty_of(model).backward()
-    model.blocks[0].reshard()
-    penalty_of(plain).backward()
-    weight = model.blocks[0].up.weight
-    assert_same(weight.grad.full_tensor(), plain.blocks[0].up.weight.grad)
-
-
-@pytest.mark.parametrize("by", ["hand", "a forward"])
-@on_fake_ranks(1)
-def test_a_graph_on_unsharded_weights_raises_after_they_were_resharded(by):
-    model, plain = both()
-    model.blocks[0].unshard()
-    loss = penalty_of(model)
-    if by == "hand":
+    loss = model.blocks[0].up.weight.square().sum()
+    if after == "nothing":
+        loss.backward()
+        model.blocks[0].reshard()
+        plain.blocks[0].up.weight.square().sum().backward()
+        assert_same(full_grads(model), full_grads(plain))
+        return
+    if after == "reshard":
         model.blocks[0].reshard()
     else:
         loss = loss + mean_square(model, 0)
@@ -227,13 +201,13 @@ def test_a_reshard_by_hand_leaves_the_graph_of_an_earlier_forward_alone():
             model.blocks[0].reshard()
         return loss
 
-    model, plain = both()
+    model, plain = sharded_and_plain(MlpStack())
     check_gradients(model, plain, step)
 
 
 @on_fake_ranks(1)
 def test_memory_of_a_gradient_that_the_user_holds_is_never_emptied():
-    model, _ = both()
+    model, _ = sharded_and_plain(MlpStack())
     mean_square(model, 0).backward()
     held = [param.grad.to_local().untyped_storage() for param in model.parameters()]
     before = [bytes(storage) for storage in held]
@@ -244,7 +218,7 @@ def test_memory_of_a_gradient_that_the_user_holds_is_never_emptied():
 
 @on_fake_ranks(1)
 def test_zero_grad_clears_a_gradient_that_was_set_by_hand_after_unshard():
-    model, plain = both()
+    model, plain = sharded_and_plain(MlpStack())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.blocks[0].unshard()
     weight = model.blocks[0].up.weight
@@ -252,3 +226,16 @@ def test_zero_grad_clears_a_gradient_that_was_set_by_hand_after_unshard():
     optimizer.zero_grad()
     assert weight.grad is None
     check_gradients(model, plain)
+
+
+@on_threads(2)
+def test_a_flat_optimizer_does_not_step_inside_unsharded_params():
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
+    optimizer = meshard.flat_optimizer(model, torch.optim.SGD, lr=0.1)
+    model(torch.ones(2, 4)).sum().backward()
+    with (
+        meshard.unsharded_params(model, writeback=False),
+        pytest.raises(RuntimeError, match="inside unsharded_params"),
+    ):
+        optimizer.step()
+    optimizer.step()  # and the optimizer still trains the model

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
@@ -13,7 +12,7 @@ from torch.nn import functional
 
 import meshard
 from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
-from tests.support.models import Transformer, seeded
+from tests.support.models import Made
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 
 REMEDIES = [
@@ -51,30 +50,12 @@ def test_an_attention_whose_out_proj_is_a_unit_says_what_helps():
         assert_explained(text_of(attention.eval(), x, x, x), "sharded now: 'out_proj'.")
 
 
-@on_ranks(2)
-def test_the_peer_names_no_parameter():
-    mesh = init_device_mesh("cpu", (2,))
-    attention = nn.MultiheadAttention(8, 2, batch_first=True)
-    for unit in (attention.out_proj, attention):
-        torch_fsdp.fully_shard(unit, mesh=mesh)
-    x = torch.ones(1, 3, 8)
-    assert "out_proj" not in text_of(attention, x, x, x)
-
-
-class Root(nn.Module):
-    """Its forward does ``how`` with the weight of a layer that is a unit of its own."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4, bias=False)])
-        self.how = how
-
-    def forward(self, x):
-        return self.how(self, x)
-
-
-def by_index(model, x):
-    return x @ model.layers[0].weight.t()
+def root(how):
+    """Return a module that does ``how`` with the weight of a layer that is a unit of its own."""
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4, bias=False)]
+    for layer in layers:
+        meshard.fully_shard(layer)
+    return meshard.fully_shard(Made(how, layers=layers))
 
 
 def by_local_name(model, x):
@@ -90,13 +71,6 @@ def by_list(model, x):
     return x
 
 
-def in_another_line(model, x):
-    return functional.linear(
-        torch.tanh(x) + 1,
-        model.layers[1].weight,
-    )
-
-
 def in_a_call(model, x):
     def inner(given):
         return torch.cat([x, given])
@@ -109,61 +83,49 @@ def by_module(model, x):
     return x @ layer.weight.t()
 
 
-def text_of_read(how):
-    model = Root(how)
-    for layer in model.layers:
-        meshard.fully_shard(layer)
-    meshard.fully_shard(model)
-    return text_of(model, torch.ones(4, 4))
+def in_another_line(model, x):
+    return functional.linear(
+        torch.tanh(x) + 1,
+        model.layers[1].weight,
+    )
 
 
-@pytest.mark.parametrize("how", [by_local_name, by_list, in_a_call, by_module])
+HELD = "parameter 'layers.1.weight' of unit 'layers.1' was read while that unit is not running"
+SHARDED = "sharded now: 'layers.0', 'layers.1'."
+
+
+@pytest.mark.parametrize(
+    ("how", "named"),
+    [
+        (by_local_name, HELD),
+        (by_list, HELD),
+        (in_a_call, HELD),
+        (by_module, HELD),
+        (in_another_line, SHARDED),
+        (lambda model, x: x @ model.layers[0].weight.t(), SHARDED),
+    ],
+)
 @on_fake_ranks(1)
-def test_a_parameter_that_a_local_variable_holds_is_named(how):
-    named = "parameter 'layers.1.weight' of unit 'layers.1' was read while that unit is not running"
-    assert_explained(text_of_read(how), named)
-
-
-@pytest.mark.parametrize("how", [by_index, in_another_line])
-@on_fake_ranks(1)
-def test_of_other_reads_the_sharded_units_inside_are_named(how):
-    named = "a parameter of another unit was probably read"
-    assert_explained(text_of_read(how), named, "sharded now: 'layers.0', 'layers.1'.")
-
-
-class Decoder(nn.Module):
-    """Reads the weight of a head that is no submodule of it, in a model of many units."""
-
-    def __init__(self, head):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.tied = [head]
-
-    def forward(self, x):
-        return self.inner(x) @ self.tied[0].head.weight
+def test_what_a_local_variable_holds_is_named_and_else_the_sharded_units_inside(how, named):
+    text = text_of(root(how), torch.ones(4, 4))
+    assert_explained(text, named)
+    assert ("a parameter of another unit was probably read" in text) == (named == SHARDED)
 
 
 @pytest.mark.parametrize("where", ["elsewhere", "inside"])
 @on_fake_ranks(1)
 def test_a_read_of_a_unit_that_the_line_names(where):
-    model = nn.ModuleDict({f"layer{i}": nn.Linear(4, 4) for i in range(5)})
-    model["head"] = nn.Linear(4, 4)
-    if where == "elsewhere":
-        model["decoder"] = Decoder(holder := nn.Module())
-        holder.head = model["head"]
-        meshard.fully_shard(model["decoder"].inner)
-    for layer in model.values():
-        meshard.fully_shard(layer)
-    root = Root(lambda root, x: root.parts.head.weight @ x)
-    root.parts = nn.Module()
-    for name, layer in model.items():
-        setattr(root.parts, name, layer)
-    meshard.fully_shard(root)
-    run = root.parts.decoder if where == "elsewhere" else root
-    assert_explained(
-        text_of(run, torch.ones(4, 4)),
-        "Units named in the line that failed that are sharded now: 'parts.head'",
-    )
+    parts = nn.ModuleDict({f"layer{i}": nn.Linear(4, 4) for i in range(5)})
+    parts["head"] = nn.Linear(4, 4)
+    tied = [parts]  # whose head is no submodule of the decoder
+    parts["decoder"] = Made(lambda m, x: m.inner(x) @ tied[0].head.weight, inner=nn.Linear(4, 4))
+    meshard.fully_shard(parts["decoder"].inner)
+    for part in parts.values():
+        meshard.fully_shard(part)
+    model = meshard.fully_shard(Made(lambda m, x: m.parts.head.weight @ x, parts=parts))
+    text = text_of(parts["decoder"] if where == "elsewhere" else model, torch.ones(4, 4))
+    named = "Units named in the line that failed that are sharded now: 'parts.head'"
+    assert_explained(text, named)
 
 
 @on_ranks(2)
@@ -179,31 +141,15 @@ def test_an_input_that_is_a_dtensor_is_what_is_explained():
     assert text.count("was given a") == 1 and not any(each in text for each in REMEDIES)
 
 
-class TakesWeight(nn.Module):
-    """Its forward is given the weight of another module."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(4))
-
-    def forward(self, x, weight):
-        return x @ weight + self.bias
-
-
-class GivesWeight(nn.Module):
-    """Gives the weight of a unit, which has run before, to another unit as an input."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.last = nn.Linear(4, 4), TakesWeight()
-
-    def forward(self, x):
-        return self.last(self.first(x), self.first.weight)
+def gives_weight():
+    """Return a module that gives the weight of a unit, which has run before, to another unit."""
+    takes = Made(lambda m, x, weight: x @ weight + m.bias, bias=nn.Parameter(torch.empty(4)))
+    return Made(lambda m, x: m.last(m.first(x), m.first.weight), first=nn.Linear(4, 4), last=takes)
 
 
 @on_fake_ranks(2)
 def test_of_an_input_that_is_the_weight_of_another_unit_the_weight_is_named():
-    model, _ = sharded_and_plain(GivesWeight(), ("first", "last"))
+    model, _ = sharded_and_plain(gives_weight(), ("first", "last"))
     text = text_of(model, torch.ones(2, 4))
     assert_explained(text, "parameter 'first.weight' of unit 'first' was read")
     assert "was given" not in text
@@ -213,28 +159,19 @@ def test_of_an_input_that_is_the_weight_of_another_unit_the_weight_is_named():
 @on_threads(2)
 def test_the_weight_of_another_unit_is_an_input_like_any_other_while_it_is_unsharded(option):
     model, plain = sharded_and_plain(
-        GivesWeight(), ("first", "last"), **{option: option == "unshard_on_access"}
+        gives_weight(), ("first", "last"), **{option: option == "unshard_on_access"}
     )
     check_gradients(
         model, plain, lambda each, rank: each(inputs_of(rank, shape=(3, 4))).square().mean()
     )
 
 
-class ReadsCut(nn.Module):
-    """Takes DTensors, as its parameters are, and reads an ordinary one of a unit inside."""
-
-    def __init__(self):
-        super().__init__()
-        self.cut, self.inner = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x):
-        return x.to_local() @ self.inner.weight
-
-
 @on_threads(2)
 def test_units_of_tensor_parallelism_may_take_dtensors():
     world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = ReadsCut()
+    model = Made(  # takes DTensors, as its parameters are, and reads an ordinary one
+        lambda m, x: x.to_local() @ m.inner.weight, cut=nn.Linear(4, 4), inner=nn.Linear(4, 4)
+    )
     parallelize_module(model, world["tp"], {"cut": ColwiseParallel()})
     meshard.fully_shard(model.inner, world["dp"])
     meshard.fully_shard(model, world["dp"])
@@ -242,30 +179,18 @@ def test_units_of_tensor_parallelism_may_take_dtensors():
     assert_explained(text_of(model, given), "sharded now: 'inner'.")
 
 
-class CutUp(nn.Module):
-    """The output of ``up`` is a DTensor, which ``norm`` was not told of."""
-
-    def __init__(self, between=None):
-        super().__init__()
-        self.up, self.norm = nn.Linear(8, 8), nn.LayerNorm(8)
-        self.between = between
-
-    def forward(self, x):
-        x = self.up(x)
-        return self.norm(x if self.between is None else self.between(x))
-
-
-def add_plain(x):
-    return x + torch.ones(8)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("between", [None, add_plain])
+@pytest.mark.parametrize("between", [None, lambda x: x + torch.ones(8)])
+@on_threads(2)
 def test_a_dtensor_between_modules_of_a_unit_is_not_blamed_on_its_parameters(between):
     world = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
-    model = nn.Sequential(CutUp(between), nn.Linear(8, 8))
-    parallelize_module(model[0], world["tp"], {"up": ColwiseParallel(use_local_output=False)})
-    for each in (model[0], model):
+    cut = Made(  # the output of ``up`` is a DTensor, which ``norm`` was not told of
+        lambda m, x: m.norm((between or torch.nn.Identity())(m.up(x))),
+        up=nn.Linear(8, 8),
+        norm=nn.LayerNorm(8),
+    )
+    model = nn.Sequential(cut, nn.Linear(8, 8))
+    parallelize_module(cut, world["tp"], {"up": ColwiseParallel(use_local_output=False)})
+    for each in (cut, model):
         meshard.fully_shard(each, world["dp"])
     text = text_of(model, torch.ones(2, 8))
     assert "parameter '" not in text and not any(each in text for each in REMEDIES)
@@ -276,74 +201,27 @@ def test_a_dtensor_between_modules_of_a_unit_is_not_blamed_on_its_parameters(bet
 
 @on_fake_ranks(1)
 def test_other_errors_are_left_alone():
-    model = Root(lambda model, x: x @ torch.ones(3, 3))
-    meshard.fully_shard(model)
+    layer = nn.Linear(4, 4)
+    model = meshard.fully_shard(Made(lambda m, x: x @ torch.ones(3, 3), layer=layer))
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(1, 4))
     assert "meshard" not in str(caught.value)
-    mesh = model.layers[0].weight.device_mesh
-    stranger = distribute_tensor(torch.ones(4, 4), mesh, model.layers[0].weight.placements)
-    model.how = lambda model, x: x @ stranger
+    mesh, placements = layer.weight.device_mesh, layer.weight.placements
+    stranger = distribute_tensor(torch.ones(4, 4), mesh, placements)
+    model = meshard.fully_shard(Made(lambda m, x: x @ stranger, layer=nn.Linear(4, 4)))
     assert "meshard" not in text_of(model, torch.ones(1, 4))
 
 
-@on_threads(2)
-def test_a_loss_that_reads_the_head_trains_inside_unsharded_params():
-    """The way out trains like the plain model."""
-    tokens = torch.randint(0, 11, (2, 2, 5), generator=torch.Generator().manual_seed(0))
-
-    def loss_of(model, rank):
-        hidden = model.norm(model.embedding(tokens[rank]))
-        logits = functional.linear(hidden, model.head.weight)
-        return functional.cross_entropy(logits.flatten(0, 1), tokens[rank].flatten())
-
-    def step(model, rank):
-        if not isinstance(model, meshard.FSDPModule):
-            return loss_of(model, rank)
-        with meshard.unsharded_params(model.head):
-            return loss_of(model, rank)
-
-    model, plain = sharded_and_plain(Transformer(), ("embedding", "norm", "head"))
-    assert "meshard" not in text_of(loss_of, model, 0)  # outside of any forward
-    check_gradients(model, plain, step)
-
-
-class Inner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(4, 4)
-        self.layers = nn.ModuleList([nn.Linear(4, 4)])
-
-    def forward(self, ids):
-        x = self.embed(ids)
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class WithInner(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.model = Inner()
-        self.head = nn.Linear(4, 4)
-
-    def forward(self, ids):
-        return self.head(self.model(ids))
-
-    def get_input_embeddings(self):
-        return self.model.embed
-
-
 def root_around_a_unit():
-    model = seeded(WithInner())
-    meshard.fully_shard(model.model.layers[0])
-    return meshard.fully_shard(model)
+    inner = nn.Sequential(nn.Embedding(4, 4), meshard.fully_shard(nn.Linear(4, 4)))
+    head = nn.Linear(4, 4)
+    return meshard.fully_shard(Made(lambda m, ids: m.head(m.model(ids)), model=inner, head=head))
 
 
 IDS = torch.tensor([1, 2])
 OUTSIDE = {
-    "the embedding": (lambda model: model.get_input_embeddings()(IDS), "'model.embed.weight'"),
-    "the inner model": (lambda model: model.model(IDS), "'model.embed.weight'"),
+    "the embedding": (lambda model: model.model[0](IDS), "'model.0.weight'"),
+    "the inner model": (lambda model: model.model(IDS), "'model.0.weight'"),
     "the head": (lambda model: model.head(torch.ones(2, 4)), "'head.weight' or 'head.bias'"),
 }
 
@@ -371,16 +249,11 @@ def test_a_module_of_the_root_that_is_called_by_itself_is_explained(what):
 
 
 @on_fake_ranks(1)
-def test_other_errors_of_such_modules_keep_their_text():
+def test_only_modules_of_a_root_around_units_have_a_hook_and_other_errors_keep_their_text():
     model = root_around_a_unit()
     with pytest.raises(TypeError) as caught:
         model.model("no tensor")
     assert "unit" not in str(caught.value)
-
-
-@on_fake_ranks(1)
-def test_modules_of_units_without_units_inside_have_no_hook():
-    model = root_around_a_unit()
     assert len(model.model._forward_hooks) == len(model.head._forward_hooks) == 1
     alone = meshard.fully_shard(nn.Sequential(nn.Linear(4, 4)))
     assert not alone[0]._forward_hooks

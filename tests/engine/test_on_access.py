@@ -6,7 +6,6 @@ import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -21,47 +20,39 @@ import meshard
 from tests.support import insides
 from tests.support.against_plain import check_gradients, check_training, inputs_of
 from tests.support.integer_model import (
-    LEARNING_RATE,
     IntegerModel,
     integer_batch,
     integer_loss,
     ternary,
 )
-from tests.support.models import seeded
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.models import Made, seeded
+from tests.support.parity import assert_same, full_grads, own_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.threads import run_threads
 
 
-class AttentionBlock(nn.Module):
-    """nn.MultiheadAttention reads ``out_proj`` and never calls it."""
-
-    def __init__(self, dim=8):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.attention = nn.MultiheadAttention(dim, 2, batch_first=True)
-
-    def forward(self, x):
-        y = self.norm(x)
-        return x + self.attention(y, y, y, need_weights=False)[0]
+def attend(block, x):
+    """``nn.MultiheadAttention`` reads ``out_proj`` and never calls it."""
+    y = block.norm(x)
+    return x + block.attention(y, y, y, need_weights=False)[0]
 
 
-class AttentionStack(nn.Module):
-    def __init__(self, checkpointing=None):
-        super().__init__()
-        self.blocks = nn.ModuleList(AttentionBlock() for _ in range(2))
-        self.scale = nn.Parameter(torch.empty(8))
-        self.checkpointing = checkpointing
-
-    def forward(self, x):
-        x = x * self.scale
-        for block in self.blocks:
-            x = (
-                block(x)
-                if self.checkpointing is None
-                else checkpoint(block, x, **self.checkpointing)
-            )
+def attention_stack():
+    def forward(model, x):
+        x = x * model.scale
+        for block in model.blocks:
+            if model.checkpointing is None:
+                x = block(x)
+            else:
+                x = checkpoint(block, x, **model.checkpointing)
         return x
+
+    blocks = [
+        Made(attend, norm=nn.LayerNorm(8), attention=nn.MultiheadAttention(8, 2, batch_first=True))
+        for _ in range(2)
+    ]
+    scale = nn.Parameter(torch.empty(8))
+    return seeded(Made(forward, blocks=blocks, scale=scale, checkpointing=None))
 
 
 def sharded_attention(plain, mesh_shape=(2,), mha_too=False, **options):
@@ -83,43 +74,29 @@ def save_everything(context, op, *args, **kwargs):
     return CheckpointPolicy.MUST_SAVE
 
 
-SELECTIVE = functools.partial(create_selective_checkpoint_contexts, save_everything)
+SELECTIVE = {
+    "use_reentrant": False,
+    "context_fn": functools.partial(create_selective_checkpoint_contexts, save_everything),
+}
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "checkpointing", "options", "gathers"),
     [
         # As many as if every unit had a forward of its own.
-        ((2,), None, {}, 9),
-        ((2,), None, {"mha_too": True}, 13),
-        ((2, 2), None, {}, 9),
-        ((2,), {"use_reentrant": False}, {}, 9),
-        ((2,), {"use_reentrant": True}, {}, 9),
-        ((2,), {"use_reentrant": False, "context_fn": SELECTIVE}, {}, 9),
-        (
-            (2,),
-            {"use_reentrant": False, "context_fn": SELECTIVE},
-            {"reshard_after_forward": False},
-            5,
-        ),
-        ((4,), None, {"reshard_after_forward": False}, 5),
-        ((4,), None, {"reshard_after_forward": 2}, 10),
-    ],
-    ids=[
-        "default",
-        "also the attention",
-        "hsdp",
-        "checkpointed",
-        "reentrant",
-        "selective",
-        "selective, kept",
-        "kept",
-        "neighbours",
+        pytest.param((2,), None, {}, 9, id="default"),
+        pytest.param((2,), None, {"mha_too": True}, 13, id="also the attention"),
+        pytest.param((2, 2), None, {}, 9, id="hsdp"),
+        pytest.param((2,), {"use_reentrant": False}, {}, 9, id="checkpointed"),
+        pytest.param((2,), {"use_reentrant": True}, {}, 9, id="reentrant"),
+        pytest.param((2,), SELECTIVE, {}, 9, id="selective"),
+        pytest.param((2,), SELECTIVE, {"reshard_after_forward": False}, 5, id="selective, kept"),
+        pytest.param((4,), None, {"reshard_after_forward": 2}, 10, id="neighbours"),
     ],
 )
 def test_an_attention_whose_out_proj_is_a_unit_trains(mesh_shape, checkpointing, options, gathers):
     def run():
-        plain = seeded(AttentionStack())
+        plain = attention_stack()
         model = sharded_attention(plain, mesh_shape, **options)
         model.checkpointing = checkpointing
         counts = check_training(model, plain, loss_of).counts
@@ -141,56 +118,45 @@ def test_an_attention_whose_out_proj_is_a_unit_trains(mesh_shape, checkpointing,
     assert run_threads(run, num_ranks) == [expected] * num_ranks
 
 
-class Reading(nn.Module):
-    """Runs the blocks of an integer model by reading their weights."""
+def reading():
+    """Return a model that runs the blocks of an integer model by reading their weights."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = IntegerModel()
+    def forward(model, x):
+        first, second, third = model.inner.blocks
+        x = ternary(functional.linear(x, first.linear.weight, first.linear.bias))
+        x = second(x)  # called, and read below
+        x = ternary(functional.linear(x, third.linear.weight, third.linear.bias))
+        penalty = second.linear.weight.sum() + first.linear.bias.sum()
+        return ternary(x + model.inner.shift + ternary(penalty))
 
-    def forward(self, x):
-        for place, block in enumerate(self.inner.blocks):
-            if place == 1:
-                x = block(x)  # called, and read below
-            x = functional.linear(x, block.linear.weight, block.linear.bias) if place != 1 else x
-            x = ternary(x)
-        penalty = self.inner.blocks[1].linear.weight.sum() + self.inner.blocks[0].linear.bias.sum()
-        return ternary(x + self.inner.shift + ternary(penalty))
+    return Made(forward, inner=IntegerModel())
 
 
 @pytest.mark.parametrize(
     ("mesh_shape", "mode"),
     [((2,), meshard.GradientSync.NONE)] + [((2, 2), mode) for mode in meshard.GradientSync],
 )
-def test_units_that_are_read_and_called_agree_bit_for_bit(mesh_shape, mode):
-    num_ranks = torch.Size(mesh_shape).numel()
+def test_units_that_are_read_and_called_agree_with_one_process(mesh_shape, mode):
+    def window(module, rank):
+        numbers = range(3)
+        if isinstance(module, meshard.FSDPModule):
+            numbers = meshard.microbatches(module, numbers, until_last=mode)
+        for number in numbers:
+            integer_loss(module(integer_batch(number, rank))).backward()
 
-    @on_threads(num_ranks)
+    @on_threads(torch.Size(mesh_shape).numel())
     def run():
-        mesh, plain, model = init_device_mesh("cpu", mesh_shape), Reading(), Reading()
+        mesh, plain, model = init_device_mesh("cpu", mesh_shape), reading(), reading()
         for block in model.inner.blocks:
             meshard.fully_shard(block, mesh, unshard_on_access=True)
-        meshard.fully_shard(model, mesh)
-        model.set_gradient_divide_factor(1.0)
-        optimizers = [torch.optim.SGD(m.parameters(), lr=LEARNING_RATE) for m in (model, plain)]
-        for step in range(3):
-            for k in meshard.microbatches(model, range(3), until_last=mode):
-                integer_loss(model(integer_batch(3 * step + k, dist.get_rank()))).backward()
-            for k in range(3):
-                for rank in range(num_ranks):
-                    integer_loss(plain(integer_batch(3 * step + k, rank))).backward()
-            assert_same(full_grads(model), full_grads(plain), bitwise=True)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_same(full_state(model), full_state(plain), bitwise=True)
+        check_training(meshard.fully_shard(model, mesh), plain, window)
 
     run()
 
 
 @on_threads(2)
 def test_what_was_read_is_given_back_with_the_parent():
-    plain = seeded(AttentionStack())
+    plain = attention_stack()
     model, seen, ahead = sharded_attention(plain), [], []
     read = [block.attention.out_proj for block in model.blocks]
 
@@ -218,7 +184,7 @@ def test_what_was_read_is_given_back_with_the_parent():
 @pytest.mark.slow
 @on_ranks(2, timeout=240)
 def test_a_compiled_parent_reads():
-    plain = seeded(AttentionStack())
+    plain = attention_stack()
     model = sharded_attention(plain)
     for block in model.blocks:
         block.compile(backend="aot_eager")
@@ -226,17 +192,6 @@ def test_a_compiled_parent_reads():
         warnings.simplefilter("ignore")  # dynamo looks at .grad of what is no leaf
         check_gradients(model, plain, loss_of, times=3)
     assert insides.unsharded_bytes(model) == 0
-
-
-class Silent(nn.Module):
-    """Reads a weight, and hands the result on without returning it."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x, results):
-        results.append(functional.linear(torch.tanh(x), self.layer.weight))
 
 
 @pytest.mark.filterwarnings("ignore:unit .* returned a NoneType")
@@ -247,22 +202,23 @@ def test_a_parent_that_returns_nothing_leaves_what_it_read_whole_for_backward():
         model(inputs_of(rank).requires_grad_(), results)
         return results[0].square().mean()
 
-    plain = seeded(Silent())
-    model = copy.deepcopy(plain)
+    plain = Made(
+        lambda m, x, results: results.append(functional.linear(torch.tanh(x), m.layer.weight)),
+        layer=nn.Linear(6, 6),
+    )
+    model = copy.deepcopy(seeded(plain))
     meshard.fully_shard(model.layer, unshard_on_access=True)
     check_gradients(meshard.fully_shard(model), plain, step)
 
 
 @on_fake_ranks(2)
 def test_a_copy_is_read_like_the_original():
-    model = sharded_attention(seeded(AttentionStack()))
-    copied = copy.deepcopy(model)
-    for each in (copied, model, copied):
-        each.zero_grad()
+    model = sharded_attention(attention_stack())
+    models = (copy.deepcopy(model), model)
+    for each in models:
         loss_of(each, 0).backward()
         assert insides.unsharded_bytes(each) == 0
-    for (name, param), other in zip(model.named_parameters(), copied.parameters(), strict=True):
-        assert torch.equal(param.grad.to_local(), other.grad.to_local()), name
+    assert_same(*map(own_grads, models), bitwise=True)
 
 
 @on_threads(2)
@@ -270,7 +226,7 @@ def test_frozen_and_cast_weights_are_read():
     policy = meshard.MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
     )
-    plain = seeded(AttentionStack())
+    plain = attention_stack()
     plain.blocks[0].attention.out_proj.requires_grad_(False)
     plain.blocks[1].attention.out_proj.bias.requires_grad_(False)
     model = sharded_attention(plain, mp_policy=policy)

@@ -1,4 +1,4 @@
-"""Tensors in whatever a unit returns, and outputs in which none are found."""
+"""Tensors in whatever a unit returns or leaves in its arguments, and where none are found."""
 
 import dataclasses
 from collections import OrderedDict, namedtuple
@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard as peer_fully_shard
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence
 from torch.utils import _pytree as pytree
 
@@ -21,26 +19,16 @@ from tests.support.against_plain import (
     inputs_of,
     sharded_and_plain,
 )
-from tests.support.models import MlpBlock, seeded
+from tests.support.models import Made, MlpBlock
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.spread import spread
 
 Named = namedtuple("Named", ["hidden", "label"])
 
 
-@dataclasses.dataclass
-class Plain:
-    hidden: Any
-    label: str = "plain"
-
-
-@dataclasses.dataclass(frozen=True)
-class Frozen:
-    hidden: Any
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Slotted:
-    hidden: Any
+Plain = dataclasses.make_dataclass("Plain", ["hidden", ("label", str, "plain")])
+Frozen = dataclasses.make_dataclass("Frozen", ["hidden"], frozen=True)
+Slotted = dataclasses.make_dataclass("Slotted", ["hidden"], frozen=True, slots=True)
 
 
 @dataclasses.dataclass
@@ -72,18 +60,12 @@ class Cyclic:
         self.itself = [self]
 
 
-class ModelOutput(OrderedDict):
-    """A dict with attributes, registered with pytree in the way Hugging Face does it."""
-
-    @property
-    def hidden(self):
-        return self["hidden"]
-
-
 class Unregistered(OrderedDict):
-    @property
-    def hidden(self):
-        return self["hidden"]
+    hidden = property(lambda self: self["hidden"])
+
+
+class ModelOutput(Unregistered):
+    """A dict with attributes, registered with pytree in the way Hugging Face does it."""
 
 
 pytree.register_pytree_node(
@@ -107,82 +89,53 @@ WRAPS = {
     "unregistered": (lambda x: Unregistered(hidden=x), lambda o: o.hidden),
     "cyclic": (Cyclic, lambda o: o.hidden),
 }
-OPAQUE = (Opaque, lambda o: o.hidden)
 
 
-class Wrapping(nn.Module):
-    """Blocks that hand ``form(x)`` to one another."""
+def blocks_through(wrap, unwrap):
+    """Return a model of blocks that hand ``wrap(x)`` to one another."""
 
-    def __init__(self, form):
-        super().__init__()
-        self.wrap, self.unwrap = WRAPS.get(form, OPAQUE)
-        self.blocks = nn.ModuleList(WrappingBlock(form) for _ in range(3))
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x):
-        value = self.wrap(x)
-        for block in self.blocks:
+    def forward(model, x):
+        value = wrap(x)
+        for block in model.blocks:
             value = block(value)
-        return self.head(self.unwrap(value))
+        return model.head(unwrap(value))
 
-
-class WrappingBlock(MlpBlock):
-    def __init__(self, form):
-        super().__init__(6, 8)
-        self.wrap, self.unwrap = WRAPS.get(form, OPAQUE)
-
-    def forward(self, value):
-        return self.wrap(super().forward(self.unwrap(value)))
+    blocks = [
+        Made(lambda m, value: wrap(m.inner(unwrap(value))), inner=MlpBlock(6, 8)) for _ in range(3)
+    ]
+    return Made(forward, blocks=blocks, head=nn.Linear(6, 2))
 
 
 @pytest.mark.parametrize("form", WRAPS)
 @on_threads(2)
 def test_units_may_return_any_container(form):
-    ledger = check_gradients(*sharded_and_plain(Wrapping(form)))
+    ledger = check_gradients(*sharded_and_plain(blocks_through(*WRAPS[form])))
     assert ledger.counts == {"all_gather": 7, "reduce_scatter": 4}
-
-
-@pytest.mark.parametrize("form", WRAPS)
-@on_fake_ranks(1)
-def test_casts_reach_into_containers(form):
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    model, _ = sharded_and_plain(Wrapping(form), mp_policy=policy)
-    block, seen = model.blocks[1], []
-    block.up.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
-    value = block(block.wrap(torch.ones(2, 6)))
-    assert seen == [torch.bfloat16]
-    assert block.unwrap(value).dtype == torch.float64
-    block.unwrap(value).sum().backward()
-
-
-class Receiver(nn.Module):
-    """Returns what it gets."""
-
-    def __init__(self):
-        super().__init__()
-        self.bias = nn.Parameter(torch.zeros(1))
-
-    def forward(self, value):
-        return value
 
 
 def cast(value, dtype):
     """Return ``value`` as it comes through a unit that casts its inputs to ``dtype``."""
     policy = MixedPrecisionPolicy(param_dtype=dtype)
     with torch.no_grad():
-        return meshard.fully_shard(Receiver(), mp_policy=policy)(value)
+        receiver = Made(lambda m, value: value, bias=nn.Parameter(torch.zeros(1)))
+        return meshard.fully_shard(receiver, mp_policy=policy)(value)
 
 
 @pytest.mark.parametrize("form", WRAPS)
 @on_fake_ranks(1)
-def test_casting_copies_what_changes_and_nothing_else(form):
+def test_casts_reach_into_containers_and_copy_what_changes_only(form):
     wrap, unwrap = WRAPS[form]
-    value = wrap(torch.ones(2))
+    value = wrap(torch.ones(2, 6))
     assert cast(value, torch.float32) is value
     narrow = cast(value, torch.bfloat16)
     assert type(narrow) is type(value)
     assert unwrap(narrow).dtype == torch.bfloat16
     assert unwrap(value).dtype == torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
+    model, _ = sharded_and_plain(blocks_through(wrap, unwrap), mp_policy=policy)
+    out = unwrap(model.blocks[1](value))
+    assert out.dtype == torch.float64
+    out.sum().backward()
 
 
 @on_fake_ranks(1)
@@ -203,74 +156,59 @@ def test_other_objects_and_modules_are_not_searched():
     assert held.weight.dtype == torch.float32
 
 
-class StashingBlock(MlpBlock):
-    """Returns nothing and leaves its result on an attribute."""
-
-    def forward(self, x):
-        self.__dict__["result"] = super().forward(x)
+def stashing_block():
+    """Return a block that returns nothing and leaves its result on an attribute."""
+    return Made(lambda m, x: m.__dict__.update(result=m.inner(x)), inner=MlpBlock(6, 8))
 
 
-class Stashing(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(StashingBlock(6, 8) for _ in range(3))
-        self.head = nn.Linear(6, 2)
-
-    def forward(self, x):
-        for block in self.blocks:
+def stashing():
+    def forward(model, x):
+        for block in model.blocks:
             block(x)
             x = block.__dict__["result"]
-        return self.head(x)
+        return model.head(x)
+
+    return Made(forward, blocks=[stashing_block() for _ in range(3)], head=nn.Linear(6, 2))
 
 
-@pytest.mark.parametrize("interleaved", [False, True])
+def alternating(model, rank):
+    for number in range(2):
+        model(inputs_of(rank, number)).square().mean().backward()
+
+
+def interleaved(model, rank):
+    losses = [model(inputs_of(rank, number)).square().mean() for number in range(2)]
+    for loss in losses:
+        loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("returns", "step"),
+    [("NoneType", alternating), ("NoneType", interleaved), ("Opaque", alternating)],
+)
 @on_ranks(2)
-def test_units_that_return_nothing_stay_whole_and_say_so(interleaved):
-    def step(model, rank):
-        losses = []
-        for number in range(2):
-            losses.append(model(inputs_of(rank, number)).square().mean())
-            if not interleaved:
-                losses.pop().backward()
-        for loss in losses:
-            loss.backward()
-
-    model, plain = sharded_and_plain(Stashing())
-    with pytest.warns(UserWarning, match="returned a NoneType") as caught:
+def test_units_whose_outputs_are_not_found_stay_unsharded_and_say_so(returns, step):
+    plain = stashing() if returns == "NoneType" else blocks_through(Opaque, lambda o: o.hidden)
+    model, _ = sharded_and_plain(plain)
+    with pytest.warns(UserWarning, match=f"returned a {returns}") as caught:
         check_training(model, plain, step)
-    assert insides.unsharded_units(model) == []
+    assert (left := insides.unsharded_units(model)) == [], left
     assert len(caught) == 3
     for number, each in enumerate(caught):
-        assert f"unit 'blocks.{number}' returned a NoneType" in str(each.message)
+        assert f"unit 'blocks.{number}' returned a {returns}" in str(each.message)
         assert "register_dataclass" in str(each.message)
 
 
 @on_ranks(2)
-def test_units_whose_outputs_are_not_found_stay_unsharded_and_say_so():
-    with pytest.warns(UserWarning, match="returned a Opaque") as caught:
-        check_gradients(*sharded_and_plain(Wrapping("opaque")))
-    assert len(caught) == 3
-    for number, each in enumerate(caught):
-        assert f"unit 'blocks.{number}' returned a Opaque" in str(each.message)
-
-
-class FrozenInside(nn.Module):
-    """The block has nothing to train, but gradients pass through it."""
-
-    def __init__(self):
-        super().__init__()
-        self.inlet = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList([StashingBlock(6, 8).requires_grad_(False)])
-
-    def forward(self, x, through=True):
-        x = self.inlet(x)
-        self.blocks[0](x if through else x.detach())
-        return x + self.blocks[0].__dict__["result"]
-
-
-@on_ranks(2)
 def test_hidden_outputs_of_frozen_units_matter_if_an_input_is_trained():
-    model, plain = sharded_and_plain(FrozenInside())
+    def forward(model, x, through=True):
+        x = model.inlet(x)
+        model.block(x if through else x.detach())
+        return x + model.block.__dict__["result"]
+
+    frozen = stashing_block().requires_grad_(False)
+    plain = Made(forward, inlet=nn.Linear(6, 6), block=frozen)
+    model, _ = sharded_and_plain(plain, ("block",))
     model(torch.ones(1, 6), through=False).sum().backward()  # warnings are errors
     with torch.no_grad():
         model(torch.ones(1, 6))
@@ -278,13 +216,86 @@ def test_hidden_outputs_of_frozen_units_matter_if_an_input_is_trained():
         check_gradients(model, plain)
 
 
-@pytest.mark.parametrize("form", [None, "opaque"])
-@on_ranks(2)
-def test_the_peer_has_freed_what_it_does_not_find(form):
-    mesh = init_device_mesh("cpu", (2,))
-    model = seeded(Stashing() if form is None else Wrapping(form))
-    for block in model.blocks:
-        peer_fully_shard(block, mesh=mesh)
-    loss = peer_fully_shard(model, mesh=mesh)(torch.ones(1, 6)).sum()
-    with pytest.raises(RuntimeError, match="storage of size 0"):
-        loss.backward()
+# --- what a forward leaves in its arguments ------------------------------------------------------
+
+
+Bag = dataclasses.make_dataclass("Bag", [("tensors", tuple, ())])
+KINDS = {  # what a forward is called with, how it leaves a tensor there, how it is found again
+    "list": (list, lambda into, left: into.append(left), list),
+    "dict": (dict, lambda into, left: into.update({len(into): left}), lambda into: into.values()),
+    "dataclass": (
+        Bag,
+        lambda into, left: setattr(into, "tensors", (*into.tensors, left)),
+        lambda into: into.tensors,
+    ),
+    "list in a tuple": (
+        lambda: ([],),
+        lambda into, left: into[0].append(left),
+        lambda into: into[0],
+    ),
+}
+
+
+def leaving(kind):
+    """Return a model, a loss of which may come through what its layers have left, or outputs."""
+    make, leave, found = KINDS[kind]
+
+    def forward_of_layer(layer, x, into, *, more):
+        leave(into, torch.tanh(layer.key(x)))
+        leave(more, layer.key(x).relu())
+        return layer.up(x)
+
+    def forward(model, x, use):
+        into, more = make(), make()
+        x = x * model.scale
+        for layer in model.blocks:
+            x = layer(x, into, more=more)
+        return {
+            "left": lambda: sum(found(into)),
+            "more": lambda: sum(found(more)),
+            "both": lambda: x + sum(found(into)),
+        }[use]()
+
+    blocks = [Made(forward_of_layer, key=nn.Linear(6, 6), up=nn.Linear(6, 6)) for _ in range(3)]
+    return Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks)
+
+
+@spread(kind=list(KINDS), reshard_after_forward=[None, True])
+@on_threads(2)
+def test_a_loss_may_come_through_what_a_forward_has_left(kind, reshard_after_forward):
+    model, plain = sharded_and_plain(leaving(kind), reshard_after_forward=reshard_after_forward)
+    for use in ("left", "both", "more", "left"):
+
+        def step(model, rank, use=use):
+            return model(inputs_of(rank), use).square().mean()
+
+        check_gradients(model, plain, step, times=1, what=f"{use}: gradient")
+
+
+@pytest.mark.parametrize("use_first", [False, True])
+@on_threads(2)
+def test_the_loss_of_one_forward_reaches_another_through_a_cache(use_first):
+    """Layers attend to what they have been called with before, as a decoder with a cache does."""
+
+    def attend(layer, x, cache):
+        keys, values = torch.tanh(layer.key(x)), layer.value(x)
+        if id(layer) in cache:
+            pairs = zip(cache[id(layer)], (keys, values), strict=True)
+            keys, values = (torch.cat(pair) for pair in pairs)
+        cache[id(layer)] = keys, values
+        return x + (x @ keys.t()).softmax(-1) @ values
+
+    def forward(model, x, cache):
+        for layer in model.blocks:
+            x = layer(x, cache)
+        return x * model.scale
+
+    def step(model, rank):
+        cache = {}
+        first = model(inputs_of(rank), cache)
+        loss = model(inputs_of(rank) + 1, cache).square().mean()
+        return loss + first.square().mean() if use_first else loss
+
+    blocks = [Made(attend, key=nn.Linear(6, 6), value=nn.Linear(6, 6)) for _ in range(2)]
+    plain = Made(forward, blocks=blocks, scale=nn.Parameter(torch.empty(6)))
+    check_gradients(*sharded_and_plain(plain), step)

@@ -6,36 +6,44 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger
 from tests.support.against_plain import (
     check_gradients,
     inputs_of,
-    mean_square,
     sharded_and_plain,
 )
-from tests.support.models import MlpBlock, MlpStack, seeded
-from tests.support.parity import assert_same
-from tests.support.ranks import on_fake_ranks, on_threads
-
-
-class Twice(nn.Module):
-    """One unit, used at two places."""
-
-    def __init__(self):
-        super().__init__()
-        self.block, self.between = MlpBlock(6, 7), nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.block(self.between(self.block(x)))
+from tests.support.models import Made, MlpBlock, MlpStack, seeded
+from tests.support.ranks import on_threads
 
 
 @on_threads(2)
 def test_a_unit_used_twice_is_reduced_once():
-    ledger = check_gradients(*sharded_and_plain(Twice(), ("block", "between")), times=3)
+    plain = Made(
+        lambda m, x: m.block(m.between(m.block(x))),
+        block=MlpBlock(6, 7),
+        between=nn.Linear(6, 6),
+    )
+    ledger = check_gradients(*sharded_and_plain(plain, ("block", "between")), times=3)
     assert ledger.counts["reduce_scatter"] == 2
+
+
+@on_threads(2)
+def test_a_unit_of_several_modules_is_gathered_once_for_each_time_that_they_run():
+    def forward(model, x, times):
+        for _ in range(times):
+            x = model.second(model.first(x))
+        return x
+
+    plain = seeded(Made(forward, first=nn.Linear(3, 3), second=nn.Linear(3, 3)))
+    model, x = copy.deepcopy(plain), torch.ones(1, 3)
+    meshard.fully_shard([model.first, model.second])
+    meshard.fully_shard(model)
+    for times in (1, 2, 3):
+        with meshard.CommLedger(model) as ledger, torch.no_grad():
+            model(x, times)
+        assert [event.op for event in ledger.events] == ["all_gather"] * times
+        check_gradients(model, plain, lambda model, rank, times=times: model(x, times).sum())
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "sum, twice"])
@@ -53,29 +61,21 @@ def test_forwards_and_backwards_need_not_alternate(order):
     check_gradients(*sharded_and_plain(MlpStack()), step)
 
 
-class DroppableBlock(MlpBlock):
-    """Hands its input on when told to: layer drop."""
+@on_threads(2)
+def test_ranks_may_drop_different_layers():
+    """Each layer is called, and hands its input on when told to."""
 
-    def forward(self, x, is_dropped):
-        return x if is_dropped else super().forward(x)
-
-
-class Dropping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inlet = nn.Linear(6, 6)
-        self.blocks = nn.ModuleList(DroppableBlock(6, 8) for _ in range(3))
-
-    def forward(self, x, dropped):
-        x = self.inlet(x)
-        for number, block in enumerate(self.blocks):
+    def forward(model, x, dropped):
+        x = model.inlet(x)
+        for number, block in enumerate(model.blocks):
             x = block(x, number in dropped)
         return x
 
-
-@on_threads(2)
-def test_ranks_may_drop_different_layers():
-    model, plain = sharded_and_plain(Dropping())
+    blocks = [
+        Made(lambda m, x, is_dropped: x if is_dropped else m.inner(x), inner=MlpBlock(6, 8))
+        for _ in range(3)
+    ]
+    model, plain = sharded_and_plain(Made(forward, inlet=nn.Linear(6, 6), blocks=blocks))
     for drops in (((), (1,)), ((0, 1, 2), ()), ((2,), (0,)), ((1,), (1,))):
         check_gradients(
             model,
@@ -85,85 +85,20 @@ def test_ranks_may_drop_different_layers():
         )
 
 
-@on_threads(2)
-def test_training_follows_inference_mode():
-    model, plain = sharded_and_plain(MlpStack())
-    with torch.inference_mode():
-        assert_same(model(inputs_of(0)).clone(), plain(inputs_of(0)).clone())
-    model.blocks[1](inputs_of(0))  # a unit by itself, before its parent
-    check_gradients(model, plain)
-
-
-@pytest.mark.parametrize("is_forward", [True, False])
-@on_fake_ranks(2)
-def test_prefetch_lists_replace_the_prediction(is_forward):
-    model, _ = sharded_and_plain(MlpStack())
-    blocks, log = list(model.blocks), []
-
-    class Log(CommLedger):
-        def _observe(self, event, group, communicator):
-            log.append(event.unit)
-
-    blocks[0].up.register_forward_pre_hook(lambda *_: log.append("compute"))
-    if is_forward:
-        blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
-        with Log():
-            model(torch.ones(1, 6))
-        assert log == ["(root)", "blocks.0", "blocks.2", "blocks.1", "compute"]
-    else:
-        blocks[2].set_modules_to_backward_prefetch([blocks[0], blocks[1]])
-        out = model(torch.ones(1, 6))
-        log.clear()
-        with Log():
-            out.sum().backward()
-        gathers = [name for name in log if name.startswith("blocks")][:3]
-        assert gathers == ["blocks.2", "blocks.0", "blocks.1"]
-
-
-@on_threads(2)
-def test_units_may_run_before_their_root_is_sharded():
-    plain = seeded(MlpStack())
-    model, mesh = copy.deepcopy(plain), init_device_mesh("cpu", (2,))
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh)
-        block(inputs_of(0))
-    check_gradients(meshard.fully_shard(model, mesh), plain)
-
-
-class Branches(nn.Module):
-    """Outputs of units in the middle may go unused."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(6, 6 + number) for number in range(4))
-
-    def forward(self, x, used):
-        outputs = [block(x).sum() for block in self.blocks]
-        return sum(out for number, out in enumerate(outputs) if number in used)
-
-
 @pytest.mark.parametrize(
     "useds", [((0, 1, 2, 3), (0, 1, 3)), ((0, 2), (1, 3)), ((3,), (0,)), ((0, 3), (0, 1, 2))]
 )
 @on_threads(2)
 def test_ranks_may_leave_different_outputs_unused(useds):
     # That ranks gather alike in backward is up to them; that they reduce alike is up to us.
-    pair = sharded_and_plain(Branches(), reshard_after_forward=False)
+    def forward(model, x, used):
+        outputs = [block(x).sum() for block in model.blocks]
+        return sum(outputs[number] for number in used)
+
+    plain = Made(forward, blocks=[nn.Linear(6, 6 + number) for number in range(4)])
+    pair = sharded_and_plain(plain, reshard_after_forward=False)
     ledger = check_gradients(*pair, lambda model, rank: model(inputs_of(rank), useds[rank]))
     own = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
     orders = [None, None]
     dist.all_gather_object(orders, own)
     assert orders[0] == orders[1]
-
-
-@on_threads(2)
-def test_a_keyboard_interrupt_is_forgotten_at_the_next_forward():
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    model, plain = sharded_and_plain(MlpStack())
-    handle = model.blocks[1].up.register_forward_pre_hook(stop)
-    with pytest.raises(KeyboardInterrupt):
-        mean_square(model, 0)
-    handle.remove()
-    check_gradients(model, plain, times=3)

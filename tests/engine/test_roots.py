@@ -1,5 +1,6 @@
 """Roots: what makes them, what may come before their first use, and roots put under another one."""
 
+import contextlib
 import copy
 import os
 import time
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from tests.support import insides
-from tests.support.models import MlpStack, seeded
+from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
@@ -21,16 +22,10 @@ from tests.support.sharding import shard_blocks
 BATCH = torch.arange(12.0).view(2, 6) / 12
 
 
-class Whole(nn.Module):
-    """A stack with a head, for a unit around the stack."""
-
-    def __init__(self, stack):
-        super().__init__()
-        self.stack = stack
-        self.head = seeded(nn.Linear(6, 3), 1)
-
-    def forward(self, x):
-        return self.head(self.stack(x))
+def around(stack):
+    """Return a module with a head behind ``stack``."""
+    head = seeded(nn.Linear(6, 3), 1)
+    return Made(lambda m, x: m.head(m.stack(x)), stack=stack, head=head)
 
 
 def sharded():
@@ -49,17 +44,6 @@ def check(model, plain):
 
 
 @on_fake_ranks(2)
-def test_nested_calls_make_one_root_and_the_first_use_its_lifecycle():
-    model = sharded()
-    (root,) = {unit.root for unit in insides.units(model)}
-    assert root.lifecycle is None
-    model.blocks[1](BATCH)  # a part, before the whole
-    assert {unit.lifecycle for unit in insides.units(model)} == {root.lifecycle}
-    train(model)
-    assert {unit.root for unit in insides.units(model)} == {root}
-
-
-@on_fake_ranks(2)
 def test_two_threads_that_come_first_get_one_lifecycle(monkeypatch):
     made = []
 
@@ -75,9 +59,10 @@ def test_two_threads_that_come_first_get_one_lifecycle(monkeypatch):
 
 
 @on_ranks(2)
-def test_what_one_rank_makes_alone_before_the_first_use_takes_no_name():
+@pytest.mark.parametrize("is_checked", ["0", "1"])
+def test_what_one_rank_makes_alone_before_the_first_use_takes_no_name(is_checked):
     """Names differ if it did, which the check of collectives would report."""
-    os.environ["MESHARD_DEBUG"] = "1"
+    os.environ["MESHARD_DEBUG"] = is_checked
     try:
         mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("all", "alone"))
         first = shard_blocks(seeded(MlpStack()), mesh["all"])
@@ -86,7 +71,8 @@ def test_what_one_rank_makes_alone_before_the_first_use_takes_no_name():
             kept = [copy.deepcopy(first), shard_blocks(seeded(MlpStack()), mesh["alone"])]
             train(kept[1])
         second = shard_blocks(seeded(MlpStack()), mesh["all"])
-        for model in (second, first):
+        for model in (second, first, copy.deepcopy(second), *kept[1:]):
+            model.zero_grad()
             train(model)
         grads = full_grads(first)
         assert_same(grads, full_grads(second), bitwise=True)
@@ -94,10 +80,6 @@ def test_what_one_rank_makes_alone_before_the_first_use_takes_no_name():
             assert_same(full_grads(model), grads)
     finally:
         del os.environ["MESHARD_DEBUG"]
-
-
-def step_an_optimizer(model):
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
 
 
 def clip_and_step_flat(model):
@@ -114,11 +96,6 @@ def unshard_and_reshard(model):
     model.blocks[0].reshard()
 
 
-def offload_and_onload(model):
-    meshard.offload(model)
-    meshard.onload(model)
-
-
 def use_other_collectives(model):
     model.set_custom_all_reduce(None)
     model.set_separate_reduce_scatter_group()
@@ -130,30 +107,29 @@ def record(model):
         assert "blocks.0" in meshard.describe(model)
 
 
-CALLS = [
-    step_an_optimizer,
-    clip_and_step_flat,
-    unshard_and_reshard,
-    offload_and_onload,
-    use_other_collectives,
-    record,
-    copy.deepcopy,
-    meshard.pending_gradients,
-    meshard.finalize_gradients,
-    nn.Module.state_dict,
-    meshard.FSDPModule.reset_iter_state,
-]
+CALLS = {
+    "step": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+    "clip and step flat": clip_and_step_flat,
+    "unshard and reshard": unshard_and_reshard,
+    "offload and onload": lambda model: (meshard.offload(model), meshard.onload(model)),
+    "use other collectives": use_other_collectives,
+    "record": record,
+    "copy": copy.deepcopy,
+    "pending_gradients": meshard.pending_gradients,
+    "finalize_gradients": meshard.finalize_gradients,
+    "state_dict": lambda model: model.state_dict(),
+    "reset_iter_state": lambda model: model.reset_iter_state(),
+}
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", CALLS)
 @on_threads(2)
 def test_a_call_before_the_first_forward(call):
-    """Also one after which a unit comes around the root."""
     for is_around in (False, True):
         model, plain = sharded(), seeded(MlpStack())
-        call(model)
+        CALLS[call](model)
         if is_around:
-            model, plain = meshard.fully_shard(Whole(model)), Whole(plain)
+            model, plain = meshard.fully_shard(around(model)), around(plain)
         check(model, plain)
 
 
@@ -183,10 +159,9 @@ def leave_reductions_in_flight(stack):
 
 
 def leave_gradients_pending(stack):
-    set_mode = getattr(stack, "set_gradient_sync", lambda mode: None)
-    set_mode(meshard.GradientSync.NONE)
-    train(stack)
-    set_mode(meshard.GradientSync.FULL)
+    is_sharded = isinstance(stack, meshard.FSDPModule)
+    with meshard.no_sync(stack) if is_sharded else contextlib.nullcontext():
+        train(stack)
 
 
 def leave_a_part_unsharded(stack):
@@ -227,13 +202,13 @@ def test_a_unit_around_a_root_that_was_used(use, is_manual):
     stack.set_manual_backward_finalization(is_manual)
     for each in (stack, plain):
         use(each)
-    model, plain = meshard.fully_shard(Whole(stack)), Whole(plain)
+    model, plain = meshard.fully_shard(around(stack)), around(plain)
     assert len({unit.root for unit in insides.units(model)}) == 1
     assert insides.labels(model)[:3] == ["(root)", "stack", "stack.blocks.0"]
     train(plain)
     collectives = collectives_of_a_step(model, is_manual)
     assert_same(full_grads(model), full_grads(plain))
-    expected = collectives_of_a_step(meshard.fully_shard(Whole(sharded())), is_manual)
+    expected = collectives_of_a_step(meshard.fully_shard(around(sharded())), is_manual)
     if use is leave_a_part_unsharded:
         expected.remove(("all_gather", "stack.blocks.1"))
     assert collectives == expected
@@ -241,9 +216,9 @@ def test_a_unit_around_a_root_that_was_used(use, is_manual):
 
 @on_threads(2)
 def test_a_backward_that_is_not_the_last_stays_so_under_a_new_root():
-    stack, plain = sharded(), Whole(seeded(MlpStack()))
+    stack, plain = sharded(), around(seeded(MlpStack()))
     stack.set_is_last_backward(False)
-    model = meshard.fully_shard(Whole(stack))
+    model = meshard.fully_shard(around(stack))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     train(model)
     with pytest.raises(RuntimeError, match="still in flight"):
@@ -257,7 +232,7 @@ def test_a_backward_that_is_not_the_last_stays_so_under_a_new_root():
 @on_threads(2)
 def test_a_graph_from_before_keeps_no_pending_gradient_back():
     """Its backward may still come as far as the old root knows, and the new root does not."""
-    model, plain = (Whole(seeded(MlpStack())) for _ in range(2))
+    model, plain = (around(seeded(MlpStack())) for _ in range(2))
     shard_blocks(model.stack)
     meshard.fully_shard(model.head)
     for each in (model, plain):

@@ -1,4 +1,7 @@
-"""The recorded order of units, which predicts what to gather next."""
+"""Which units are gathered next or not at all, and what a backward costs."""
+
+import functools
+import sys
 
 import pytest
 import torch
@@ -6,31 +9,26 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import meshard
 from meshard import CommLedger
+from tests.support.against_plain import check_training, sharded_and_plain
 from tests.support.fake import fake_group
-from tests.support.models import MlpBlock
-from tests.support.ranks import on_fake_ranks
+from tests.support.models import Made, MlpBlock, MlpStack
+from tests.support.ranks import on_fake_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 X = torch.ones(1, 4)
 
 
-class Ordered(nn.Module):
-    """Runs its blocks in the order that it is told."""
-
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MlpBlock(4, 4) for _ in range(5))
-        self.scale = nn.Parameter(torch.ones(1))
-
-    def forward(self, x, order):
-        for number in order:
-            x = self.blocks[number](x)
-        return x * self.scale
-
-
 def make():
-    return shard_blocks(Ordered())
+    """Return a model that runs its blocks in the order that it is told."""
+    return shard_blocks(
+        Made(
+            lambda m, x, order: functools.reduce(lambda x, n: m.blocks[n](x), order, x) * m.scale,
+            blocks=[MlpBlock(4, 4) for _ in range(5)],
+            scale=nn.Parameter(torch.ones(1)),
+        )
+    )
 
 
 def gathered_ahead(model, order):
@@ -55,12 +53,10 @@ def gathered_ahead(model, order):
 @pytest.mark.parametrize(
     ("orders", "expected"),
     [
-        ([[0, 1, 2]], [None] * 3),
-        ([[0, 1, 2]] * 2, [1, 2, None]),
         ([[0, 1, 2]] * 2 + [[0, 2]], [1, None]),
         ([[0, 1, 2], [0, 3], [0, 1, 2]], [3, 2, None]),
     ],
-    ids=["the first", "the same again", "one is left out", "another between"],
+    ids=["one is left out", "another between"],
 )
 @on_fake_ranks(2)
 def test_a_forward_follows_the_last_one_that_began_alike(orders, expected):
@@ -113,3 +109,111 @@ def test_a_backward_follows_the_exits_of_its_own_forward_reversed():
             loss.backward()
     gathered = [event.unit for event in ledger.events if event.op == "all_gather"]
     assert gathered == ["blocks.1", "blocks.3", "blocks.0"]
+
+
+@on_fake_ranks(2)
+def test_prefetch_lists_replace_the_prediction():
+    model, _ = sharded_and_plain(MlpStack())
+    blocks, log = list(model.blocks), []
+
+    class Log(CommLedger):
+        def _observe(self, event, group, communicator):
+            log.append(event.unit)
+
+    blocks[0].up.register_forward_pre_hook(lambda *_: log.append("compute"))
+    blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
+    blocks[2].set_modules_to_backward_prefetch([blocks[0], blocks[1]])
+    with Log():
+        out = model(torch.ones(1, 6))
+        assert log == ["(root)", "blocks.0", "blocks.2", "blocks.1", "compute"]
+        log.clear()
+        out.sum().backward()
+    gathers = [name for name in log if name.startswith("blocks")][:3]
+    assert gathers == ["blocks.2", "blocks.0", "blocks.1"]
+
+
+def add():
+    """Return a module whose backward reads no parameter."""
+    return Made(lambda m, x: x + m.bias, bias=nn.Parameter(torch.linspace(-1, 1, 6)))
+
+
+@pytest.mark.parametrize(
+    ("off", "reshard", "in_backward"),
+    [
+        ((), True, ["4", "3", "1", "0"]),
+        (("0",), True, ["4", "3", "1"]),
+        (("0", "3"), True, ["4", "1"]),
+        (("0", "3"), False, []),
+    ],
+)
+@on_threads(2)
+def test_a_unit_that_needs_no_parameters_in_backward_is_not_gathered(off, reshard, in_backward):
+    def step(model, rank):
+        tokens = torch.randint(7, (2, 5), generator=torch.Generator().manual_seed(rank))
+        return model(tokens).square().mean()
+
+    units = ["0", "1", "3", "4"]  # of which only the linear layers need parameters in backward
+    plain = nn.Sequential(nn.Embedding(7, 6), nn.Linear(6, 6), nn.Tanh(), add(), nn.Linear(6, 6))
+    model, _ = sharded_and_plain(plain, units, reshard_after_forward=reshard)
+    for name in off:
+        model.get_submodule(name).set_unshard_in_backward(False)
+    events = check_training(model, plain, step).events
+    gathered = [event.unit for event in events if event.op == "all_gather"]
+    assert gathered == units + in_backward
+
+
+@on_fake_ranks(2)
+def test_it_may_change_between_steps_and_recurses_on_request_only():
+    plain, counts = nn.Sequential(nn.Linear(6, 6), add(), nn.Linear(6, 6)), []
+    model, _ = sharded_and_plain(plain, ("0", "1", "2"))
+    for unit, flag, recurse in [
+        (model[1], True, False),
+        (model[1], False, False),
+        (model[1], True, False),
+        (model, False, False),  # does not reach the units inside
+        (model[1], False, True),
+    ]:
+        unit.set_unshard_in_backward(flag, recurse=recurse)
+        for _ in range(2):
+            with CommLedger(model) as ledger:
+                model(torch.ones(1, 6)).sum().backward()
+        counts.append(ledger.counts["all_gather"])
+    assert counts == [6, 5, 6, 6, 5]
+
+
+def units_inside_units(count):
+    model = nn.Identity()
+    for _ in range(count):
+        model = meshard.fully_shard(nn.Sequential(nn.Linear(4, 4), model))
+    return model
+
+
+def buckets(count):
+    layers = nn.Sequential(*(nn.Linear(4, 4) for _ in range(count)))
+    return meshard.replicate(layers, bucket_cap_mb=1e-5)
+
+
+def calls_of_a_backward(model):
+    num_calls = 0
+
+    def count(frame, event, arg):
+        nonlocal num_calls
+        num_calls += event == "call"
+
+    for _ in range(3):  # buckets are rebuilt after the first
+        loss = model(torch.ones(2, 4)).sum()
+        num_calls = 0
+        sys.setprofile(count)
+        try:
+            loss.backward()
+        finally:
+            sys.setprofile(None)
+        model.zero_grad()
+    return num_calls
+
+
+@pytest.mark.parametrize("build", [units_inside_units, buckets])
+@on_fake_ranks(2)
+def test_a_backward_of_twice_as_many_units_does_not_take_much_more_than_twice(build):
+    few, many = (calls_of_a_backward(build(count)) for count in (6, 12))
+    assert many < 3 * few, (few, many)

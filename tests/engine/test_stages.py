@@ -10,23 +10,14 @@ import meshard
 from meshard import GradientSync
 from tests.support.fake import fake_group
 from tests.support.insides import unsharded_bytes
-
-
-class Recording(nn.Linear):
-    """Records its weight in forward, and in its backward."""
-
-    def forward(self, x):
-        self.seen = [self.weight]  # in a list: as an attribute it would be a second parameter
-        if x.requires_grad:
-            x.register_hook(lambda _: self.seen.append(self.weight))  # at the end of its backward
-        return super().forward(x)
+from tests.support.ranks import on_fake_ranks
 
 
 @pytest.fixture
 def model():
     with fake_group(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        net = nn.Sequential(Recording(4, 4, bias=False), nn.Linear(4, 4))
+        net = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
         for module in (*net, net):
             meshard.fully_shard(module, mesh)
         yield net
@@ -37,15 +28,18 @@ def is_shard(tensor):
 
 
 def test_forward_and_backward_see_unsharded_parameters_and_all_else_shards(model):
-    layer = model[0]
+    layer, seen = model[0], []
     sharded = layer.weight
     assert is_shard(sharded) and sharded.to_local().shape == (2, 4)
-    loss = model(torch.ones(1, 4, requires_grad=True)).sum()
-    (unsharded,) = layer.seen
+    layer.register_forward_pre_hook(lambda *_: seen.append(layer.weight))
+    x = torch.ones(1, 4, requires_grad=True) * 1
+    x.register_hook(lambda _: seen.append(layer.weight))  # at the end of the layer's backward
+    loss = model(x).sum()
+    (unsharded,) = seen
     assert type(unsharded) is nn.Parameter and unsharded.shape == (4, 4)
     assert layer.weight is sharded and unsharded_bytes(layer) == 0
     loss.backward()
-    assert layer.seen[1] is unsharded
+    assert seen[1] is unsharded
     assert layer.weight is sharded and unsharded_bytes(layer) == 0
     assert unsharded.grad is None
 
@@ -75,14 +69,16 @@ def test_a_gradient_is_where_its_mode_puts_it_until_zero_grad(model, mode, pendi
         assert model[0].weight.grad is None
 
 
-def test_two_ways_to_unshard_by_hand(model):
-    layer = model[0]
-    sharded = layer.weight
-    layer.unshard()
-    unsharded = layer.weight
-    assert type(unsharded) is nn.Parameter and unsharded_bytes(layer) == 64
-    layer.reshard()
-    assert layer.weight is sharded and unsharded_bytes(layer) == 0
-    with meshard.unsharded_params(layer):
-        assert type(layer.weight) is nn.Parameter and layer.weight is not unsharded
-    assert layer.weight is sharded
+@on_fake_ranks(2)
+def test_a_checkpoint_is_refused_while_gradients_of_any_unit_of_a_module_are_pending():
+    model = meshard.fully_shard(
+        nn.Linear(4, 4),  # the bias becomes a unit of its own, which is replicated
+        shard_placement_fn=lambda param: Shard(0) if param.dim() > 1 else Replicate(),
+    )
+    model.weight.requires_grad_(False)
+    with meshard.no_sync(model):
+        model(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(RuntimeError, match="holds gradients that are"):
+        model.state_dict()
+    meshard.finalize_gradients(model)
+    model.state_dict()

@@ -4,24 +4,15 @@ import copy
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.sharding import shard_blocks
 
 X = torch.ones(2, 6)
-
-
-def shard(model, lib=meshard):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for unit in (*model.blocks, model):
-        lib.fully_shard(unit, mesh=mesh)
-    return model
 
 
 def step(model, optimizer):
@@ -30,36 +21,17 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
-@on_ranks(2)
-def test_the_peer_says_nothing_of_an_optimizer_built_before():
-    model = MlpStack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    before = full_state(shard(seeded(model), torch_fsdp))
-    step(model, optimizer)
-    assert_same(full_state(model), before, bitwise=True, what="the peer has changed")
-
-
 @on_fake_ranks(2)
 def test_an_optimizer_built_before_fully_shard_is_told_so():
-    model = MlpStack()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    shard(seeded(model))
+    model = seeded(MlpStack())
+    optimizer = torch.optim.AdamW([model.blocks[1].up.bias], lr=0.1)
+    shard_blocks(model)
+    optimizer.param_groups[0]["params"] += list(model.parameters())[:3]
     text = (
-        r"AdamW would never train the model: it holds parameter 'MlpStack\.scale' as it "
+        r"AdamW would never train the model: it holds parameter 'MlpBlock\.up\.bias' as it "
         r"was before fully_shard.* build the optimizer after the last call of fully_shard"
     )
     with pytest.raises(RuntimeError, match=text):
-        step(model, optimizer)
-
-
-@on_fake_ranks(2)
-def test_one_parameter_of_before_among_others_is_found():
-    model = seeded(MlpStack())
-    early = model.blocks[1].up.bias
-    shard(model)
-    optimizer = torch.optim.SGD([*list(model.parameters())[:3], early], lr=0.1)
-    named = r"SGD would never train .* 'MlpBlock\.up\.bias' as it was before"
-    with pytest.raises(RuntimeError, match=named):
         step(model, optimizer)
     optimizer.param_groups[0]["params"] = list(model.parameters())  # as accelerate does
     step(model, optimizer)
@@ -78,18 +50,16 @@ def test_an_optimizer_built_between_two_calls_of_fully_shard_is_told_so():
         step(model, optimizer)
 
 
-class BuildsInside(MlpStack):
-    def forward(self, x):
-        self.optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        return super().forward(x)
-
-
 @on_fake_ranks(2)
 def test_an_optimizer_of_whole_copies_is_told_so():
-    model = shard(BuildsInside())
+    model, built = shard_blocks(MlpStack()), []
+    hook = model.blocks[0].register_forward_hook(
+        lambda *_: built.append(torch.optim.SGD(model.parameters(), lr=0.1))
+    )
     model(X).sum().backward()
+    hook.remove()
     with pytest.raises(RuntimeError, match=r"'scale' as the unsharded copy .* outside of forward"):
-        model.optimizer.step()
+        built[0].step()
     model.blocks[0].unshard()
     optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
     model.blocks[0].reshard()
@@ -97,21 +67,16 @@ def test_an_optimizer_of_whole_copies_is_told_so():
         step(model, optimizer)
 
 
-REPLACED = {
-    "assigned": lambda model: setattr(
-        model.blocks[0].up, "weight", nn.Parameter(torch.ones(10, 6))
-    ),
-    "loaded": lambda model: model.load_state_dict(MlpStack().state_dict(), assign=True),
-}
-
-
-@pytest.mark.parametrize("how", REPLACED)
+@pytest.mark.parametrize("how", ["assigned", "loaded"])
 @on_fake_ranks(2)
 def test_an_optimizer_of_parameters_that_were_replaced_is_told_so(how):
-    model = shard(seeded(MlpStack()))
+    model = shard_blocks(seeded(MlpStack()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, optimizer)
-    REPLACED[how](model)
+    if how == "loaded":
+        model.load_state_dict(MlpStack().state_dict(), assign=True)
+    else:
+        model.blocks[0].up.weight = nn.Parameter(torch.ones(10, 6))
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     model(X).sum().backward()
     with pytest.raises(RuntimeError, match=r"as it was before it was replaced .* afterwards"):
@@ -127,7 +92,7 @@ def test_an_optimizer_of_parameters_that_were_replaced_is_told_so(how):
 @pytest.mark.parametrize("convert", ["double", "to_empty"])
 @on_fake_ranks(2)
 def test_an_optimizer_of_parameters_that_were_converted_goes_on(convert):
-    model = shard(seeded(MlpStack()))
+    model = shard_blocks(seeded(MlpStack()))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.double() if convert == "double" else model.to_empty(device="cpu")
     for each in model.parameters():
@@ -140,7 +105,7 @@ def test_an_optimizer_of_parameters_that_were_converted_goes_on(convert):
 def test_optimizers_of_other_models_are_left_alone():
     plain = seeded(MlpStack())
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model = shard(copy.deepcopy(plain))
+    model = shard_blocks(copy.deepcopy(plain))
     step(plain, optimizer)
     copied = copy.deepcopy(model)
     step(copied, torch.optim.SGD(copied.parameters(), lr=0.1))
@@ -149,7 +114,7 @@ def test_optimizers_of_other_models_are_left_alone():
 @on_ranks(2)
 def test_an_optimizer_built_after_an_evaluation_trains():
     """The evaluation may leave the root whole."""
-    model, plain = shard(seeded(MlpStack())), seeded(MlpStack())
+    model, plain = shard_blocks(seeded(MlpStack())), seeded(MlpStack())
     model.set_reshard_after_forward(False)
     with torch.no_grad():
         model(X)

@@ -1,6 +1,5 @@
 """Models that several threads run: one after the other, and one inside the step of another."""
 
-import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -45,14 +44,13 @@ def check_trains(model, number):
 @pytest.mark.parametrize("way", ["all", "forward", "backward", "evaluation", "interrupted"])
 @on_fake_ranks(1)
 def test_a_step_may_run_in_another_thread_than_the_last_one(way):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
     model, plain = sharded(), seeded(MlpStack())
     train(model)
     model.zero_grad()
     if way == "interrupted":
-
-        def interrupt(*_):
-            raise KeyboardInterrupt
-
         handle = model.blocks[1].register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt):
             model(BATCHES[0])
@@ -77,56 +75,31 @@ def refused(function, *args):
     return True
 
 
+@pytest.mark.parametrize(
+    ("inside", "what"),
+    [("forward", "step"), *(("backward", what) for what in ("step", "evaluation", "backward"))],
+)
 @on_fake_ranks(1)
-def test_a_forward_inside_the_forward_of_another_thread_is_refused_and_harms_nothing():
+def test_a_step_inside_that_of_another_thread_is_refused_and_harms_nothing(inside, what):
     model, was_refused = sharded(), []
-    model.blocks[1].up.register_forward_hook(
-        lambda *_: None if was_refused else was_refused.append(refused(train, model))
-    )
-    check_trains(model, 0)
-    assert was_refused
-    check_trains(model, 1)
-
-
-@pytest.mark.parametrize("what", ["forward", "evaluation", "backward"])
-@on_fake_ranks(1)
-def test_a_step_inside_the_backward_of_another_thread_is_refused_and_harms_nothing(what):
-    model = sharded()
     before = loss_of(model, 1)
     actions = {
-        "forward": lambda: train(model),
+        "step": lambda: train(model),
         "evaluation": lambda: torch.no_grad()(model)(BATCHES[0]),
         "backward": before.backward,
     }
-    was_refused = []
 
-    def at_gradient(_):
+    def act(*_):
         if not was_refused:
             was_refused.append(refused(actions[what]))
 
-    model.blocks[1].register_forward_hook(
-        lambda *hooked: hooked[2].register_hook(at_gradient) and None
-    )
+    def hook(module, args, output):
+        act() if inside == "forward" else output.register_hook(act)
+
+    model.blocks[1].up.register_forward_hook(hook)
     check_trains(model, 0)
     assert was_refused
     check_trains(model, 1)
-
-
-@on_fake_ranks(1)
-def test_threads_that_take_turns_train_as_one():
-    model, plain, lock = sharded(), seeded(MlpStack()), threading.Lock()
-
-    def work():
-        for _ in range(3):
-            with lock:
-                train(model)
-
-    with ThreadPoolExecutor(3) as pool:
-        for each in [pool.submit(work) for _ in range(3)]:
-            each.result(60)
-    for _ in range(9):
-        train(plain)
-    assert_same(full_grads(model), full_grads(plain))
 
 
 @on_fake_ranks(1)

@@ -17,21 +17,9 @@ from tests.support.against_plain import (
     inputs_of,
     sharded_and_plain,
 )
-from tests.support.models import MlpStack, seeded
+from tests.support.models import Made, MlpStack, seeded
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.spread import spread
-
-
-class Detached(nn.Module):
-    """Reads its weight where the gradient does not flow to it: a straight-through estimator."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(6, 6))
-
-    def forward(self, x):
-        rounded = self.weight + (self.weight.sign() - self.weight).detach()
-        return torch.tanh(x @ self.weight.detach()) * (x @ rounded) * self.weight.detach().sum()
 
 
 @dataclasses.dataclass
@@ -42,102 +30,72 @@ class Output:
     more: dict
 
 
-class Wrapping(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return Output(torch.tanh(self.layer(x)), {"twice": [2 * x]})
+def detached(m, x):
+    """Read the weight where the gradient does not flow to it: a straight-through estimator."""
+    weight = m.layer.weight
+    rounded = weight + (weight.sign() - weight).detach()
+    return torch.tanh(x @ weight.detach()) * (x @ rounded) * weight.detach().sum()
 
 
-class Recursive(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x, depth=2):
-        return torch.tanh(self.layer(self(x, depth - 1) if depth else x))
+def wrapping(m, x):
+    return Output(torch.tanh(m.layer(x)), {"twice": [2 * x]})
 
 
-class Force(nn.Module):
-    """Differentiates a unit inside its own forward."""
-
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(6))
-        self.energy = nn.Linear(6, 1)
-
-    def forward(self, x):
-        inner = x.detach().requires_grad_()
-        with torch.enable_grad():
-            force = torch.autograd.grad(torch.tanh(self.energy(inner)).sum(), inner)[0]
-        return self.energy(x * self.scale) + force.sum(-1, keepdim=True)
+def recursive(m, x, depth=2):
+    return torch.tanh(m.layer(m(x, depth - 1) if depth else x))
 
 
-class Stack(nn.Module):
-    """Two units of a kind, in a root with parameters of its own."""
-
-    def __init__(self, kind):
-        super().__init__()
-        self.first, self.second = kind(), kind()
-        self.own = nn.Parameter(torch.empty(6))
-
-    def forward(self, x):
-        for unit in (self.first, self.second):
-            x = unit(x * self.own)
-            x = x.hidden if isinstance(x, Output) else x
-            x = x.expand(-1, 6)
-        return x + self.own
+def force(m, x):
+    """Differentiate a unit inside the forward of another."""
+    inner = x.detach().requires_grad_()
+    with torch.enable_grad():
+        (force,) = torch.autograd.grad(torch.tanh(m.layer(inner)).sum(), inner)
+    return m.layer(x * m.scale) + force.sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("kind", [Detached, Wrapping, Recursive, Force])
+@pytest.mark.parametrize("kind", [detached, wrapping, recursive, force])
 @on_threads(2)
 def test_unusual_modules_train_like_plain_ones(kind):
-    energies = ("first.energy", "second.energy") if kind is Force else ()
-    check_training(*sharded_and_plain(Stack(kind), (*energies, "first", "second")))
+    def forward(model, x):
+        for unit in model.blocks:
+            x = unit(x * model.own)
+            x = x.hidden if isinstance(x, Output) else x
+        return x + model.own
 
-
-class Returning(nn.Module):
-    """Returns its own parameter: an embedding of positions."""
-
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(6, 6))
-
-    def forward(self, x):
-        return self.weight, x
+    blocks = [
+        Made(kind, layer=nn.Linear(6, 6), scale=nn.Parameter(torch.empty(6))) for _ in range(2)
+    ]
+    inner = ("blocks.0.layer", "blocks.1.layer") if kind is force else ()
+    plain = Made(forward, blocks=blocks, own=nn.Parameter(torch.empty(6)))
+    check_training(*sharded_and_plain(plain, (*inner, "blocks")))
 
 
 @on_threads(2)
 def test_a_module_that_returns_its_parameter_gets_no_hooks_on_it():
+    """As an embedding of positions does."""
+
     def step(model, rank):
         weight, x = model(torch.ones(6, 6))
         assert not weight._backward_hooks or weight.grad_fn is not None
         return (weight * x).square().sum()
 
-    check_gradients(*sharded_and_plain(Returning(), (), reshard_after_forward=False), step)
-
-
-class Assigning(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x):
-        x = self.layer(x)
-        self.layer.weight = self.layer.weight  # its own name
-        self.latest = self.layer.weight
-        return x
+    plain = Made(lambda m, x: (m.weight, x), weight=nn.Parameter(torch.empty(6, 6)))
+    check_gradients(*sharded_and_plain(plain, (), reshard_after_forward=False), step)
 
 
 @on_fake_ranks(2)
 def test_an_unsharded_parameter_gets_no_second_name():
-    model = nn.Sequential(Assigning(), nn.Linear(6, 6))
+    def forward(module, x):
+        x = module.layer(x)
+        module.layer.weight = module.layer.weight  # its own name
+        module.latest = module.layer.weight
+        return x
+
+    model = nn.Sequential(Made(forward, layer=nn.Linear(6, 6)), nn.Linear(6, 6))
     meshard.fully_shard(model[0])
     meshard.fully_shard(model)
     names = list(model.state_dict())
-    text = "unsharded parameter 'layer.weight' was assigned to 'latest' of a Assigning.*Tie param"
+    text = "unsharded parameter 'layer.weight' was assigned to 'latest' of a Made.*Tie param"
     for _ in range(2):
         with pytest.raises(RuntimeError, match=text):
             model(torch.ones(2, 6))
@@ -145,48 +103,32 @@ def test_an_unsharded_parameter_gets_no_second_name():
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-class Identity(nn.Module):
-    """Returns what a layer inside it returned, which may be a unit."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return self.inner(x)
-
-
-class Residual(nn.Module):
-    """Adds to what its layers return, in place; a linear layer returns a view of 3D inputs."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layers = nn.ModuleList(layer() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            y = layer(x)
-            y += x
-            x = y * 2
-        return self.layers[0](x)
-
-
-LAYERS = {"view": lambda: nn.Linear(4, 4), "plain": lambda: nn.LayerNorm(4), "nested": Identity}
+LAYERS = {  # a linear layer returns a view of 3D inputs
+    "view": lambda: nn.Linear(4, 4),
+    "plain": lambda: nn.LayerNorm(4),
+    "nested": lambda: Made(lambda m, x: m.inner(x), inner=nn.Linear(4, 4)),
+}
 
 
 @spread(kind=[*LAYERS, *LAYERS], reshard=[True, False, None, None, True, False])
 @on_threads(2)
 def test_outputs_may_be_changed_in_place(kind, reshard):
+    def forward(model, x):
+        for layer in model.layers:
+            y = layer(x)
+            y += x
+            x = y * 2
+        return model.layers[0](x)
+
     def step(model, rank):
         out = model(inputs_of(rank, shape=(1, 3, 4)))
         out += 1
         return out.square().sum()
 
     inner = [f"layers.{number}.inner" for number in range(3)] if kind == "nested" else []
-    model, plain = sharded_and_plain(
-        Residual(LAYERS[kind]), (*inner, "layers"), reshard_after_forward=reshard
-    )
-    check_gradients(model, plain, step)
+    plain = Made(forward, layers=[LAYERS[kind]() for _ in range(3)])
+    pair = sharded_and_plain(plain, (*inner, "layers"), reshard_after_forward=reshard)
+    check_gradients(*pair, step)
 
 
 FORWARD_MODE = {
