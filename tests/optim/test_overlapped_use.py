@@ -102,14 +102,10 @@ def test_attach_and_detach_in_the_middle_of_a_window():
 def test_two_optimizers_share_a_unit():
     """Matrices by one optimizer, all else by another."""
     models = ours, theirs = make(), make()
-    parts = [
-        [
-            [param for param in trainable(model) if (param.dim() == 2) == is_matrix]
-            for model in models
-        ]
+    (matrices, theirs_matrices), (rest, theirs_rest) = (
+        [[p for p in trainable(model) if (p.dim() == 2) == is_matrix] for model in models]
         for is_matrix in (True, False)
-    ]
-    (matrices, theirs_matrices), (rest, theirs_rest) = parts
+    )
     pair = [
         overlap_optimizer(ours, torch.optim.SGD, matrices, lr=0.01),
         overlap_optimizer(ours, ADAMW, rest, **OPTIONS),
