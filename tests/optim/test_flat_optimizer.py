@@ -201,9 +201,8 @@ def editing(edit):
     return story
 
 
-def replace(model, optimizer):
-    state = second(model, optimizer)
-    state["exp_avg"] = state["exp_avg"] * 0.5
+def halved(model, optimizer):
+    return second(model, optimizer)["exp_avg"] * 0.5
 
 
 def put_into_another(model, optimizer):
@@ -219,21 +218,11 @@ def exchange(model, optimizer):
     state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].square()
 
 
-def swap(model, optimizer):
-    state = second(model, optimizer)
-    torch.utils.swap_tensors(state["exp_avg"], state["exp_avg"] * 0.5)
-
-
 def swap_parameter(model, optimizer):
     param = model.layers[1].weight
     new = nn.Parameter((param * 0.5).detach())
     new.grad = param.grad
     torch.utils.swap_tensors(param, new)
-
-
-def replace_dict(model, optimizer):
-    state = second(model, optimizer)
-    optimizer.state[model.layers[1].bias] = {**state, "exp_avg": state["exp_avg"] * 0.5}
 
 
 def replace_all(model, optimizer):
@@ -274,17 +263,19 @@ def transposed_gradients(model, optimizer):
 EDITS = {
     "halve in place": lambda m, o: second(m, o)["exp_avg"].mul_(0.5),
     "halve locally": lambda m, o: local(second(m, o)["exp_avg_sq"]).mul_(0.5),
-    "replace": replace,
+    "replace": lambda m, o: second(m, o).update(exp_avg=halved(m, o)),
     "put into another": put_into_another,
     "exchange": exchange,
-    "swap": swap,
+    "swap": lambda m, o: torch.utils.swap_tensors(second(m, o)["exp_avg"], halved(m, o)),
     "swap the parameter": swap_parameter,
     "count on": lambda m, o: second(m, o)["step"].add_(7),
     "count on behind the version": lambda m, o: second(m, o)["step"].data.add_(7),
     "replace the count": lambda m, o: second(m, o).update(step=torch.tensor(9.0)),
     "forget one": lambda m, o: o.state.pop(m.layers[1].bias),
     "empty one": lambda m, o: o.state.update({m.layers[1].bias: {}}),
-    "replace a dict": replace_dict,
+    "replace a dict": lambda m, o: o.state.update(
+        {m.layers[1].bias: {**second(m, o), "exp_avg": halved(m, o)}}
+    ),
     "replace all": replace_all,
     "edit a loose one": lambda m, o: o.state[m.loose].update(
         exp_avg=o.state[m.loose]["exp_avg"] * 0.5

@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -49,20 +50,13 @@ def on_one_rank(test):
     return try_again
 
 
-class Recorded(list):
-    """Bytes allocated since the beginning, after each change."""
-
-    peak = property(lambda self: max(self))
-    left = property(lambda self: self[-1])
-
-
 @contextlib.contextmanager
 def recorded():
-    """Record every allocation of CPU memory inside, of at least a row.
+    """Record allocations of CPU memory inside, of at least a row: the peak, and what is left.
 
     No garbage is collected meanwhile: what earlier tests have left would be taken for ours.
     """
-    found = Recorded()
+    found = SimpleNamespace()
     gc.collect()
     gc.disable()
     try:
@@ -77,7 +71,8 @@ def recorded():
         for event in profiler.profiler.kineto_results.events()
         if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
     ]
-    found += accumulate((each for each in changes if abs(each) >= ROW), initial=0)
+    live = list(accumulate((each for each in changes if abs(each) >= ROW), initial=0))
+    found.peak, found.left = max(live), live[-1]
 
 
 def make():

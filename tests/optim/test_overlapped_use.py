@@ -80,22 +80,21 @@ def test_after_detach_gradients_stay(cls, kwargs):
 
 @on_ranks(2)
 def test_attach_and_detach_in_the_middle_of_a_window():
-    ours, theirs = make(), make()
-    plain, other = ADAMW(trainable(ours), **OPTIONS), ADAMW(trainable(theirs), **OPTIONS)
-    for model in (ours, theirs):
+    models = []
+    for is_overlapped in (True, False):
+        model = make()
+        optimizer = ADAMW(trainable(model), **OPTIONS)
         window(model, 0, "R")
         window(model, 1, "N")
-    overlapped = overlap_optimizer(ours, lambda _: plain)
-    for model, optimizer in ((ours, overlapped), (theirs, other)):
-        window(model, 2, "F")
-        optimizer.step()
-        optimizer.zero_grad()
+        if is_overlapped:
+            optimizer = overlap_optimizer(model, lambda _, optimizer=optimizer: optimizer)
+        train(model, optimizer, [2])
         window(model, 3, "N")
-    overlapped.detach()
-    for model, optimizer in ((ours, overlapped), (theirs, other)):
-        window(model, 4, "F")
-        optimizer.step()
-    assert_same(full_state(ours), full_state(theirs), bitwise=True)
+        if is_overlapped:
+            optimizer.detach()
+        train(model, optimizer, [4])
+        models.append(full_state(model))
+    assert_same(*models, bitwise=True)
 
 
 @on_ranks(2)
