@@ -1,4 +1,4 @@
-"""Norms and clipping, against those of whole gradients."""
+"""Norms, clipping and loss scaling, against those of unsharded gradients."""
 
 import copy
 import math
@@ -17,57 +17,48 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, GradientSync
+from meshard import CommLedger, CPUOffloadPolicy, GradientSync, OffloadPolicy
 from tests.support import strategies
-from tests.support.models import MlpStack, Table, UnevenMlp, seeded
-from tests.support.parity import assert_same, full_grads
+from tests.support.models import Made, MlpStack, Table, UnevenMlp, seeded
+from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.sharding import shard_blocks, sharded_case
 from tests.support.spread import spread
 from tests.support.threads import run_threads
 
 NORMS = [0.5, 1, 2, 3, math.inf]
 
 
-class Mixed(nn.Module):
-    """Units on two meshes, a parameter that stays plain, and shards that are empty."""
-
-    def __init__(self):
-        super().__init__()
-        self.stack = MlpStack()
-        self.uneven = UnevenMlp()
-        self.plain = nn.Parameter(torch.empty(3))
-
-    def forward(self, x, y):
-        return self.stack(x).square().mean() + self.uneven(y).mean() + self.plain.sum()
-
-
 def make():
-    model = seeded(Mixed())
-    flat, hybrid = init_device_mesh("cpu", (4,)), init_device_mesh("cpu", (2, 2))
+    """Return units on two meshes, a parameter that stays plain, and shards that are empty."""
+    members = {"stack": MlpStack(), "uneven": UnevenMlp(), "plain": nn.Parameter(torch.empty(3))}
+    model = seeded(
+        Made(
+            lambda m, x, y: m.stack(x).square().mean() + m.uneven(y).mean() + m.plain.sum(),
+            **members,
+        )
+    )
     plain = copy.deepcopy(model)
-    for block in model.stack.blocks:
-        meshard.fully_shard(block, hybrid)
-    meshard.fully_shard(model.stack, hybrid)
+    shard_blocks(model.stack, init_device_mesh("cpu", (2, 2)))
+    flat = init_device_mesh("cpu", (4,))
     meshard.fully_shard(model.uneven, flat, ignored_params={model.plain})
-    xs = torch.ones(3, 6), torch.ones(3, 7)  # the same on all ranks: no mean to take
-    model(*xs).backward()
-    plain(*xs).backward()
+    for each in (model, plain):
+        each(torch.ones(3, 6), torch.ones(3, 7)).backward()  # the same on all ranks
     return model, plain
 
 
 @on_ranks(4)
-def test_norms_over_mixed_meshes_equal_those_of_whole_gradients():
-    model, plain = make()
-    for norm_type in NORMS:
-        expected = torch.nn.utils.get_total_norm(
-            [param.grad for param in plain.parameters()], norm_type
-        )
+def test_norms_and_clipping_over_mixed_meshes_are_those_of_unsharded_gradients():
+    for norm_type, max_norm in zip(NORMS, [0.1, 1e6, 0.1, 1e6, 0.1], strict=True):
+        model, plain = make()
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
         with CommLedger() as ledger:
             found = meshard.get_total_norm([p.grad for p in model.parameters()], norm_type)
         assert type(found) is torch.Tensor
-        torch.testing.assert_close(found, expected)
-        if dist.get_backend() != "threaded":  # there, a ledger sees all ranks
-            assert ledger.counts == {"all_gather": 2}  # one per distinct mesh
+        assert ledger.counts == {"all_gather": 2}  # one per distinct mesh
+        assert_same(found, expected, what=f"{norm_type}-norm")
+        assert_same(meshard.clip_grad_norm_(model, max_norm, norm_type), expected)
+        assert_same(full_grads(model), full_grads(plain), what=f"clipped by {norm_type}-norm")
 
 
 def norm_of_drawn_shapes(mesh_shape, shapes, dtypes, norm_type, max_norm):
@@ -90,7 +81,7 @@ def norm_of_drawn_shapes(mesh_shape, shapes, dtypes, norm_type, max_norm):
     norm_type=st.sampled_from(NORMS),
     max_norm=st.sampled_from([0.5, 1e6]),
 )
-def test_norms_of_any_shapes_equal_those_of_whole_gradients(
+def test_norms_of_any_shapes_are_those_of_unsharded_gradients(
     mesh, shapes, narrow, norm_type, max_norm
 ):
     shapes = [*shapes, (3, 2)]
@@ -107,31 +98,12 @@ def test_norms_of_any_shapes_equal_those_of_whole_gradients(
     scale = min(1.0, max_norm / (expected.item() + 1e-6))
     for norm, after, grads in results:
         assert torch.equal(norm, results[0][0])  # ranks clip alike, to the bit
+        assert norm.dtype == torch.float64 or narrow
         assert_same(norm.double(), expected, coarsest)
         assert_same(after.double(), expected * scale, coarsest)
         for gradient, found in zip(whole, grads.values(), strict=True):
             if found is not None:  # of an empty parameter there may be none
                 assert_same(found.double(), gradient * scale, coarsest)
-
-
-@on_threads(4)
-def test_ranks_with_empty_shards_take_part_in_the_norm():
-    mesh = init_device_mesh("cpu", (4,))
-    layer = meshard.fully_shard(seeded(nn.Linear(3, 1, bias=False).double()), mesh)
-    layer(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
-    norm = meshard.clip_grad_norm_(layer, 100.0)
-    assert norm.dtype == torch.float64
-    torch.testing.assert_close(norm.item(), 3**0.5)
-
-
-@spread(norm_type=NORMS, max_norm=[0.1, 1e6])
-@on_threads(4)
-def test_clipping_scales_every_shard_alike(norm_type, max_norm):
-    model, plain = make()
-    expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
-    found = meshard.clip_grad_norm_(model, max_norm, norm_type)
-    torch.testing.assert_close(found, expected)
-    assert_same(full_grads(model), full_grads(plain))
 
 
 @on_threads(4)
@@ -152,23 +124,20 @@ def test_bad_norms_are_refused():
         meshard.clip_grad_norm_(model, 1.0)
 
 
-class WithHead(nn.Module):
-    """The root was forgotten: nothing shards ``head``."""
-
-    def __init__(self):
-        super().__init__()
-        self.body, self.head, self.frozen = (nn.Linear(4, 4) for _ in range(3))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x):
-        return self.frozen(self.head(self.body(x)))
+def with_head(**kwargs):
+    """Return a model whose root was forgotten: nothing shards ``head``."""
+    body, head, frozen = (nn.Linear(4, 4) for _ in range(3))
+    frozen.requires_grad_(False)
+    model = Made(lambda m, x: m.head(m.body(x)), body=body, head=head, frozen=frozen)
+    if kwargs.pop("ignores_head", False):
+        kwargs["ignored_params"] = set(head.parameters())
+    meshard.fully_shard(seeded(model).body, **kwargs)
+    return model
 
 
 def strays(how):
     """Return the warnings of clipping and of two steps."""
-    model = seeded(WithHead())
-    ignored = set(model.head.parameters()) if how == "ignored" else None
-    meshard.fully_shard(model.body, ignored_params=ignored)
+    model = with_head(ignores_head=how == "ignored")
     params = model.named_parameters() if how == "named" else model.parameters()
     optimizer = torch.optim.SGD(params, lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
@@ -202,8 +171,7 @@ def test_parameters_in_no_unit_are_an_error_under_debug():
 
 @on_ranks(2)
 def test_a_warning_points_at_the_line_of_the_user():
-    model = seeded(WithHead())
-    meshard.fully_shard(model.body)
+    model = with_head()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     line = sys._getframe().f_lineno + 2
@@ -217,14 +185,51 @@ def test_on_one_rank_parameters_in_no_unit_are_trained_like_the_others():
     assert strays("step") == []
 
 
-@pytest.mark.parametrize("norm_type", NORMS)
-def test_complex_gradients_are_clipped_as_by_torch(norm_type):
+def test_complex_gradients_are_clipped_as_by_torch():
     """Units refuse complex parameters, but those in no unit are clipped with the others."""
-    ours, theirs = (nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2))
-    for param in (ours, theirs):
-        param.grad = torch.tensor([3 + 4j, 1j, 2], dtype=torch.complex64)
-    total = meshard.clip_grad_norm_([ours], 1.0, norm_type)
-    expected = nn.utils.clip_grad_norm_([theirs], 1.0, norm_type)
-    assert total.dtype == expected.dtype
-    torch.testing.assert_close(total, expected)
-    torch.testing.assert_close(ours.grad, theirs.grad)
+    for norm_type in NORMS:
+        ours, theirs = (nn.Parameter(torch.ones(3, dtype=torch.complex64)) for _ in range(2))
+        for param in (ours, theirs):
+            param.grad = torch.tensor([3 + 4j, 1j, 2], dtype=torch.complex64)
+        total = meshard.clip_grad_norm_([ours], 1.0, norm_type)
+        expected = nn.utils.clip_grad_norm_([theirs], 1.0, norm_type)
+        torch.testing.assert_close(total, expected)
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+# --- ShardedGradScaler: ranks agree on the scale and on which steps are skipped ------------
+
+
+@on_threads(4)
+@spread(infinite_on=[0, 3], policy=[OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
+def test_an_inf_on_one_rank_skips_the_step_everywhere_and_backs_off_once(infinite_on, policy):
+    case, model, _ = sharded_case("mlp_stack", (4,), offload_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**10)
+    before = full_state(model)
+    scaler.scale(case.loss(model(case.batch(0, 0)))).backward()
+    if dist.get_rank() == infinite_on:
+        model.blocks[0].up.weight.grad.to_local()[0, 0] = math.inf
+    scaler.step(optimizer)
+    scaler.update()
+    assert_same(full_state(model), before, bitwise=True)
+    assert scaler.get_scale() == 2.0**9
+    assert all(param.grad is None for param in model.parameters())
+    scaler.scale(case.loss(model(case.batch(0, 0)))).backward()
+    scaler.step(optimizer)
+    assert not torch.equal(full_state(model)["scale"], before["scale"])
+
+
+@on_threads(4)
+def test_a_power_of_two_as_scale_changes_no_bit():
+    (case, scaled, _), (_, plain, _) = (sharded_case("mlp_stack", (2, 2)) for _ in range(2))
+    for model in (scaled, plain):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**10, enabled=model is scaled)
+        for step in range(3):
+            optimizer.zero_grad()
+            scaler.scale(case.loss(model(case.batch(step, dist.get_rank())))).backward()
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert_same(full_state(scaled), full_state(plain), bitwise=True)

@@ -1,9 +1,4 @@
-"""A model whose experts are sharded over a mesh of their own, beside dense layers on another.
-
-``Net`` has blocks of a dense layer and an expert; ``shard`` lays them over ``meshes``.
-"""
-
-import functools
+"""A model whose experts are sharded over a mesh of their own, beside dense layers on another."""
 
 import torch
 from torch import nn
@@ -11,55 +6,38 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from meshard import ShardPlacementResult
-from tests.support.models import seeded
+from tests.support.against_plain import inputs_of
+from tests.support.models import Made, seeded
 from tests.support.sharding import shard_blocks
 
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
+
+def block():
+    return Made(
+        lambda m, x: x + m.expert(torch.tanh(m.dense(x))),
+        dense=nn.Linear(5, 5),
+        expert=nn.Linear(5, 5),
+    )
 
 
-def last_dim(param):
-    return Shard(param.dim() - 1)
+def net():
+    """Return blocks between parameters of the root, which has an expert too."""
+
+    def forward(model, x):
+        x = x * model.scale
+        for each in model.blocks:
+            x = each(x)
+        return model.expert(x)
+
+    scale = nn.Parameter(torch.empty(5))
+    return Made(forward, scale=scale, blocks=[block(), block()], expert=nn.Linear(5, 5))
 
 
-def loss_of(output):
-    return (output + 0.5).square().mean()
+def build():
+    return seeded(net())
 
 
-def batch_of(step, rank, width=5):
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randn(3, width, generator=generator)
-
-
-class Block(nn.Module):
-    """A dense layer and an expert; the expert's parameters go onto a mesh of their own."""
-
-    def __init__(self, dim):
-        super().__init__()
-        self.dense = nn.Linear(dim, dim)
-        self.expert = nn.Linear(dim, dim)
-
-    def forward(self, x):
-        return x + self.expert(torch.tanh(self.dense(x)))
-
-
-class Net(nn.Module):
-    """Blocks between parameters of the root, which has an expert too."""
-
-    def __init__(self, dim=5):
-        super().__init__()
-        self.scale = nn.Parameter(torch.empty(dim))
-        self.blocks = nn.ModuleList(Block(dim) for _ in range(2))
-        self.expert = nn.Linear(dim, dim)
-
-    def forward(self, x):
-        x = x * self.scale
-        for block in self.blocks:
-            x = block(x)
-        return self.expert(x)
-
-
-def is_expert(name):
-    return "expert" in name
+def batch_of(rank, number=0):
+    return inputs_of(rank, number, (3, 5))
 
 
 def meshes(kind):
@@ -72,15 +50,17 @@ def meshes(kind):
     return hybrid, world["nodes", "edp"]
 
 
-def build():
-    return seeded(Net())
+def experts_on(mesh, model, dim=0):
+    """Return a ``shard_placement_fn`` that cuts a dim of the experts over ``mesh``."""
+    experts = {param for name, param in model.named_parameters() if "expert" in name}
+
+    def placement_fn(param):
+        return ShardPlacementResult(Shard(dim % param.dim()), mesh) if param in experts else None
+
+    return placement_fn
 
 
 def shard(model, kind, **kwargs):
     most, of_experts = meshes(kind)
-    experts = {param for name, param in model.named_parameters() if is_expert(name)}
-
-    def placement_fn(param):
-        return ShardPlacementResult(last_dim(param), of_experts) if param in experts else None
-
+    placement_fn = experts_on(of_experts, model, dim=-1)
     return shard_blocks(model, most, shard_placement_fn=placement_fn, **kwargs)

@@ -1,6 +1,4 @@
-"""A model that tensor parallelism cuts before it is sharded, with its meshes and batches."""
-
-import functools
+"""A model that tensor parallelism cuts before it is sharded, with its meshes."""
 
 import torch
 import torch.distributed as dist
@@ -16,39 +14,31 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from tests.support.models import seeded
-
-SGD = functools.partial(torch.optim.SGD, lr=0.1)
-ADAM = functools.partial(torch.optim.AdamW, lr=1e-2)
+from tests.support.against_plain import inputs_of
+from tests.support.models import Made, seeded
 
 
-class Block(nn.Module):
-    """A residual MLP behind a norm; 7 hidden units are divided by nothing."""
-
-    def __init__(self, dim, hidden):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, hidden)
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
+def _block():
+    """Return a residual MLP behind a norm; 7 hidden units are divided by nothing."""
+    return Made(
+        lambda m, x: x + m.down(torch.tanh(m.up(m.norm(x)))),
+        norm=nn.LayerNorm(6),
+        up=nn.Linear(6, 7),
+        down=nn.Linear(7, 6),
+    )
 
 
-class Net(nn.Module):
-    """``[batch, length, dim]`` to the same; inlet and outlet are never cut."""
+def build():
+    """Return ``[batch, length, 6]`` to the same; inlet and outlet are never cut."""
 
-    def __init__(self, dim=6, hidden=7):
-        super().__init__()
-        self.inlet = nn.Linear(dim, dim)
-        self.blocks = nn.ModuleList(Block(dim, hidden) for _ in range(2))
-        self.outlet = nn.Linear(dim, dim, bias=False)
+    def forward(model, x):
+        x = model.inlet(x)
+        for each in model.blocks:
+            x = each(x)
+        return model.outlet(x)
 
-    def forward(self, x):
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return self.outlet(x)
+    inlet, outlet = nn.Linear(6, 6), nn.Linear(6, 6, bias=False)
+    return seeded(Made(forward, inlet=inlet, blocks=[_block(), _block()], outlet=outlet))
 
 
 def tensor_plan():
@@ -82,33 +72,16 @@ def cut(model, tp, plan):
     return model
 
 
-def build():
-    return seeded(Net())
-
-
-def batches(steps, data_rank):
-    generator = torch.Generator().manual_seed(7 + data_rank)
-    return [torch.randn(2, 4, 6, generator=generator) for _ in range(steps)]
-
-
-def whole_batches(steps, data_ranks):
-    each = [batches(steps, rank) for rank in range(data_ranks)]
-    return [torch.cat(step) for step in zip(*each, strict=True)]
-
-
-def loss_of(output):
-    return (output + 0.5).square().mean()
+def batch_of(rank, number=0):
+    """Return the batch of a rank: pairs of ranks along the axis of tensor parallelism share it."""
+    return inputs_of(rank // 2, number, (2, 4, 6))
 
 
 def meshes(kind):
     """Return the data-parallel mesh, that of tensor parallelism, and this rank's place in data."""
-    if kind == "dp":
-        world = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-        return world["dp"], world["tp"], world["dp"].get_local_rank()
-    world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    data = world["replicate", "shard"]
-    return data, world["tp"], dist.get_rank() // 2
-
-
-def last_dim(param):
-    return Shard(param.dim() - 1)
+    if kind == "hsdp":
+        world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
+        return world["replicate", "shard"], world["tp"], dist.get_rank() // 2
+    shape = (dist.get_world_size() // 2, 2)
+    world = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+    return world["dp"], world["tp"], dist.get_rank() // 2

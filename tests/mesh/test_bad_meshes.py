@@ -1,13 +1,16 @@
-"""Parameters that another parallelism has laid out where they do not fit."""
+"""Meshes, axes and placements that are refused; the module stays as it was."""
+
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import meshard
+from meshard import DataParallelMeshDims, ShardPlacementResult
 from tests.support import insides
 from tests.support.fake import fake_group
 
@@ -18,19 +21,23 @@ def world():
         yield init_device_mesh("cpu", (4, 2), mesh_dim_names=("dp", "tp"))
 
 
-def layer_on(mesh, *placements):
+def layer_on(mesh, *placements, name="weight"):
     layer = nn.Linear(4, 4)
-    placed = DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False)
-    layer.weight = nn.Parameter(placed)
+    local = torch.ones((4, 4) if name == "weight" else 4)
+    placed = DTensor.from_local(local, mesh, placements, run_check=False)
+    setattr(layer, name, nn.Parameter(placed))
     return layer
 
 
-def refused(text, layer, *args, **kwargs):
+def refused(text, layer, *args, error=ValueError, **kwargs):
     before = dict(layer.named_parameters())
-    with pytest.raises(ValueError, match=text):
+    with pytest.raises(error, match=text):
         meshard.fully_shard(layer, *args, **kwargs)
     assert type(layer) is nn.Linear
     assert all(layer.get_parameter(name) is param for name, param in before.items())
+
+
+# --- parameters that another parallelism has laid out where they do not fit ----------------
 
 
 @pytest.mark.parametrize("placement", [Partial(), _StridedShard(0, split_factor=2)])
@@ -39,13 +46,18 @@ def test_a_placement_that_cannot_be_cut_again(world, placement):
     refused(text, layer_on(world["tp"], placement), world["dp"])
 
 
-def test_a_mesh_of_another_root(world):
-    text = r"'weight' is a DTensor already: .* cannot be joined; make one mesh with named axes"
+def test_meshes_that_cannot_be_joined(world):
     overlapping = init_device_mesh("cpu", (2, 4), mesh_dim_names=("a", "b"))
-    refused(text, layer_on(overlapping["b"], Shard(0)), world["dp"])
     ranks = torch.arange(8).view(2, 4).t().contiguous()
     renumbered = DeviceMesh("cpu", ranks, mesh_dim_names=("a", "b"))
-    refused(text, layer_on(renumbered["b"], Shard(0)), world["dp"])
+    nameless = init_device_mesh("cpu", (8,))
+    text = r"'weight' is a DTensor already: .* cannot be joined; make one mesh with named axes"
+    for mesh in (overlapping["b"], renumbered["b"], nameless):
+        refused(text, layer_on(mesh, Shard(0)), world["dp"])
+    refused(text, layer_on(world["tp"], Shard(0)))  # over the default mesh
+    refused(
+        "'weight' is a DTensor already: .* cannot", layer_on(world["dp"], Replicate()), world["dp"]
+    )
 
 
 def test_a_mesh_of_another_root_with_the_same_ranks_is_accepted(world):
@@ -54,41 +66,103 @@ def test_a_mesh_of_another_root_with_the_same_ranks_is_accepted(world):
     assert layer.weight.device_mesh.mesh_dim_names == ("dp", "b")
 
 
-def test_a_mesh_without_names_or_root(world):
-    text = r"'weight' is a DTensor already: .* cannot be joined; make one mesh with named axes"
-    refused(text, layer_on(init_device_mesh("cpu", (8,)), Shard(0)), world["dp"])
-    refused(text, layer_on(world["tp"], Shard(0)))  # over the default mesh
-
-
-def test_the_data_parallel_mesh_itself(world):
-    text = r"'weight' is a DTensor already: .* cannot be joined"
-    refused(text, layer_on(world["dp"], Replicate()), world["dp"])
-
-
 def test_a_mesh_on_another_device(world):
     other = DeviceMesh("meta", torch.arange(8).view(4, 2), mesh_dim_names=("dp", "tp"))
     layer = layer_on(world["tp"], Shard(0))
     refused("'weight' is a DTensor already: it lies over .* take both from", layer, other["dp"])
 
 
-def gradient_of(placements, mesh):
-    return DTensor.from_local(torch.ones(4, 4), mesh, placements, run_check=False)
-
-
-def test_a_gradient_that_is_cut_along_a_data_parallel_axis(world):
+def test_gradients_that_do_not_fit_their_parameter(world):
     layer = layer_on(world, Replicate(), Replicate())
     layer.bias = None
-    dims = meshard.DataParallelMeshDims(shard="dp")
-    meshard.fully_shard(layer, world, dp_mesh_dims=dims)
+    meshard.fully_shard(layer, world, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
     param = insides.units(layer)[0].params[0]
-    with pytest.raises(RuntimeError, match=r"'weight' has placements .* along data-parallel axes"):
-        param.plain_gradient(gradient_of([Shard(0), Replicate()], world))
-    with pytest.raises(RuntimeError, match=r"'weight' is a DTensor over .* came as a Tensor"):
-        param.plain_gradient(torch.ones(4, 4))
-    with pytest.raises(RuntimeError, match=r"'weight' is a DTensor over .* came as a DTensor over"):
-        param.plain_gradient(gradient_of([Shard(0)], world["tp"]))
+    other = layer_on(world["tp"], Shard(0)).weight
+    for gradient, text in (
+        (
+            distribute_tensor(torch.ones(4, 4), world, [Shard(0), Replicate()]),
+            "has placements .* along data-parallel axes",
+        ),
+        (torch.ones(4, 4), "is a DTensor over .* came as a Tensor"),
+        (other, "is a DTensor over .* came as a DTensor over"),
+    ):
+        with pytest.raises(RuntimeError, match=f"'weight' {text}"):
+            param.plain_gradient(gradient)
 
 
-def test_a_mesh_without_this_rank():
+def test_a_mesh_without_this_rank(world):
     elsewhere = DeviceMesh("cpu", [3, 5], _init_backend=False)
     refused(r"rank 0 is not in the mesh of ranks \[3, 5\]", nn.Linear(4, 4), elsewhere)
+
+
+# --- named axes ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "text"),
+    [
+        ({}, ValueError, "needs shard=, replicate=, or both"),
+        ({"replicate": ()}, ValueError, "needs shard=, replicate=, or both"),
+        ({"shard": "dp", "replicate": "dp"}, ValueError, "names ['dp'] twice"),
+        ({"shard": ["dp"]}, TypeError, "shard must be a name or a tuple of names, got ['dp']"),
+        ({"replicate": 1}, TypeError, "replicate must be a name or a tuple of names, got 1"),
+    ],
+)
+def test_wrong_names_when_they_are_given(kwargs, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        DataParallelMeshDims(**kwargs)
+
+
+def test_axes_that_do_not_fit_the_mesh(world):
+    layer, shard = nn.Linear(4, 4), DataParallelMeshDims(shard="dp")
+    text = r"names the axis 'ep', but .* has \('dp', 'tp'\)"
+    refused(text, layer, world, dp_mesh_dims=DataParallelMeshDims(shard="ep"))
+    swapped = DataParallelMeshDims(shard=("tp", "dp"))
+    refused("in another order; name them in the order", layer, world, dp_mesh_dims=swapped)
+    nameless = init_device_mesh("cpu", (4, 2))
+    refused("has no names; pass mesh_dim_names", layer, nameless, dp_mesh_dims=shard)
+    refused("pass mesh as well", layer, dp_mesh_dims=shard)
+    text = "must be a DataParallelMeshDims or None"
+    refused(text, layer, world, dp_mesh_dims="dp", error=TypeError)
+
+
+def test_parameters_that_do_not_fit_the_axes(world):
+    shard = DataParallelMeshDims(shard="dp")
+    layer = layer_on(world, Replicate(), Replicate())
+    layer.bias = layer_on(world, Shard(0), Replicate(), name="bias").bias
+    text = r"'bias' is a DTensor already: it has placement .* on the data-parallel axis 'dp'"
+    refused(text, layer, world, dp_mesh_dims=shard)
+    text = "'weight' is a DTensor already: .* must lie over the mesh that was passed"
+    refused(text, layer_on(world["tp"], Shard(0)), world, dp_mesh_dims=shard)
+
+
+# --- results of shard_placement_fn ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("result", [Partial(), 1, (Shard(0), None)])
+def test_results_that_are_no_placement(world, result):
+    text = re.escape(f"shard_placement_fn returned {result!r} for parameter 'weight'; return")
+    refused(text, nn.Linear(4, 4), shard_placement_fn=lambda _: result)
+
+
+def test_results_that_do_not_fit(world):
+    three = init_device_mesh("cpu", (2, 2, 2))
+    meta = DeviceMesh("meta", torch.arange(8))
+    for result, text in (
+        ((Partial(), world["dp"]), "shard_placement_fn returned"),
+        ((Shard(2), world["dp"]), "for parameter 'weight', which has only 2 dims"),
+        ((Shard(0), three), "for parameter 'weight': fully_shard needs a 1D mesh"),
+        ((Shard(0), meta), "returned .* for parameter 'weight', .* meshes of one device type"),
+    ):
+        given = ShardPlacementResult(*result)
+        refused(text, nn.Linear(4, 4), shard_placement_fn=lambda _, given=given: given)
+
+
+def test_an_int_must_divide_the_ranks_of_every_mesh(world):
+    layer, elsewhere = nn.Linear(4, 4), ShardPlacementResult(Shard(0), world["tp"])
+    refused(
+        "reshard_after_forward=4 must divide the 2 ranks",
+        layer,
+        reshard_after_forward=4,
+        shard_placement_fn=lambda param: elsewhere if param is layer.bias else None,
+    )

@@ -1,5 +1,6 @@
 """Gradients that are partial over another axis, as those of norms in sequence parallelism."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -7,40 +8,32 @@ import torch
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy
+from tests.support.models import Made
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
 
 NONE, SCATTER, FULL = GradientSync.NONE, GradientSync.REDUCE_SCATTER, GradientSync.FULL
 
 
-class Scale(nn.Module):
-    """Multiplies rows by a weight that lies on every rank of ``tp``, which may share the rows."""
-
-    def __init__(self, tp, size=5):
-        super().__init__()
-        self.tp = tp
-        self.weight = nn.Parameter(distribute_tensor(torch.ones(size), tp, [Replicate()]))
-        self.plain = nn.Parameter(torch.ones(size))
-
-    def forward(self, rows, placement):
-        """Return the product; the gradient of ``weight`` is partial for rows of ``Shard(0)``.
-
-        None: return the rows, and use no parameter.
-        """
-        if placement is None:
-            return rows.clone()
-        shared = DTensor.from_local(rows, self.tp, [placement], run_check=False)
-        return (shared * self.weight).to_local() * self.plain
-
-
 def sharded(shape, names, **kwargs):
+    """Shard two weights by which rows are multiplied; the first lies on every rank of ``tp``.
+
+    The gradient of ``weight`` is partial if the ranks of ``tp`` share the rows, as ``Shard(0)``.
+    """
     world = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    with torch.random.fork_rng():
-        model = Scale(world["tp"])
+
+    def forward(model, rows, placement):
+        if placement is None:
+            return rows.clone()  # no parameter is used
+        shared = DTensor.from_local(rows, world["tp"], [placement], run_check=False)
+        return (shared * model.weight).to_local() * model.plain
+
+    weight = nn.Parameter(distribute_tensor(torch.ones(5), world["tp"], [Replicate()]))
+    model = Made(forward, weight=weight, plain=nn.Parameter(torch.ones(5)))
     return meshard.fully_shard(model, world[names[:-1]], **kwargs), world
 
 
@@ -103,33 +96,16 @@ def rows_of(number, data_rank):
     return torch.full((2, 5), 2.0**number) + torch.arange(2.0)[:, None] + data_rank
 
 
-class Seen:
-    """A reduce hook that records the sum of all gradients of each backward."""
-
-    def __init__(self):
-        self.sums = []
-
-    def arrived(self, unsharded):
-        self.sums.append(unsharded.sum().item())
-
-
 @on_threads(2)
 def test_reduce_hooks_see_sums():
     """What a hook sees as a backward's gradients is added up over the other axis, as it was."""
     model, world = sharded((1, 2), ("dp", "tp"))
-    hook = Seen()
+    sums = []
+    hook = SimpleNamespace(arrived=lambda unsharded: sums.append(unsharded.sum().item()))
     meshard.register_reduce_hook(model, hook)
+    own = 1.0 + world["tp"].get_local_rank()
     for sync in (NONE, FULL):
         model.set_gradient_sync(sync)
-        model(torch.full((1, 5), 1.0 + world["tp"].get_local_rank()), Shard(0)).sum().backward()
-    own = 5 * (1.0 + world["tp"].get_local_rank())
-    assert hook.sums == [15 + own] * 2
+        model(torch.full((1, 5), own), Shard(0)).sum().backward()
+    assert sums == [15 + 5 * own] * 2
     assert torch.equal(model.weight.grad.full_tensor(), torch.full((5,), 6.0))
-
-
-@on_threads(2)
-def test_what_torch_gives_here_is_a_partial_sum():
-    tp = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-    model = Scale(tp)
-    model(torch.ones(1, 5), Shard(0)).sum().backward()
-    assert model.weight.grad.placements == (Partial(),)

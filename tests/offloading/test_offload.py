@@ -1,6 +1,7 @@
 """Models whose shards live in host memory, against those on the device, bit for bit."""
 
 import copy
+import math
 import warnings
 
 import pytest
@@ -9,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
-from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import Shard
 
 import meshard
@@ -21,60 +21,56 @@ from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
 from tests.support.threads import run_threads
 
-HOST = CPUOffloadPolicy(pin_memory=False)
-MODES = {
-    "N": GradientSync.NONE,
-    "R": GradientSync.REDUCE_SCATTER,
-    "F": GradientSync.FULL,
-}
+HOST, DEVICE = CPUOffloadPolicy(pin_memory=False), meshard.OffloadPolicy()
+MODES = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
 
 
-def make(case, mesh, dtype=None, **kwargs):
+def make(case, policy=HOST, mesh=None, dtype=None, **kwargs):
     model = case.build().to(dtype)
     for unit in case.units(model):
-        meshard.fully_shard(unit, mesh, **kwargs)
+        meshard.fully_shard(unit, mesh, offload_policy=policy, **kwargs)
     return model
 
 
-def windows(case, model, schedules, *, is_last=True, edit=None, set_to_none=True, clear_every=1):
-    """Train one window per schedule; return this rank's gradients and parameters on the way."""
-    rank, seen, number = dist.get_rank(), [], 0
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    for window, schedule in enumerate(schedules, 1):
+def beside_the_ordinary(story, case_name="mlp_stack", mesh_shape=(2,), **kwargs):
+    """Compare what ``story(case, model)`` has seen of an offloaded model and an ordinary one."""
+    case, mesh = CASES[case_name], init_device_mesh("cpu", mesh_shape)
+    models = [make(case, policy, mesh, **kwargs) for policy in (HOST, DEVICE)]
+    seen = zip(*(list(story(case, model)) for model in models), strict=True)
+    for place, (ours, theirs) in enumerate(seen):
+        assert_same(ours, theirs, bitwise=True, what=f"rank {dist.get_rank()}, record {place}")
+
+
+def backward(case, model, number, *args):
+    loss = case.loss(model(case.batch(number, dist.get_rank()), *args))
+    loss.backward()
+    return loss.detach()
+
+
+def windows(case, model, *, is_last=True, edit=None, set_to_none=True, clear_every=1):
+    """Train windows of several schedules; yield this rank's gradients and parameters on the way."""
+    optimizer, number = torch.optim.AdamW(model.parameters(), lr=0.05), 0
+    for window, schedule in enumerate(("F", "NF", "RF", "FFF", "FRNF", "F"), 1):
         for place, mode in enumerate(schedule):
             model.set_gradient_sync(MODES[mode])
             model.set_is_last_backward(is_last or place == len(schedule) - 1)
-            loss = case.loss(model(case.batch(number, rank)))
-            loss.backward()
+            loss = backward(case, model, number)
             number += 1
             if is_last and edit is not None:
                 edit(model)
             if is_last:
-                seen.append(own_grads(model))
+                yield own_grads(model)
         norm = meshard.clip_grad_norm_(model, 0.5)
-        seen += [own_grads(model), {"norm": norm, "loss": loss.detach()}]
+        yield {**own_grads(model), "norm": norm, "loss": loss}
         optimizer.step()
         if window % clear_every == 0:
             optimizer.zero_grad(set_to_none=set_to_none)
-        seen.append(own_state(model))
-    return seen
-
-
-SCHEDULES = ("F", "NF", "RF", "FFF", "FRNF", "F")
-
-
-def compare(case_name, mesh_shape, how, **kwargs):
-    case = CASES[case_name]
-    mesh = init_device_mesh("cpu", mesh_shape)
-    ordinary = windows(case, make(case, mesh, **kwargs), SCHEDULES, **how)
-    offloaded = make(case, mesh, offload_policy=HOST, **kwargs)
-    for ours, theirs in zip(windows(case, offloaded, SCHEDULES, **how), ordinary, strict=True):
-        assert_same(ours, theirs, bitwise=True)
+        yield own_state(model)
 
 
 @on_ranks(2)
 def test_one_model_in_processes():
-    compare("uneven", (2,), {})
+    beside_the_ordinary(windows, "uneven")
 
 
 @spread(
@@ -82,10 +78,7 @@ def test_one_model_in_processes():
     mesh_shape=[(2,), (2, 2)],
 )
 def test_offloaded_training_equals_the_ordinary_one(case_name, mesh_shape):
-    run_threads(compare, torch.Size(mesh_shape).numel(), case_name, mesh_shape, {})
-
-
-MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
+    run_threads(beside_the_ordinary, math.prod(mesh_shape), windows, case_name, mesh_shape)
 
 
 def halve(model):
@@ -106,17 +99,19 @@ def drop_some(model):
         param.grad = None
 
 
+MIXED = {"mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)}
+NARROW = {"dtype": torch.bfloat16, **MIXED}
+
+
 @pytest.mark.slow
 @on_threads(4)
 @spread(
     row=[
-        ({"is_last": False}, {}),
-        ({"is_last": False}, {"mp_policy": MIXED}),
+        ({"is_last": False}, MIXED),
         ({"set_to_none": False}, {}),
         ({"set_to_none": False, "is_last": False}, {}),
-        ({"is_last": False, "clear_every": 3}, {}),
-        ({"is_last": False, "clear_every": 3}, {"dtype": torch.bfloat16, "mp_policy": MIXED}),
-        ({"edit": halve}, {"dtype": torch.bfloat16, "mp_policy": MIXED}),
+        ({"is_last": False, "clear_every": 3}, NARROW),
+        ({"edit": halve}, NARROW),
         ({"edit": replace_some}, {}),
         ({"edit": drop_some}, {}),
         ({}, {"reshard_after_forward": False}),
@@ -126,65 +121,44 @@ def drop_some(model):
     case_name=["uneven", "mixed_dtype", "mixed_dtype"],
 )
 def test_also_under_every_way_of_accumulating(row, case_name):
-    compare(case_name, (2, 2), row[0], **row[1])
+    how, kwargs = row
+    beside_the_ordinary(lambda *args: windows(*args, **how), case_name, (2, 2), **kwargs)
 
 
 @on_threads(2)
 def test_also_with_explicit_prefetch():
-    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
-    models = [make(case, mesh), make(case, mesh, offload_policy=HOST)]
-    for model in models:
+    def story(case, model):
         model.set_modules_to_forward_prefetch([model.blocks[0], model.blocks[1]])
         model.blocks[2].set_modules_to_backward_prefetch([model.blocks[1], model.blocks[0]])
-    for ours, theirs in zip(*(windows(case, m, ("F", "RF")) for m in models), strict=True):
-        assert_same(ours, theirs, bitwise=True)
+        yield from windows(case, model)
+
+    beside_the_ordinary(story)
 
 
 @on_threads(2)
 def test_units_with_and_without_the_policy_train_together():
     """Units on the host beside units that are not, and a policy object of torch's."""
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
-    ordinary, mixed = make(case, mesh), case.build()
+    ordinary, mixed = make(case, DEVICE), case.build()
     meshard.fully_shard(mixed.blocks[0], mesh)
     meshard.fully_shard(mixed.blocks[1], mesh, offload_policy=TorchCPUOffloadPolicy(False))
     meshard.fully_shard(mixed, mesh)
-    for ours, theirs in zip(
-        windows(case, mixed, SCHEDULES), windows(case, ordinary, SCHEDULES), strict=True
-    ):
+    for ours, theirs in zip(windows(case, mixed), windows(case, ordinary), strict=True):
         assert_same(ours, theirs, bitwise=True)
 
 
-@on_threads(2)
-def test_losses_are_scaled_as_ever():
-    """An inf on one rank skips the step of all."""
-    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
-    results = []
-    for policy in (meshard.OffloadPolicy(), HOST):
-        model = make(case, mesh, offload_policy=policy)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**8)
-        for step in range(3):
-            loss = case.loss(model(case.batch(step, dist.get_rank())))
-            if step == 1 and dist.get_rank() == 1:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        results.append((full_state(model), scaler.get_scale()))
-    assert results[0][1] == results[1][1] == 2.0**7
-    assert_same(results[1][0], results[0][0], bitwise=True)
+# --- gradients on their way to the host ----------------------------------------------------
 
 
 @on_threads(2)
 def test_gradients_that_the_user_keeps_are_not_written_over():
-    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
-    model = make(case, mesh, offload_policy=HOST)
+    case = CASES["mlp_stack"]
+    model = make(case)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     kept, values = [], []
     for step in range(4):
         for _ in range(2):
-            case.loss(model(case.batch(step, dist.get_rank()))).backward()
+            backward(case, model, step)
         kept += [param.grad for param in model.parameters()]
         values += [param.grad.full_tensor() for param in model.parameters()]
         optimizer.step()
@@ -194,62 +168,30 @@ def test_gradients_that_the_user_keeps_are_not_written_over():
 
 @on_threads(2)
 def test_hooks_on_sharded_parameters_see_what_has_arrived():
-    case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
-    model, heard = make(case, mesh, offload_policy=HOST), []
+    case, heard = CASES["mlp_stack"], []
+    model = make(case)
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(
-            lambda p: heard.append((p, p.grad._local_tensor.clone()))
+            lambda p: heard.append((p, p.grad.to_local().clone()))
         )
     for number in range(2):
-        case.loss(model(case.batch(number, dist.get_rank()))).backward()
+        backward(case, model, number)
         assert len(heard) == len(list(model.parameters()))
-        assert all(torch.equal(p.grad._local_tensor, value) for p, value in heard)
+        assert all(torch.equal(p.grad.to_local(), value) for p, value in heard)
         heard.clear()
 
 
 @on_threads(2)
-def test_a_model_made_on_meta_is_filled_on_the_host():
-    case, mesh = CASES["transformer"], init_device_mesh("cpu", (2,))
-    with torch.device("meta"):
-        model = case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh, offload_policy=HOST)
-    batch = case.batch(0, dist.get_rank())
-    with pytest.raises(RuntimeError, match=r"on the meta device; call to_empty\(device='cpu'"):
-        model(batch)
-    model.to_empty(device="cpu")
-    other = make(case, mesh)
-    model.load_state_dict({k: v.clone() for k, v in other.state_dict().items()})
-    for each in (model, other):
-        case.loss(each(batch)).backward()
-    assert_same(full_grads(model), full_grads(other), bitwise=True)
-    model.double()
-    model.zero_grad()
-    model(batch).sum().backward()
-    assert {param.grad.dtype for param in model.parameters()} == {torch.float64}
+def test_hooks_see_every_gradient_before_it_is_added():
+    def story(case, model):
+        for number, param in enumerate(model.parameters()):
+            param.register_hook(lambda grad, number=number: grad * (number + 1))
+        for number in range(4):
+            model.set_is_last_backward(number % 2 == 1)
+            backward(case, model, number)
+        yield full_grads(model)
 
-
-def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):
-    monkeypatch.setattr(meshard.api, "_has_warned_of_pinning", False)
-    meshard.fully_shard(nn.Linear(2, 2))  # makes the default group
-    # What torch's own does: it has no device, or no driver for the one that it is built for.
-    with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA driver"):
-        torch_fully_shard(nn.Linear(2, 2), offload_policy=TorchCPUOffloadPolicy())(torch.ones(1, 2))
-    with pytest.warns(UserWarning, match="host memory is not pinned; pass pin_memory=False"):
-        first = meshard.fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            meshard.fully_shard(nn.Linear(2, 2), offload_policy=TorchCPUOffloadPolicy())
-        first(torch.ones(1, 2)).sum().backward()
-        assert first.weight.grad is not None
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_policy_is_checked_where_it_is_made():
-    with pytest.raises(TypeError, match="pin_memory must be a bool, got 'yes'"):
-        CPUOffloadPolicy(pin_memory="yes")
+    beside_the_ordinary(story)
 
 
 @on_threads(2)
@@ -257,7 +199,7 @@ def test_a_policy_is_checked_where_it_is_made():
 def test_an_evaluation_in_inference_mode_between_microbatches_changes_no_gradient(dtype):
     case, seen = CASES["mlp_stack"], []
     for evaluates in (False, True):
-        model = make(case, init_device_mesh("cpu", (2,)), dtype, offload_policy=HOST)
+        model = make(case, dtype=dtype)
         for number in range(3):
             model.set_is_last_backward(number == 2)
             batch = case.batch(number, dist.get_rank()).to(dtype)
@@ -270,24 +212,6 @@ def test_an_evaluation_in_inference_mode_between_microbatches_changes_no_gradien
         meshard.clip_grad_norm_(model, 0.5)
         seen.append(own_grads(model))
     assert_same(*seen, bitwise=True)
-
-
-# --- gradients that are cleared or whose parameters are frozen, beside others --------------
-
-
-def beside_the_ordinary(story, case_name="mlp_stack", mesh_shape=(2,)):
-    """Compare what ``story(case, model)`` has seen of an offloaded model and an ordinary one."""
-    case, mesh = CASES[case_name], init_device_mesh("cpu", mesh_shape)
-    seen = [
-        list(story(case, make(case, mesh, offload_policy=policy)))
-        for policy in (HOST, meshard.OffloadPolicy())
-    ]
-    for ours, theirs in zip(*seen, strict=True):
-        assert_same(ours, theirs, bitwise=True)
-
-
-def backward(case, model, number, *args):
-    case.loss(model(case.batch(number, dist.get_rank()), *args)).backward()
 
 
 @on_threads(4)
@@ -339,17 +263,7 @@ def test_gradients_on_their_way_are_cleared(num_before, set_to_none):
     beside_the_ordinary(story)
 
 
-@on_threads(2)
-def test_hooks_see_every_gradient_before_it_is_added():
-    def story(case, model):
-        for number, param in enumerate(model.parameters()):
-            param.register_hook(lambda grad, number=number: grad * (number + 1))
-        for number in range(4):
-            model.set_is_last_backward(number % 2 == 1)
-            backward(case, model, number)
-        yield full_grads(model)
-
-    beside_the_ordinary(story)
+# --- shards on the host --------------------------------------------------------------------
 
 
 @on_threads(2)
@@ -373,31 +287,40 @@ def test_shards_are_edited_loaded_and_copied():
 
 
 @on_threads(2)
-def test_a_copy_of_a_model_that_rests_rests_too():
-    case = CASES["mlp_stack"]
-    model = make(case, init_device_mesh("cpu", (2,)))
-    meshard.offload(model)
-    copied = copy.deepcopy(model)
-    for each in (model, copied):
-        with pytest.raises(RuntimeError, match=r"call meshard\.onload"):
-            backward(case, each, 0)
-        with (
-            pytest.raises(RuntimeError, match=r"call meshard\.onload"),
-            meshard.unsharded_params(each),
-        ):
-            pass
-        meshard.onload(each)
-        backward(case, each, 0)
-    assert_same(full_grads(copied), full_grads(model), bitwise=True)
-
-
-@on_threads(2)
-def test_a_model_on_meta_is_initialised():
-    case, mesh = CASES["transformer"], init_device_mesh("cpu", (2,))
+def test_a_model_made_on_meta_is_filled_on_the_host():
+    case = CASES["transformer"]
     with torch.device("meta"):
-        model = case.build()
-    for unit in case.units(model):
-        meshard.fully_shard(unit, mesh, offload_policy=HOST)
-    meshard.materialize(model)
-    backward(case, model, 0)
-    assert all(param.grad.full_tensor().isfinite().all() for param in model.parameters())
+        models = [make(case), make(case)]
+    with pytest.raises(RuntimeError, match=r"on the meta device; call to_empty\(device='cpu'"):
+        backward(case, models[0], 0)
+    meshard.materialize(models[0])
+    models[1].to_empty(device="cpu")
+    models[1].load_state_dict({k: v.clone() for k, v in models[0].state_dict().items()})
+    ordinary = make(case, DEVICE)
+    ordinary.load_state_dict(models[0].state_dict())
+    for each in (*models, ordinary):
+        backward(case, each, 0)
+        assert_same(full_grads(each), full_grads(models[0]), bitwise=True)
+    models[0].double().zero_grad()
+    models[0](case.batch(0, dist.get_rank())).sum().backward()
+    assert {param.grad.dtype for param in models[0].parameters()} == {torch.float64}
+
+
+def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):
+    monkeypatch.setattr(meshard.api, "_has_warned_of_pinning", False)
+    meshard.fully_shard(nn.Linear(2, 2))  # makes the default group
+    try:
+        with pytest.warns(UserWarning, match="host memory is not pinned; pass pin_memory=False"):
+            first = meshard.fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            meshard.fully_shard(nn.Linear(2, 2), offload_policy=TorchCPUOffloadPolicy())
+        first(torch.ones(1, 2)).sum().backward()
+        assert first.weight.grad is not None
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_policy_is_checked_where_it_is_made():
+    with pytest.raises(TypeError, match="pin_memory must be a bool, got 'yes'"):
+        CPUOffloadPolicy(pin_memory="yes")

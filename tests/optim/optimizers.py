@@ -9,8 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
-from tests.support.models import seeded
+from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, own_part, own_state
+from tests.support.sharding import shard_blocks
 
 ADAMW = torch.optim.AdamW
 OPTIONS = {"lr": 0.01}
@@ -28,6 +29,13 @@ MANY = {
     "radam": (torch.optim.RAdam, {"lr": 0.1}),
     "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}),
 }
+SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
+DTYPES = {
+    "float32": MixedPrecisionPolicy(),
+    "bfloat16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
+}
+MAX_NORM = 0.5
+DEFERRED = {"clip": "deferred", "max_norm": MAX_NORM}
 
 
 class SignDescent(torch.optim.Optimizer):
@@ -46,15 +54,7 @@ class SignDescent(torch.optim.Optimizer):
                     param.sub_(param.grad.sign(), alpha=group["lr"] * (param.dim() + 1))
 
 
-def trainable(model):
-    return [param for param in model.parameters() if param.requires_grad]
-
-
-def groups_of(model):
-    named = dict(model.named_parameters())
-    biases = [param for name, param in named.items() if "bias" in name]
-    others = [param for name, param in named.items() if "bias" not in name]
-    return [{"params": others}, {"params": biases, "lr": 0.02, "weight_decay": 0.0}]
+# --- what is compared ----------------------------------------------------------------------
 
 
 def plain_state(optimizer):
@@ -82,61 +82,68 @@ def assert_same_state(ours, theirs):
                 assert ours[number][key] == value
 
 
-# --- in backward ---------------------------------------------------------------------------
-
-WINDOWS = 5
-SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
-SCHEDULES = ("F", "RF", "NRF", "FFF")  # of FFF, only the last F is the last backward
-DTYPES = {
-    "float32": MixedPrecisionPolicy(),
-    "bfloat16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-}
-MAX_NORM = 0.5
-DEFERRED = {"clip": "deferred", "max_norm": MAX_NORM}
+def assert_same_training(one, other):
+    """Compare two models, each with its optimizer."""
+    states = plain_state(one[1]), plain_state(other[1])  # waits for steps
+    assert_same(own_state(one[0]), own_state(other[0]), bitwise=True)
+    assert_same_state(*states)
 
 
-class Block(nn.Module):
-    """An uneven block, with a parameter smaller than the number of ranks."""
-
-    def __init__(self, dim=7, hidden=5):
-        super().__init__()
-        self.up = nn.Linear(dim, hidden)
-        self.tiny = nn.Parameter(torch.empty(1))
-        self.down = nn.Linear(hidden, dim)
-
-    def forward(self, x):
-        return x + self.down(torch.tanh(self.up(x)) * self.tiny)
+def trainable(model):
+    return [param for param in model.parameters() if param.requires_grad]
 
 
-class Net(nn.Module):
-    """A plain block, a checkpointed one, one used twice, tied, frozen and unused weights."""
+def groups_of(model):
+    named = dict(model.named_parameters())
+    biases = [param for name, param in named.items() if "bias" in name]
+    others = [param for name, param in named.items() if "bias" not in name]
+    return [{"params": others}, {"params": biases, "lr": 0.02, "weight_decay": 0.0}]
 
-    def __init__(self, use_reentrant=False):
-        super().__init__()
-        self.use_reentrant = use_reentrant
-        self.first = nn.Linear(7, 7)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.last = nn.Linear(7, 7, bias=False)
-        self.last.weight = self.first.weight
-        self.blocks[1].frozen = nn.Parameter(torch.empty(3))
-        self.blocks[1].frozen.requires_grad_(False)
-        self.blocks[2].unused = nn.Parameter(torch.empty(4))
 
-    def forward(self, x, rest=None):
-        plain, recomputed, twice, sometimes = self.blocks
-        x = plain(self.first(x))
-        x = checkpoint(recomputed, x, use_reentrant=self.use_reentrant)
+def grads(model):
+    return [param.grad for param in model.parameters() if param.grad is not None]
+
+
+# --- the model, and its training -----------------------------------------------------------
+
+
+def _block():
+    """Return an uneven block, with a parameter smaller than the number of ranks."""
+    return Made(
+        lambda m, x: x + m.down(torch.tanh(m.up(x)) * m.tiny),
+        up=nn.Linear(7, 5),
+        tiny=nn.Parameter(torch.empty(1)),
+        down=nn.Linear(5, 7),
+    )
+
+
+def net(*, use_reentrant=False, rests=None):
+    """Return a plain block, a checkpointed one, one used twice, tied, frozen and unused weights.
+
+    The last block rests where the call says so, or in each call whose number ``rests`` divides.
+    """
+    calls = []
+
+    def forward(model, x, rest=False):
+        calls.append(rest)
+        plain, recomputed, twice, sometimes = model.blocks
+        x = plain(model.first(x))
+        x = checkpoint(recomputed, x, use_reentrant=use_reentrant)
         x = twice(torch.tanh(twice(x)))
-        x = x if rest else sometimes(x)
-        return self.last(x)
+        rest = rest or (rests is not None and len(calls) % rests == 0)
+        return model.last(x if rest else sometimes(x))
+
+    first, last = nn.Linear(7, 7), nn.Linear(7, 7, bias=False)
+    model = Made(forward, first=first, blocks=[_block() for _ in range(4)], last=last)
+    model.last.weight = model.first.weight
+    model.blocks[1].frozen = nn.Parameter(torch.empty(3), requires_grad=False)
+    model.blocks[2].unused = nn.Parameter(torch.empty(4))
+    return seeded(model)
 
 
-def make(shape, policy=DTYPES["float32"], model=None, **kwargs):
+def make(shape=(2,), policy=DTYPES["float32"], model=None, **kwargs):
     mesh = init_device_mesh("cpu", shape)
-    model = seeded(Net() if model is None else model)
-    for block in model.blocks:
-        meshard.fully_shard(block, mesh, mp_policy=policy, **kwargs)
-    return meshard.fully_shard(model, mesh, mp_policy=policy, **kwargs)
+    return shard_blocks(net() if model is None else model, mesh, mp_policy=policy, **kwargs)
 
 
 def batch(number):
@@ -144,61 +151,34 @@ def batch(number):
     return torch.randn(3, 7, generator=generator)
 
 
-def window(model, number, schedule="F", *, rest=None, is_last=None):
-    """Run one window; every microbatch is the last one unless the schedule has several F."""
+def window(model, number, schedule="F", *, rest=False):
+    """Run one window. Of several F, only the last one is the last backward."""
     for place, letter in enumerate(schedule):
-        is_final = place == len(schedule) - 1
-        model.set_is_last_backward(is_final or (letter != "F" if is_last is None else is_last))
+        model.set_is_last_backward(place == len(schedule) - 1 or letter != "F")
         model.set_gradient_sync(SYNC[letter])
         model(batch(10 * number + place), rest).float().square().sum().backward()
 
 
-def grads(model):
-    return [param.grad for param in model.parameters() if param.grad is not None]
-
-
-def train_both(make_model, cls, options, windows=range(WINDOWS), *, schedule="F", **kwargs):
-    """Train one model with each of the two; return both with their optimizers."""
-    ours, theirs = make_model(), make_model()
-    trainable = [param for param in theirs.parameters() if param.requires_grad]
-    overlapped, plain = overlap_optimizer(ours, cls, **options), cls(trainable, **options)
-    for number in windows:
-        for model, optimizer in ((ours, overlapped), (theirs, plain)):
-            window(model, number, schedule, **kwargs)
-            if optimizer is overlapped:
-                assert grads(model) == []
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(own_state(ours), own_state(theirs), bitwise=True)
-    assert_same_state(plain_state(overlapped), plain_state(plain))
-    return (ours, overlapped), (theirs, plain)
-
-
-def train(model, optimizer, windows, **kwargs):
-    for number in windows:
-        window(model, number, **kwargs)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-def clipped(model, optimizer, windows, **kwargs):
-    """Train in the ordinary way; return the norms."""
+def train(model, optimizer, windows, *, clips=False, **kwargs):
+    """Return the norms of clipping, here or in deferred steps."""
     norms = []
     for number in windows:
         window(model, number, **kwargs)
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        norms.append(meshard.clip_grad_norm_(params, MAX_NORM))
+        norm = None
+        if clips:
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            norm = meshard.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
+        if getattr(optimizer, "total_norm", None) is not None:
+            norm = optimizer.total_norm
+            assert grads(model) == []
         optimizer.zero_grad()
+        norms.append(norm)
     return norms
 
 
-def deferred(model, optimizer, windows, **kwargs):
-    norms = []
-    for number in windows:
-        window(model, number, **kwargs)
-        optimizer.step()
-        assert grads(model) == []
-        optimizer.zero_grad()
-        norms.append(optimizer.total_norm)
-    return norms
+def overlapped_and_plain(cls=ADAMW, *, make=make, options=OPTIONS, **kwargs):
+    """Return two models, each with its optimizer: one in backward, and the ordinary one."""
+    ours, theirs = make(), make()
+    overlapped = overlap_optimizer(ours, cls, **options, **kwargs)
+    return (ours, overlapped), (theirs, cls(trainable(theirs), **options))

@@ -1,94 +1,98 @@
-"""Flat optimizers: which steps they take, and what they keep from one to the next."""
+"""Flat optimizers: which steps they take, what users edit between two, and what they keep."""
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
 import meshard
-from meshard import GradientSync, flat_optimizer
-from tests.optim.flat_models import (
-    backward,
-    backward_loose,
-    halve_in_place,
-    make,
-    make_loose,
-    note,
-    second,
-    train,
-    trained,
-)
-from tests.optim.optimizers import assert_same_state, plain_state
-from tests.support.models import seeded
+from meshard import flat_optimizer
+from tests.optim.optimizers import assert_same_state, make, plain_state, train, trainable, window
+from tests.support.models import Made, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import spread
 
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 
 
-def both(story, make_model, cls, *, bitwise=True, **options):
+def make_loose(foreach=None):
+    """Return square weights, an uneven one, one smaller than the number of ranks, one in no unit.
+
+    Foreach kernels of the ordinary optimizer take no loose parameters.
+    """
+
+    def forward(model, x):
+        for layer in model.layers:
+            x = torch.tanh(layer(x)) * model.loose
+        return model.head(x)
+
+    layers, head = [nn.Linear(6, 6) for _ in range(2)], nn.Linear(6, 1)
+    model = seeded(Made(forward, layers=layers, head=head, loose=nn.Parameter(torch.empty(6))))
+    meshard.fully_shard(layers[0])
+    return meshard.fully_shard(model, ignored_params=set() if foreach else {model.loose})
+
+
+def backward(model, step):
+    model(torch.full((2, 6), 0.1 * step + 0.1)).square().sum().backward()
+
+
+def play(story, make_model, cls, *, is_flat, **options):
+    """Return the model after ``story``, and the state; the user's own entries are left out."""
+    model = make_model()
+    optimizer = (flat_optimizer if is_flat else lambda _, *args, **kw: cls(*args[1:], **kw))(
+        model, cls, trainable(model), **options
+    )
+    story(model, optimizer)
+    states = plain_state(optimizer)
+    for state in states.values():
+        state.pop("note", None)
+    return full_state(model), states
+
+
+def both(story, make_model, cls=ADAMW, **options):
     """Play ``story`` with a flat optimizer and with the ordinary one, and compare."""
-    records = []
-    for is_flat in (True, False):
-        model = make_model()
-        params = list(model.parameters())
-        optimizer = (
-            flat_optimizer(model, cls, params, **options) if is_flat else cls(params, **options)
-        )
-        story(model, optimizer)
-        records.append((full_state(model), plain_state(optimizer)))
-    assert_same(records[0][0], records[1][0], bitwise=bitwise)
-    if bitwise:
-        assert_same_state(records[0][1], records[1][1])
+    ours, theirs = (play(story, make_model, cls, is_flat=f, **options) for f in (True, False))
+    assert_same(ours[0], theirs[0], bitwise=True)
+    assert_same_state(ours[1], theirs[1])
+    return ours
 
 
 @on_threads(2)
 def test_fused_kernels_agree_to_rounding():
     """The same numbers give others at another place, as the last few do not fill a vector."""
-
-    def story(model, optimizer):
-        train(model, optimizer, range(5))
-
-    both(story, lambda: make((2,)), ADAMW, bitwise=False, lr=0.01, fused=True)
+    ours, theirs = (
+        play(lambda *args: train(*args, range(5)), make, ADAMW, is_flat=f, lr=0.01, fused=True)
+        for f in (True, False)
+    )
+    assert_same(ours[0], theirs[0])
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_a_model_that_is_converted_between_steps(dtype):
+@pytest.mark.parametrize(("dtype", "cls"), [(torch.bfloat16, ADAMW), (torch.float64, SGD)])
+def test_a_model_that_is_converted_between_steps(dtype, cls):
     """Storage that is replaced is stepped where it is now; of bfloat16, gradients lie apart."""
 
     def story(model, optimizer):
-        train(model, optimizer, range(2 * (dtype is torch.float64)))
-        model.to(dtype)
-        for step in range(5):
-            model(torch.full((2, 7), 0.1 * step, dtype=dtype)).sum().backward()
+        for step in range(0 if dtype is torch.float64 else 2, 7):
+            if step == 2:
+                model.to(dtype)
+            dtype_now = next(model.parameters()).dtype
+            model(torch.full((2, 7), 0.1 * step, dtype=dtype_now)).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    both(story, lambda: make((2,)), SGD if dtype is torch.float64 else ADAMW, lr=0.01)
+    both(story, lambda: sharded(UnevenMlp()), cls, lr=0.01)
 
 
-@on_threads(2)
-def test_guards_hold_and_no_gradient_is_kept():
-    model = make((2,))
-    optimizer = flat_optimizer(model, ADAMW)
-    model.set_gradient_sync(GradientSync.NONE)
-    backward(model, 0)
-    before = full_state(model)
-    with pytest.raises(RuntimeError, match="not reduced yet"):
-        optimizer.step()
-    assert_same(full_state(model), before, bitwise=True)
-    optimizer.zero_grad()
-    assert not meshard.pending_gradients(model)
-    model.set_gradient_sync(GradientSync.FULL)
-    backward(model, 0)
-    optimizer.step()
-    optimizer.zero_grad()
-    held = [run.flat.grad for run in optimizer._stepper.slices]
-    assert held == [None] * len(held)
+def sharded(model):
+    for unit in (*seeded(model).layers, model):
+        meshard.fully_shard(unit)
+    return model
 
 
 def test_others_are_refused():
@@ -98,15 +102,31 @@ def test_others_are_refused():
         flat_optimizer(nn.Linear(2, 2), SGD)
 
 
+@on_threads(2)
+def test_guards_hold_and_no_gradient_is_kept():
+    model = make()
+    optimizer = flat_optimizer(model, ADAMW)
+    window(model, 0, "N")
+    before = full_state(model)
+    with pytest.raises(RuntimeError, match="not reduced yet"):
+        optimizer.step()
+    assert_same(full_state(model), before, bitwise=True)
+    optimizer.zero_grad()
+    assert not meshard.pending_gradients(model)
+    train(model, optimizer, range(1))
+    held = [run.flat.grad for run in optimizer._stepper.slices]
+    assert held == [None] * len(held)
+
+
 @on_ranks(2)
 def test_groups_that_are_added_later():
-    model = make((2,))
+    model = make()
     optimizer = flat_optimizer(model, ADAMW, lr=0.01)
     train(model, optimizer, range(2))
     late = nn.Linear(2, 2)
     optimizer.add_param_group({"params": late.parameters(), "lr": 1.0})
     before = late.weight.detach().clone()
-    backward(model, 0)
+    window(model, 0)
     late(torch.ones(1, 2)).sum().backward()
     with pytest.warns(UserWarning, match=r"are in no unit \(2 in all"):
         optimizer.step()
@@ -116,64 +136,183 @@ def test_groups_that_are_added_later():
 @on_threads(2)
 def test_a_parameter_put_into_a_group():
     """Whoever puts another parameter into a group's list has that one stepped."""
-    model, other = make((2,)), make((2,))
+    model, other = make(), make()
     optimizer = flat_optimizer(model, SGD, lr=0.1)
     train(model, optimizer, range(1))
     optimizer.param_groups[0]["params"][0] = next(other.parameters())
-    before = full_state(model), full_state(other)
+    name = next(iter(dict(model.named_parameters())))
+    before = full_state(model)[name], full_state(other)[name]
     for each in (model, other):
-        backward(each, 1)
+        window(each, 1)
     optimizer.step()
-    assert torch.equal(full_state(model)["tiny"], before[0]["tiny"])
-    assert not torch.equal(full_state(other)["tiny"], before[1]["tiny"])
-
-
-class Small(nn.Module):
-    """Fewer rows than ranks, in a unit of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.body = nn.Linear(4, 6)
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x):
-        return self.head(torch.tanh(self.body(x)))
-
-
-def edit(optimizer, step):
-    """Change the state of one parameter, and not of the first, in another way at each step."""
-    param = optimizer.param_groups[0]["params"][1]
-    if step == 1:
-        optimizer.state.pop(param)
-    elif step == 2:
-        optimizer.state[param]["step"].zero_()
-    elif step == 3:
-        optimizer.state[param]["exp_avg"] = optimizer.state[param]["exp_avg"] * 0.5
-    elif step == 4:
-        optimizer.state[param] = {}
-    elif step == 5:
-        optimizer.state.clear()
-    elif step == 6:
-        for state in optimizer.state_dict()["state"].values():
-            state["step"].add_(1)
+    assert torch.equal(full_state(model)[name], before[0])
+    assert not torch.equal(full_state(other)[name], before[1])
 
 
 @on_threads(3)
 def test_edits_of_the_state_where_a_rank_owns_nothing():
-    def make_model():
-        model = seeded(Small())
-        for unit in (*model.children(), model):
-            meshard.fully_shard(unit)
-        return model
+    """Change the state of one parameter, and not of the first, in another way at each step."""
 
     def story(model, optimizer):
-        for step in range(8):
-            edit(optimizer, step)
-            model(torch.full((2, 4), 0.1 * step + 0.1)).square().sum().backward()
+        param = optimizer.param_groups[0]["params"][1]
+        state = lambda: optimizer.state[param]  # noqa: E731
+        edits = [
+            lambda: None,
+            lambda: optimizer.state.pop(param),
+            lambda: state()["step"].zero_(),
+            lambda: state().update(exp_avg=state()["exp_avg"] * 0.5),
+            lambda: optimizer.state.update({param: {}}),
+            lambda: optimizer.state.clear(),
+            lambda: [s["step"].add_(1) for s in optimizer.state_dict()["state"].values()],
+            lambda: None,
+        ]
+        for step, edit in enumerate(edits):
+            edit()
+            model(torch.full((2, 7), 0.1 * step + 0.1)).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    both(story, make_model, ADAMW, lr=0.01)
+    both(story, lambda: sharded(UnevenMlp()), lr=0.01)
+
+
+# --- edits between backward and step -------------------------------------------------------
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def second(model, optimizer):
+    """Return the state of a parameter that is not the first of its run."""
+    return optimizer.state[model.layers[1].bias]
+
+
+def editing(edit):
+    """Return a story with an edit between backward and step, twice."""
+
+    def story(model, optimizer):
+        for step in range(5):
+            backward(model, step)
+            if step in (1, 3):
+                edit(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return story
+
+
+def halved(model, optimizer):
+    return second(model, optimizer)["exp_avg"] * 0.5
+
+
+def put_into_another(model, optimizer):
+    state = second(model, optimizer)
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"].sqrt(), state["exp_avg"].square()
+
+
+def exchange(model, optimizer):
+    """Only the order tells: the objects are the same."""
+    state = second(model, optimizer)
+    state["exp_avg"].mul_(0.5)
+    state["exp_avg_sq"].copy_(state["exp_avg"].square())
+    state["exp_avg"], state["exp_avg_sq"] = state["exp_avg_sq"], state["exp_avg"].square()
+
+
+def swap_parameter(model, optimizer):
+    param = model.layers[1].weight
+    new = nn.Parameter((param * 0.5).detach())
+    new.grad = param.grad
+    torch.utils.swap_tensors(param, new)
+
+
+def replace_all(model, optimizer):
+    halved = {
+        param: {**state, "exp_avg": state["exp_avg"] * 0.5}
+        for param, state in optimizer.state.items()
+    }
+    optimizer.state = type(optimizer.state)(dict, halved)
+
+
+def another_group(model, optimizer):
+    """Move a parameter from the middle of a run into a group of its own, and back."""
+    first = optimizer.param_groups[0]
+    param = model.layers[1].bias
+    if len(optimizer.param_groups) == 2:
+        first["params"].append(param)
+        optimizer.param_groups[1]["params"].clear()
+        return
+    first["params"] = [each for each in first["params"] if each is not param]
+    optimizer.param_groups.append({**first, "params": [param], "lr": 0.2})
+
+
+def one_less(model, optimizer):
+    params = optimizer.param_groups[0]["params"]
+    params[:] = [param for param in params if param is not model.layers[1].bias]
+    optimizer.state.pop(model.layers[1].bias, None)
+
+
+def transposed_gradients(model, optimizer):
+    """The same memory, in another order."""
+    for layer in model.layers:
+        param = layer.weight
+        part = local(param.grad)
+        turned = part.as_strided(part.shape, (1, part.shape[0]))
+        param.grad = DTensor.from_local(turned, param.device_mesh, param.placements)
+
+
+EDITS = {
+    "halve in place": lambda m, o: second(m, o)["exp_avg"].mul_(0.5),
+    "halve locally": lambda m, o: local(second(m, o)["exp_avg_sq"]).mul_(0.5),
+    "replace": lambda m, o: second(m, o).update(exp_avg=halved(m, o)),
+    "put into another": put_into_another,
+    "exchange": exchange,
+    "swap": lambda m, o: torch.utils.swap_tensors(second(m, o)["exp_avg"], halved(m, o)),
+    "swap the parameter": swap_parameter,
+    "count on": lambda m, o: second(m, o)["step"].add_(7),
+    "count on behind the version": lambda m, o: second(m, o)["step"].data.add_(7),
+    "replace the count": lambda m, o: second(m, o).update(step=torch.tensor(9.0)),
+    "forget one": lambda m, o: o.state.pop(m.layers[1].bias),
+    "empty one": lambda m, o: o.state.update({m.layers[1].bias: {}}),
+    "replace a dict": lambda m, o: o.state.update(
+        {m.layers[1].bias: {**second(m, o), "exp_avg": halved(m, o)}}
+    ),
+    "replace all": replace_all,
+    "edit a loose one": lambda m, o: o.state[m.loose].update(
+        exp_avg=o.state[m.loose]["exp_avg"] * 0.5
+    ),
+    "empty a loose one": lambda m, o: o.state.update({m.loose: {}}),
+    "other hyperparameters": lambda m, o: o.param_groups[0].update(
+        lr=0.03, betas=(0.5, 0.6), weight_decay=0.3, maximize=True
+    ),
+    "another group": another_group,
+    "another place in the group": lambda m, o: o.param_groups[0]["params"].reverse(),
+    "one less": one_less,
+    "no gradient": lambda m, o: setattr(m.layers[1].bias, "grad", None),
+    "own gradient": lambda m, o: setattr(m.layers[1].bias, "grad", m.layers[1].bias.grad * 3),
+    "gradient in place": lambda m, o: local(m.layers[1].bias.grad).mul_(3),
+    "transposed gradients": transposed_gradients,
+    "note": lambda m, o: second(m, o).update(note="mine"),  # of the user's own
+}
+WITH_FOREACH = ["replace", "replace the count", "empty one", "no gradient", "transposed gradients"]
+
+
+@on_threads(2)
+@spread(
+    name=[*EDITS, *WITH_FOREACH],
+    foreach=[None] * len(EDITS) + [True] * len(WITH_FOREACH),
+)
+def test_edits_between_backward_and_step(name, foreach):
+    """Train with a flat optimizer and the ordinary one; the edit must change what comes out."""
+
+    def make_model():
+        return make_loose(foreach)
+
+    options = {"lr": 0.01, "foreach": foreach}
+    edited, _ = both(editing(EDITS[name]), make_model, **options)
+    if name not in ("note", "another place in the group"):
+        story = editing(lambda *_: None)
+        untouched, _ = play(story, make_model, ADAMW, is_flat=True, **options)
+        assert any(not torch.equal(edited[each], value) for each, value in untouched.items())
 
 
 # --- steps that raise, and what is kept between steps ---------------------------------------
@@ -183,7 +322,7 @@ def test_edits_of_the_state_where_a_rank_owns_nothing():
 def test_a_step_that_raised_can_be_mended():
     def story(model, optimizer):
         for step in range(4):
-            backward_loose(model, step)
+            backward(model, step)
             if step == 2:
                 group = optimizer.param_groups[0]
                 lr, group["lr"] = group["lr"], "fast"
@@ -214,18 +353,14 @@ def raise_once(model, optimizer):
 
 @on_threads(2)
 def test_a_step_that_raised_counts_as_far_as_the_ordinary_one_had_come():
-    options = {"lr": 0.01, "foreach": True}
-    ours, theirs = (trained(raise_once, is_flat=flat, options=options) for flat in (True, False))
-    assert_same(ours[0], theirs[0], bitwise=True)
-    assert_same_state(ours[1], theirs[1])
+    both(editing(raise_once), lambda: make_loose(foreach=True), lr=0.01, foreach=True)
 
 
 @on_threads(2)
 def test_state_that_comes_later():
-
     def story(model, optimizer):
         for step in range(5):
-            backward_loose(model, step)
+            backward(model, step)
             if step == 2:
                 assert not plain_state(optimizer)
                 optimizer.param_groups[0]["momentum"] = 0.9
@@ -236,30 +371,25 @@ def test_state_that_comes_later():
     both(story, make_loose, SGD, lr=0.1)
 
 
-def addresses(optimizer):
-    """Return where the slices are, and where their state is."""
-    inner = optimizer._stepper._inner
-    states = [value for state in inner.state.values() for value in state.values() if value.dim()]
-    return [each.data_ptr() for each in (*inner.state, *states)]
-
-
 @on_threads(2)
 def test_slices_and_their_memory_are_kept_from_step_to_step():
     model = make_loose()
     optimizer = flat_optimizer(model, ADAMW, lr=0.01)
     slices, places = [], []
     for step in range(8):
-        backward_loose(model, step)
+        backward(model, step)
         optimizer.step()
         if step >= 4:  # reading the state makes slices anew, but not their memory
-            halve_in_place(model, optimizer)
-            note(model, optimizer)
-            backward_loose(model, step)
+            second(model, optimizer)["exp_avg"].mul_(0.5)
+            second(model, optimizer)["note"] = "mine"
+            backward(model, step)
             optimizer.step()
         optimizer.param_groups[0]["lr"] *= 0.9
         optimizer.zero_grad()
         slices.append([id(each) for each in optimizer._stepper.slices])
-        places.append(addresses(optimizer))
+        inner = optimizer._stepper._inner
+        states = [value for state in inner.state.values() for value in state.values()]
+        places.append([each.data_ptr() for each in (*inner.state, *states) if each.dim()])
     assert all(each == slices[0] for each in slices[:4])
     assert len(slices[0]) == len(optimizer._stepper.slices) == 2  # one for each unit
     assert all(each == places[0] for each in places)
@@ -275,7 +405,7 @@ def test_hooks_of_all_optimizers_hear_of_a_step_once():
         register_optimizer_step_post_hook(lambda own, args, kwargs: calls.append(own)),
     ]
     for step in range(2):
-        backward_loose(model, step)
+        backward(model, step)
         optimizer.step()
     for handle in handles:
         handle.remove()
@@ -288,7 +418,7 @@ def test_counters_have_memory_of_their_own():
     model = make_loose()
     optimizer = flat_optimizer(model, ADAMW, lr=0.01)
     for step in range(3):
-        backward_loose(model, step)
+        backward(model, step)
         optimizer.step()
     counters = [state["step"] for state in optimizer.state.values()]
     assert {int(each) for each in counters} == {3}

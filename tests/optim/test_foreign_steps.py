@@ -17,19 +17,20 @@ from torch.distributed import rpc
 
 import meshard
 from meshard import GradientSync
+from tests.support.against_plain import inputs_of
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 
-SHARDING = {"fully_shard": meshard.fully_shard, "replicate": meshard.replicate}
+either = pytest.mark.parametrize("shard", [meshard.fully_shard, meshard.replicate])
 
 
 def net():
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
 
 
-def batch():
-    return torch.randn(6, 3, generator=torch.Generator().manual_seed(dist.get_rank()))
+def batch(rank=None):
+    return inputs_of(dist.get_rank() if rank is None else rank, shape=(6, 3))
 
 
 def step_in_backward(params):
@@ -40,10 +41,10 @@ def step_in_backward(params):
     optim._apply_optimizer_in_backward(torch.optim.SGD, params, {"lr": 0.1})
 
 
-def apply(name, model):
-    if name == "fully_shard":
-        meshard.fully_shard(model[0])
-    return SHARDING[name](model)
+def apply(shard, model):
+    if shard is meshard.fully_shard:
+        shard(model[0])
+    return shard(model)
 
 
 def parameters_are_equal(model):
@@ -59,16 +60,16 @@ REFUSED = r"'2\.weight'.* has _in_backward_optimizers.* meshard\.overlap_optimiz
 
 @on_ranks(2)
 @pytest.mark.parametrize("when", ["before", "after", "later"])
-@pytest.mark.parametrize("name", SHARDING)
-def test_torch_optimizers_in_backward_are_refused(name, when):
+@either
+def test_torch_optimizers_in_backward_are_refused(shard, when):
     model = net()
     if when == "before":
         step_in_backward([model[2].weight])
         with pytest.raises(ValueError, match=REFUSED):
-            apply(name, model)
+            apply(shard, model)
         assert type(model) is nn.Sequential
         return
-    apply(name, model)
+    apply(shard, model)
     if when == "later":
         model(batch()).sum().backward()
         model.zero_grad()
@@ -80,9 +81,9 @@ def test_torch_optimizers_in_backward_are_refused(name, when):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("name", SHARDING)
-def test_a_refused_forward_leaves_the_open_window_alone(name):
-    model, untouched = apply(name, seeded(net())), apply(name, seeded(net()))
+@either
+def test_a_refused_forward_leaves_the_open_window_alone(shard):
+    model, untouched = apply(shard, seeded(net())), apply(shard, seeded(net()))
     for each in (model, untouched):
         with meshard.gradient_sync(each, GradientSync.NONE):
             each(batch()).sum().backward()
@@ -135,7 +136,7 @@ NOT_REDUCED = r"before (it was|gradients were) reduced, so ranks would drift apa
 @pytest.mark.parametrize("bucket_cap_mb", [25, 4e-5])
 @pytest.mark.parametrize("make", [step_and_clear, step_only, take])
 def test_hooks_that_step_before_the_reduction_are_refused(make, bucket_cap_mb):
-    model = meshard.replicate(seeded(net(), 0), bucket_cap_mb=bucket_cap_mb)
+    model = meshard.replicate(seeded(net()), bucket_cap_mb=bucket_cap_mb)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
     handles = [
         param.register_post_accumulate_grad_hook(make(optimizers)) for param in model.parameters()
@@ -169,15 +170,14 @@ def test_hooks_that_would_not_be_called_are_refused():
 @on_ranks(2)
 def test_hooks_on_shards_may_step():
     """With shards they see reduced gradients, and may step."""
-    plain, model = seeded(net(), 0), seeded(net(), 0)
-    apply("fully_shard", model)
+    plain, model = seeded(net()), seeded(net())
+    apply(meshard.fully_shard, model)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}
     for param in model.parameters():
         param.register_post_accumulate_grad_hook(step_and_clear(optimizers))
     model(batch()).sum().backward()
-    ranks = range(dist.get_world_size())
-    inputs = [torch.randn(6, 3, generator=torch.Generator().manual_seed(rank)) for rank in ranks]
-    (plain(torch.cat(inputs)).sum() / len(inputs)).backward()
+    for rank in range(dist.get_world_size()):
+        (plain(batch(rank)).sum() / dist.get_world_size()).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_same(full_state(model), full_state(plain))
 
@@ -201,7 +201,7 @@ def double(param):
 @on_ranks(2)
 def test_hooks_that_look_are_allowed():
     """Hooks that look at gradients or change them, and parameters without one, are no concern."""
-    model = meshard.replicate(seeded(net(), 0))
+    model = meshard.replicate(seeded(net()))
     seen = []
     model[0].weight.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.sum()))
     model[2].weight.register_post_accumulate_grad_hook(double)
@@ -218,7 +218,7 @@ def test_hooks_that_look_are_allowed():
 @on_ranks(2)
 def test_a_parameter_may_be_frozen_between_forward_and_backward():
     """Autograd has a gradient for it, and nowhere to put it: no hook took that."""
-    model = meshard.replicate(seeded(net(), 0))
+    model = meshard.replicate(seeded(net()))
     loss = model(batch()).sum()
     model[0].weight.requires_grad_(False)
     loss.backward()
@@ -245,9 +245,9 @@ def rpc_agent():
 
 @pytest.mark.extras  # torch's rpc needs numpy
 @on_ranks(2)
-@pytest.mark.parametrize("name", SHARDING)
-def test_distributed_autograd_is_refused(name):
-    model = apply(name, seeded(net(), 0))
+@either
+def test_distributed_autograd_is_refused(shard):
+    model = apply(shard, seeded(net()))
     with rpc_agent():
         with dist_autograd.context(), pytest.raises(RuntimeError, match=r"loss\.backward\(\) outs"):
             model(batch())

@@ -1,15 +1,18 @@
 """Optimizers in backward free gradients as docs/how-to/optimizer-overlap.md says, to the byte."""
 
+import contextlib
 import functools
+import gc
+from itertools import accumulate
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.profiler import ProfilerActivity, profile
 
 import meshard
 from meshard import overlap_optimizer
-from tests.optim.allocations import recorded
 from tests.optim.optimizers import SYNC
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_state
@@ -47,13 +50,41 @@ def on_one_rank(test):
     return try_again
 
 
+@contextlib.contextmanager
+def recorded():
+    """Record allocations of CPU memory inside, of at least a row: the peak, and what is left.
+
+    No garbage is collected meanwhile: what earlier tests have left would be taken for ours.
+    """
+    found = SimpleNamespace()
+    gc.collect()
+    gc.disable()
+    try:
+        with profile(
+            activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+        ) as profiler:
+            yield found
+    finally:
+        gc.enable()
+    changes = [
+        event.nbytes()
+        for event in profiler.profiler.kineto_results.events()
+        if event.name() == "[memory]" and event.device_type() == torch.autograd.DeviceType.CPU
+    ]
+    live = list(accumulate((each for each in changes if abs(each) >= ROW), initial=0))
+    found.peak, found.left = max(live), live[-1]
+
+
 def make():
     """One rank: what a collective would take for itself is not there, and numbers are exact."""
-    mesh = init_device_mesh("cpu", (1,))
     model = seeded(nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(UNITS))))
-    for layer in model:
-        meshard.fully_shard(layer, mesh)
-    return meshard.fully_shard(model, mesh)
+    for layer in (*model, model):
+        meshard.fully_shard(layer)
+    return model
+
+
+def ordinary(model, cls, **options):
+    return cls(model.parameters(), **options)
 
 
 def step(model, optimizer, schedule):
@@ -65,9 +96,9 @@ def step(model, optimizer, schedule):
         loss = model(torch.full((1, WIDTH), 0.1 + place)).sum()
         if not is_last:
             loss.backward()
-    with recorded(ROW) as in_backward:
+    with recorded() as in_backward:
         loss.backward()
-    with recorded(ROW) as in_step:
+    with recorded() as in_step:
         optimizer.step()
     optimizer.zero_grad()
     return in_backward, in_step
@@ -75,7 +106,7 @@ def step(model, optimizer, schedule):
 
 def both(cls, options):
     found = []
-    for make_optimizer in (overlap_optimizer, lambda m, cls, **kw: cls(m.parameters(), **kw)):
+    for make_optimizer in (overlap_optimizer, ordinary):
         model = make()
         optimizer = make_optimizer(model, cls, **options)
         for _ in range(2):  # the first step makes the state
@@ -116,19 +147,16 @@ def test_accumulated_gradients_are_freed():
     cls, options = IN_PLACE["momentum"]
     states = []
     for schedule in ("NNF", "FFF"):
-        for is_overlapped in (True, False):
+        for make_optimizer in (overlap_optimizer, ordinary):
             model = make()
-            if is_overlapped:
-                optimizer = overlap_optimizer(model, cls, **options)
-            else:
-                optimizer = cls(model.parameters(), **options)
+            optimizer = make_optimizer(model, cls, **options)
             step(model, optimizer, schedule)
-            with recorded(ROW) as in_window:
+            with recorded() as in_window:
                 for place, letter in enumerate(schedule):
                     model.set_is_last_backward(place == 2)
                     model.set_gradient_sync(SYNC[letter])
                     model(torch.full((1, WIDTH), 0.1)).sum().backward()
-            assert in_window.left == 0 or not is_overlapped
+            assert in_window.left == 0 or make_optimizer is ordinary
             optimizer.step()
             states.append(full_state(model))
     for other in states[1:]:
@@ -145,7 +173,7 @@ def test_deferred_steps_keep_them_until_they_are_taken():
         )
         for _ in range(2):
             backward, in_step = step(model, optimizer, "F")
-            with recorded(ROW) as in_forward, torch.no_grad():
+            with recorded() as in_forward, torch.no_grad():
                 model(torch.full((1, WIDTH), 0.1))
             assert backward.left == UNITS * UNIT
             assert in_step.left == (-UNITS * UNIT if wait == "step" else 0)

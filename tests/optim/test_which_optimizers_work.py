@@ -19,7 +19,7 @@ import meshard
 from meshard.optim.flat import POINTWISE
 from tests import ROOT
 from tests.optim import stand_in_optimizers as stand_ins
-from tests.support.models import UnevenMlp, seeded
+from tests.support.models import Made, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 
@@ -40,28 +40,15 @@ REASONS = {
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
 
-class Even(nn.Module):
-    """Shards on two ranks are whole blocks of ``EightBitAdam``."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(7, 16), nn.Linear(16, 8)])
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
+def even():
+    """Return a model whose shards on two ranks are whole blocks of ``EightBitAdam``."""
+    layers = [nn.Linear(7, 16), nn.Linear(16, 8)]
+    return Made(lambda m, x: m.layers[1](torch.tanh(m.layers[0](x))).tanh(), layers=layers)
 
 
-class Sparse(nn.Module):
-    """An embedding with sparse gradients."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Embedding(11, 5, sparse=True)])
-
-    def forward(self, x):
-        return self.layers[0]((5 + 2 * x).long().clamp(0, 10))
+def sparse():
+    layers = [nn.Embedding(11, 5, sparse=True)]
+    return Made(lambda m, x: m.layers[0]((5 + 2 * x).long().clamp(0, 10)), layers=layers)
 
 
 def matrices(params):
@@ -75,7 +62,7 @@ class Row:
     name: str
     cls: type[torch.optim.Optimizer]
     options: dict = field(default_factory=dict)
-    model: type[nn.Module] = UnevenMlp
+    model: object = UnevenMlp  # makes it
     choose: object = list  # of the parameters, those that it takes
     dtype: torch.dtype = torch.float32  # the coarsest in which it computes
 
@@ -105,18 +92,18 @@ ROWS = [
     of_torch("ASGD"),
     of_torch("Rprop"),
     of_torch("Adafactor"),
-    of_torch("Muon", model=Even, **MUON),
+    of_torch("Muon", model=even, **MUON),
     of_torch("Muon", ", fewer rows than ranks", **MUON),
-    of_torch("LBFGS", model=Even, **LBFGS),
+    of_torch("LBFGS", model=even, **LBFGS),
     of_torch("LBFGS", ", uneven shards", **LBFGS),
-    of_torch("SparseAdam", model=Sparse),
+    of_torch("SparseAdam", model=sparse),
     stand_in("Lion", stand_ins.Lion),
     stand_in("LAMB", stand_ins.Lamb),
     stand_in("LARS", stand_ins.Lars),
-    stand_in("Shampoo", stand_ins.Shampoo, model=Even),
-    stand_in("`Adafactor` of transformers", stand_ins.TransformersAdafactor, model=Even),
+    stand_in("Shampoo", stand_ins.Shampoo, model=even),
+    stand_in("`Adafactor` of transformers", stand_ins.TransformersAdafactor, model=even),
     stand_in("Prodigy", stand_ins.Prodigy),
-    stand_in("8-bit Adam, as of torchao", stand_ins.EightBitAdam, model=Even),
+    stand_in("8-bit Adam, as of torchao", stand_ins.EightBitAdam, model=even),
 ]
 
 
@@ -198,27 +185,27 @@ def sharded():
     return model
 
 
-def adafactor(model, optimizer, steps):
-    for step in steps:
-        model(torch.full((2, 7), 0.1 * step + 0.1)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-
 @on_ranks(2)
 def test_adafactor_goes_on_from_its_state_dict():
     """States of unsharded steps are plain tensors, and an optimizer that loads them goes on."""
     straight, before, after = sharded(), sharded(), sharded()
     make = functools.partial(meshard.overlap_optimizer, optimizer=torch.optim.Adafactor, lr=0.05)
-    adafactor(straight, make(straight), range(5))
+
+    def train(model, optimizer, steps):
+        for step in steps:
+            model(torch.full((2, 7), 0.1 * step + 0.1)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    train(straight, make(straight), range(5))
     optimizer = make(before)
-    adafactor(before, optimizer, range(3))
+    train(before, optimizer, range(3))
     shapes = {tuple(each["row_var"].shape) for each in optimizer.state.values() if len(each) == 3}
     assert shapes == {(13, 1), (5, 1), (1, 1)}
     after.load_state_dict(before.state_dict())
     again = make(after)
     again.load_state_dict(optimizer.state_dict())
-    adafactor(after, again, range(3, 5))
+    train(after, again, range(3, 5))
     assert_same(full_state(after), full_state(straight), bitwise=True)
 
 
@@ -314,6 +301,9 @@ def test_a_factory_that_leaves_out_its_param_groups_is_refused():
 
 def test_the_page_has_a_row_for_each_and_no_other():
     assert [cells[0] for cells in rows_of_page()] == [row.name for row in ROWS]
+    classes = [getattr(torch.optim, name) for name in torch.optim.__all__]
+    classes = {each for each in classes if inspect.isclass(each)} - {torch.optim.Optimizer}
+    assert classes - {row.cls for row in ROWS} == set()
 
 
 def rows(shape, *, is_slow):
@@ -334,9 +324,3 @@ def test_the_page_says_what_becomes_of_it(run_ranks, number, shape):
         pairs = zip(found, page, strict=True)
         # Whether sums over ranks round as those of one process depends on the processor.
         assert [b if (a, b) == ("exact", "to rounding") else a for a, b in pairs] == page
-
-
-def test_every_optimizer_of_torch_has_a_row():
-    classes = [getattr(torch.optim, name) for name in torch.optim.__all__]
-    classes = {each for each in classes if inspect.isclass(each)} - {torch.optim.Optimizer}
-    assert classes - {row.cls for row in ROWS} == set()

@@ -1,0 +1,186 @@
+"""Named axes of a larger mesh, which shard and replicate, and the dim that a parameter chooses."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.fsdp
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import meshard
+from meshard import DataParallelMeshDims, GradientSync
+from tests.support.against_plain import (
+    check_gradients,
+    check_training,
+    inputs_of,
+    sharded_and_plain,
+)
+from tests.support.fake import fake_group
+from tests.support.models import UnevenMlp, seeded
+from tests.support.ranks import on_fake_ranks, on_threads
+from tests.support.spread import spread
+from tests.support.threads import run_threads
+
+TorchDims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
+beside_torch = pytest.mark.skipif(TorchDims is None, reason="torch 2.11 has no named axes")
+makes_one_axis = pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="torch 2.12 places parameters on each of several axes"
+)
+WHOLE = Replicate()
+NAMES = {2: ("dp", "tp"), 3: ("nodes", "dp", "tp"), 4: ("nodes", "dp", "cp", "tp")}
+
+
+def put_on(layer, mesh, weight, bias):
+    """Put the parameters of a linear layer on ``mesh``."""
+    for name, placements in (("weight", weight), ("bias", bias)):
+        values = getattr(layer, name).detach()
+        param = nn.Parameter(distribute_tensor(values, mesh, placements))
+        # DTensor caches what operators yield, perhaps with an equal mesh of an earlier test;
+        # torch asks for the very object.
+        param._spec.mesh = mesh
+        setattr(layer, name, param)
+    return layer
+
+
+@beside_torch
+@pytest.mark.parametrize(
+    ("shape", "dims", "cut"),
+    [
+        ((8, 2), {"shard": "dp"}, Shard(0)),
+        ((8, 2), {"replicate": "dp"}, Shard(1)),
+        ((8, 2), {"shard": "tp", "replicate": "dp"}, WHOLE),
+        ((2, 4, 2), {"shard": "dp", "replicate": "nodes"}, Shard(0)),
+        ((2, 4, 2), {"shard": "dp"}, Shard(0)),
+        pytest.param((2, 4, 2), {"shard": ("nodes", "dp")}, Shard(1), marks=makes_one_axis),
+        ((2, 2, 2, 2), {"shard": "cp", "replicate": ("nodes", "dp")}, Shard(0)),
+        ((2, 2, 2, 2), {"replicate": ("nodes", "cp")}, Shard(0)),
+    ],
+)
+@on_fake_ranks(16, rank=5)
+def test_parameters_are_placed_as_torch_places_them(shape, dims, cut):
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=NAMES[len(shape)])
+    whole = [WHOLE] * len(shape)
+    ours, theirs, torchs = (
+        put_on(nn.Linear(12, 12), mesh, [*whole[1:], cut], whole) for _ in "123"
+    )
+    meshard.fully_shard(ours, mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+    meshard.fully_shard(torchs, mesh, dp_mesh_dims=TorchDims(**dims))
+    torch_fully_shard(theirs, mesh=mesh, dp_mesh_dims=TorchDims(**dims))
+    for expected, *found in zip(*(m.parameters() for m in (theirs, ours, torchs)), strict=True):
+        for param in found:
+            assert param.placements == expected.placements
+            assert param.device_mesh == expected.device_mesh
+            assert param.device_mesh.mesh_dim_names == expected.device_mesh.mesh_dim_names
+            assert param.to_local().shape == expected.to_local().shape
+
+
+def linear():
+    return seeded(nn.Linear(5, 7))
+
+
+def train_cut(dims, cut):
+    """Train on DTensors over all axes; batches differ along the data-parallel ones."""
+    axes = NAMES[dist.get_world_size().bit_length() - 1]
+    mesh = init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes)
+    data = [Shard(0)] * (mesh.ndim - 1)
+    bias = cut if cut == Shard(0) else WHOLE
+    model = put_on(linear(), mesh, [*[WHOLE] * len(data), cut], [*[WHOLE] * len(data), bias])
+    meshard.fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+
+    def step(each, rank):
+        x = inputs_of(rank // 2, shape=(3, 5))
+        if each is not model:
+            return each(x).square().mean()
+        y = each(DTensor.from_local(x, mesh, [*data, WHOLE], run_check=False))
+        assert y.device_mesh == mesh
+        return y.redistribute(placements=[*data, WHOLE]).to_local().square().mean()
+
+    check_training(model, linear(), step, steps=2)
+
+
+@spread(dims=[{"shard": "dp"}, {"replicate": "dp"}], cut=[Shard(0), Shard(1)])
+def test_two_axes_compute_like_one_process(dims, cut):
+    run_threads(train_cut, 4, dims, cut)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "dims",
+    [
+        {"shard": "dp", "replicate": "nodes"},
+        {"shard": ("nodes", "dp")},
+        {"replicate": ("nodes", "dp")},
+    ],
+)
+def test_three_axes_compute_like_one_process(dims):
+    run_threads(train_cut, 8, dims, Shard(0))
+
+
+@on_threads(8)
+def test_ordinary_parameters_lie_over_the_data_parallel_axes_only():
+    """Ranks along the other axes hold the same, and compute the same."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=NAMES[3])
+    dims = DataParallelMeshDims(shard="dp", replicate="nodes")
+    model = meshard.fully_shard(linear(), mesh, dp_mesh_dims=dims)
+    assert model.weight.placements == (Replicate(), Shard(0))
+    assert model.weight.device_mesh.mesh_dim_names == ("nodes", "dp")
+
+    def window(each, rank):
+        for number, mode in enumerate((GradientSync.REDUCE_SCATTER, GradientSync.FULL)):
+            if each is model:
+                model.set_gradient_sync(mode)
+            each(inputs_of(rank // 2, number, (3, 5))).square().mean().backward()
+
+    check_gradients(model, linear(), window)
+
+
+@pytest.mark.parametrize("names", [("shard", "replicate"), ("dp_shard", "dp_replicate")])
+@on_fake_ranks(4)
+def test_names_that_say_the_other_way_round_are_warned_of(names):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
+    with pytest.warns(UserWarning, match=f"'{names[0]}' replicates") as caught:
+        meshard.fully_shard(nn.Linear(4, 4), mesh)
+    assert "dp_mesh_dims=DataParallelMeshDims" in str(caught[0].message)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("names", [("replicate", "shard"), None, ("a", "b")])
+def test_other_names_and_those_chosen_by_name_are_not_warned_of(names):
+    with fake_group(4), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        meshard.fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+        dims = DataParallelMeshDims(shard="shard", replicate="replicate")
+        layer = meshard.fully_shard(nn.Linear(4, 4), mesh, dp_mesh_dims=dims)
+        assert layer.weight.placements == (Shard(0), Replicate())
+
+
+# --- the dim that each parameter chooses, whether the ranks divide it or not ---------------
+
+
+def train_uneven(placement_fn, mesh_shape, reshard_after_forward):
+    model, plain = sharded_and_plain(
+        UnevenMlp(),
+        ("layers",),
+        mesh_shape,
+        shard_placement_fn=placement_fn,
+        reshard_after_forward=reshard_after_forward,
+    )
+    check_training(model, plain, lambda m, rank: m(inputs_of(rank, shape=(3, 7))).square().mean())
+
+
+@spread(
+    reshard_after_forward=[True, False, 2],
+    placement_fn=[lambda p: Shard(p.dim() - 1), lambda p: Shard(p.shape[0] % p.dim())],
+    mesh_shape=[(4,), (2, 4)],
+)
+def test_dims_that_nothing_divides_train_like_one_process(
+    placement_fn, mesh_shape, reshard_after_forward
+):
+    ranks = math.prod(mesh_shape)
+    run_threads(train_uneven, ranks, placement_fn, mesh_shape, reshard_after_forward)
