@@ -2,9 +2,9 @@
 
     python -m tests.checkpoint.test_kills FOLDER SCENARIO
 
-Two ranks save. The first run records every write, sync, rename and unlink of both ranks. Then, for each of these,
-two new processes save, and one of them ends by ``os._exit`` right before that act. What is left
-must hold the newest checkpoint that was committed, whole, and the next save must succeed. Prints a
+Two ranks save. The first run records every write, sync, rename and unlink of both. Then, for each
+of these, two new processes save, and one of them ends by ``os._exit`` right before that act. What
+is left must hold the newest checkpoint that was committed, and the next save must succeed. Prints a
 line for each point. Processes are forked from this one, which has imported torch.
 """
 

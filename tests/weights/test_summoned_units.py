@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import meshard
 from meshard import CommLedger, unsharded_params
+from tests.support.models import Made
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
@@ -43,9 +44,8 @@ def test_contexts_nest():
             model(x)
         assert not ledger.counts
         assert not isinstance(model.blocks[1].up.weight, DTensor)
-        with pytest.raises(
-            RuntimeError, match=r"'blocks\.1' is unsharded already by unsharded_params"
-        ):
+        text = r"'blocks\.1' is unsharded already by unsharded_params"
+        with pytest.raises(RuntimeError, match=text):
             unsharded_params(model, rank0_only=True).__enter__()
         assert isinstance(model.scale, DTensor)
     numbers = {id(p): number for number, p in enumerate(plain.parameters())}
@@ -60,9 +60,8 @@ def test_contexts_nest():
     ):
         pass
     with unsharded_params(model, recurse=False):
-        assert not isinstance(model.scale, DTensor) and isinstance(
-            model.blocks[0].up.weight, DTensor
-        )
+        assert not isinstance(model.scale, DTensor)
+        assert isinstance(model.blocks[0].up.weight, DTensor)
         assert_same(model(x), plain(x))  # the root as it is, the blocks gathered
 
 
@@ -130,23 +129,19 @@ def test_wrong_moments_are_refused():
     model(x)
 
 
-class Silent(nn.Linear):
-    """Returns no tensor."""
-
-    def forward(self, x):
-        self.__dict__["result"] = super().forward(x)
-
-
 @on_ranks(2)
 def test_a_summoned_unit_runs_like_an_ordinary_module():
     """A unit of a running root that is summoned is neither cast, gathered nor retained."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    layer = meshard.fully_shard(Silent(4, 4), mp_policy=policy)
+    results = []
+    silent = Made(lambda m, x: results.append(m.linear(x)), linear=nn.Linear(4, 4))
+    layer = meshard.fully_shard(silent, mp_policy=policy)
     with unsharded_params(layer):
         layer(torch.ones(1, 4))  # outside of the block: a warning, which is an error
-        assert layer.result.dtype == torch.float32
-        layer.result.sum().backward()
-    assert layer.weight.grad is not None and isinstance(layer.weight, DTensor)
+        assert results[0].dtype == torch.float32
+        results[0].sum().backward()
+    weight = layer.linear.weight
+    assert weight.grad is not None and isinstance(weight, DTensor)
 
 
 @on_ranks(1)
