@@ -6,7 +6,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import state_dict as of_torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -51,18 +56,15 @@ def test_a_checkpoint_of_fsdp1_goes_on_with_the_same_losses(tmp_path):
     )
     optimizer = adamw(theirs)
     step(theirs, optimizer), step(theirs, optimizer)
-    dcp.save(by_key(of_torch.get_state_dict(theirs, optimizer)), checkpoint_id=folder)
-    full = of_torch.get_model_state_dict(
-        theirs, options=of_torch.StateDictOptions(full_state_dict=True)
-    )
+    dcp.save(by_key(get_state_dict(theirs, optimizer)), checkpoint_id=folder)
+    full = get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True))
 
     ours = shard_blocks(copy.deepcopy(plain), mesh)
     own = adamw(ours)
-    state = by_key(of_torch.get_state_dict(ours, own))
+    state = by_key(get_state_dict(ours, own))
     dcp.load(state, checkpoint_id=folder)
-    of_torch.set_state_dict(
-        ours, own, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
+    model_state, optimizer_state = state.values()
+    set_state_dict(ours, own, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
     for name, param in ours.named_parameters():
         assert torch.equal(param.full_tensor(), full[name]), name

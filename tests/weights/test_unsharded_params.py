@@ -172,18 +172,18 @@ def test_what_cannot_be_written_back_is_named_and_nothing_is_written():
     def put(module, name, value):
         return lambda: setattr(module, name, nn.Parameter(value()))
 
-    norm, head = model.norm, model.head
+    norm, head, sharded = model.norm, model.head, model.norm.bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for spoil, text in [
         (put(norm, "weight", lambda: torch.ones(3)),
          r"'norm\.weight' of unit '\(root\)' was replaced .* shape \(3,\)"),
         (put(head, "weight", lambda: torch.ones(11, 8)),
          r"'embedding\.weight' of unit '\(root\)' .* by a Parameter .* and a Parameter"),
-        (lambda: delattr(norm, "bias"), r"'norm\.bias' of unit '\(root\)' was replaced .* by nothing"),
+        (lambda: delattr(norm, "bias"),
+         r"'norm\.bias' of unit '\(root\)' was replaced .* by nothing"),
         (put(norm, "bias", lambda: sharded), r"replaced inside unsharded_params by a DTensor"),
-        (lambda: optimizer.step(), r"shards of unit '.*' were edited inside unsharded_params"),
+        (optimizer.step, r"shards of unit '.*' were edited inside unsharded_params"),
     ]:  # fmt: skip
-        sharded = norm.bias
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         sharded.grad = sharded.detach().clone()
 
         def edit_and_spoil(spoil=spoil):
