@@ -2,13 +2,11 @@
 
 import functools
 import gc
-import warnings
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -231,23 +229,6 @@ def test_init_does_what_apply_does_on_one_process():
     torch.manual_seed(SEED)
     plain.apply(normal)
     assert_same(full_state(model), full_state(plain), bitwise=True)
-
-
-@on_ranks(2)
-def test_the_peer_draws_the_same_shard_on_every_rank():
-    expected = seeded(lambda: nn.Linear(4, 4)).weight.detach()
-    model, _ = check_materialised(lambda: nn.Sequential(nn.Linear(4, 4)), units=nn.Linear)
-    assert_same(model[0].weight.full_tensor(), expected, bitwise=True)
-    layer = meta(lambda: nn.Linear(4, 4))
-    torch_fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    layer.to_empty(device="cpu")
-    torch.manual_seed(SEED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "DTensor random operators may not have complete..."
-        layer.reset_parameters()
-    drawn = layer.weight.full_tensor()
-    assert not torch.equal(drawn, expected)
-    assert torch.equal(drawn[:2], drawn[2:])
 
 
 def partly():
