@@ -145,12 +145,12 @@ def test_files_have_at_most_the_size_the_index_names_all_and_those_of_an_older_s
 class Config:
     """What ``save_pretrained`` calls of a configuration."""
 
-    error = None
+    error, text = None, "{}"
 
     def save_pretrained(self, folder):
         if self.error is not None:
             raise self.error
-        Path(folder, "config.json").write_text("{}")
+        Path(folder, "config.json").write_text(self.text)
 
 
 @on_ranks(2)
@@ -216,13 +216,13 @@ def kill_at(moment, model, folder, size):
     return False
 
 
-@spread(old=[300, "5GB"], new=[500, "5GB"], has_config=[False, True])
-def test_a_save_that_is_killed_is_never_taken_for_whole(old, new, has_config, tmp_path):
+@spread(old=[300, "5GB", 300], new=[500, "5GB", "5GB"])
+def test_a_save_that_is_killed_is_never_taken_for_complete(old, new, tmp_path):
     first, second = CASES["uneven"].build(), seeded(CASES["uneven"].build(), seed=5)
     from safetensors.torch import load_file
 
-    if has_config:
-        first.config, second.config = Config(), Config()
+    first.config, second.config = Config(), Config()
+    second.config.text = '{"new": 1}'
     moments = 0
     for moment in range(1, 100):
         folder = tmp_path / f"{moment}"
@@ -243,6 +243,7 @@ def test_a_save_that_is_killed_is_never_taken_for_whole(old, new, has_config, tm
             is_new = torch.equal(loaded.layers[0].weight, second.layers[0].weight)
             expected = second if is_new else first
             assert_same(loaded.state_dict(), expected.state_dict(), bitwise=True)
+            assert (folder / "config.json").read_text() == expected.config.text
             assert died or is_new
         if not died:
             break
