@@ -124,21 +124,6 @@ def test_a_frozen_parameter_is_not_reduced_but_once_if_something_of_it_is_pendin
         assert ledger.bytes == {"all_gather": both, "reduce_scatter": scattered, **reduced}
 
 
-@on_fake_ranks(2)
-def test_a_ledger_of_one_module_does_not_count_another():
-    mesh = init_device_mesh("cpu", (2,))
-    ours, other = (meshard.fully_shard(nn.Linear(4, 4), mesh) for _ in range(2))
-    with CommLedger(ours) as ledger:
-        other(torch.ones(1, 4))
-        assert ledger.counts == {}
-        ours(torch.ones(1, 4))
-    ours(torch.ones(1, 4))
-    assert ledger.counts == {"all_gather": 1}
-    assert [(e.op, e.unit, e.group_size, e.dtype) for e in ledger.events] == [
-        ("all_gather", "(root)", 2, torch.float32)
-    ]
-
-
 @on_fake_ranks(4)
 def test_a_ledger_of_one_module_counts_what_blocks_in_its_groups():
     ours = meshard.fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2)))

@@ -27,10 +27,11 @@ def test_of_edits_that_differ_the_owner_in_the_first_replica_wins():
     with unsharded_params(model), torch.no_grad():
         model.weight.fill_(rank)
     # Rows are owned by shard rank 0 and 1; the first replica's ranks are 0 and 1.
-    assert model.weight.full_tensor().tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    rows = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+    assert_same(full_state(model), {"weight": rows}, what="parameter")
     with unsharded_params(model, writeback=False), torch.no_grad():
         model.weight.fill_(7)
-    assert model.weight.full_tensor()[0, 0] == 0
+    assert_same(full_state(model), {"weight": rows}, what="parameter")
 
 
 @on_ranks(2)

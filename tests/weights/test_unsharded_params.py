@@ -1,4 +1,4 @@
-"""``unsharded_params``: whole weights to read and edit, of which nothing is left behind."""
+"""``unsharded_params``: unsharded weights to read and edit, of which nothing is left behind."""
 
 import copy
 import gc
@@ -115,7 +115,7 @@ def test_not_a_byte_is_left_behind(rank0_only, fails):
 
 
 @on_ranks(2)
-def test_no_cycle_keeps_whole_parameters():
+def test_no_cycle_keeps_unsharded_parameters():
     case, model, _ = sharded_case("mlp_stack")
 
     def train_inside():
