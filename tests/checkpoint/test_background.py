@@ -36,33 +36,24 @@ def test_what_is_saved_is_the_state_at_the_call(tmp_path, layout):
 
 
 @on_ranks(2)
-def test_what_is_refused_is_raised_at_once_on_all_ranks(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
-    extra = object() if dist.get_rank() else 1
+def test_what_is_refused_is_raised_at_once_and_what_went_wrong_by_wait_and_the_next_call(tmp_path):
+    checkpointer, rank, model = Checkpointer(tmp_path), dist.get_rank(), nn.Linear(1, 1)
     with pytest.raises(CheckpointError, match=r"rank 1: the value at \['extra'\] is a"):
-        checkpointer.async_save(1, nn.Linear(1, 1), extra=extra)
-    checkpointer.save(2, nn.Linear(1, 1))
-    assert checkpointer.steps() == [2]
-
-
-@on_ranks(2)
-def test_what_went_wrong_is_raised_on_all_ranks_by_wait_and_the_next_call(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
+        checkpointer.async_save(1, model, extra=object() if rank else 1)
     create = checkpointer._storage.create
 
     def fail(path):
         raise OSError(28, "No space left on device")
 
-    if dist.get_rank():
-        checkpointer._storage.create = fail
-    handle = checkpointer.async_save(1, nn.Linear(1, 1))
+    checkpointer._storage.create = fail if rank else create
+    handle = checkpointer.async_save(1, model)
     with pytest.raises(CheckpointError, match=r"rank 1: no space is left"):
         handle.wait()
     assert handle.done()
     checkpointer._storage.create = create
     with pytest.raises(CheckpointError, match="rank 1"):
-        checkpointer.save(2, nn.Linear(1, 1))
-    checkpointer.save(2, nn.Linear(1, 1))
+        checkpointer.save(2, model)
+    checkpointer.save(2, model)
     assert checkpointer.steps() == [2]
 
 

@@ -1,6 +1,7 @@
 """The same promises where nothing can be renamed and an object appears when it is closed."""
 
 import contextlib
+import importlib
 import warnings
 
 import fsspec
@@ -12,14 +13,10 @@ from torch import nn
 
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
-from tests.checkpoint.runs import assert_same_values, net, train, values_of
+from tests.checkpoint.runs import assert_same_values, check_loads, net, train, trained, values_of
 from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.extras  # torch's checkpoints need NumPy
-
-
-class StoreError(OSError):
-    pass
 
 
 class LocalStore(LocalFileSystem):
@@ -38,7 +35,7 @@ class LocalStore(LocalFileSystem):
     @classmethod
     def request(cls):
         if cls.fails_at is not None and cls.requests >= cls.fails_at:
-            raise StoreError("503 Slow Down")
+            raise OSError("503 Slow Down")
         cls.requests += 1
 
     def cat_file(self, path, start=None, end=None, **kwargs):
@@ -69,21 +66,48 @@ def store_at(folder):
     return f"localstore://{folder}/bucket/run"
 
 
-@on_ranks(2)
-def test_a_run_is_saved_resumed_and_pruned(tmp_path):
-    model = net("fully_shard")
-    optimizer = torch.optim.AdamW(model.parameters())
-    checkpointer = Checkpointer(store_at(tmp_path), keep=2)
+def check_a_run(url, layout):
+    """Save, resume, prune and verify."""
+    model, optimizer = trained(layout)
+    checkpointer = Checkpointer(url, keep=2)
     for step in range(3):
         train(model, optimizer, 1)
-        checkpointer.save(step, model, optimizer)
+        checkpointer.save(step, model, optimizer, note=step)
+    checkpointer.wait()
     assert checkpointer.steps() == [1, 2]
     assert checkpointer.verify() == []
-    expected = values_of(model, optimizer)
-    other = net("fully_shard", seed=3)
-    optimizer = torch.optim.AdamW(other.parameters())
-    assert checkpointer.load(other, optimizer).step == 2
-    assert_same_values(values_of(other, optimizer), expected)
+    loaded = check_loads(checkpointer, layout, values_of(model, optimizer))
+    assert (loaded.step, loaded.extra) == (2, {"note": 2})
+    checkpointer.save(2, model, optimizer)
+    assert checkpointer.steps() == [1, 2]
+    assert checkpointer.verify() == []
+
+
+@on_ranks(2)
+def test_a_run_is_saved_resumed_and_pruned(tmp_path):
+    check_a_run(store_at(tmp_path), "fully_shard")
+
+
+@pytest.mark.slow
+def test_it_is_so_in_s3(monkeypatch):
+    server = importlib.import_module("moto.server").ThreadedMotoServer(
+        ip_address="127.0.0.1", port=0, verbose=False
+    )
+    server.start()
+    host, port = server.get_host_and_port()
+    for name, value in {
+        "AWS_ACCESS_KEY_ID": "anyone",
+        "AWS_SECRET_ACCESS_KEY": "anything",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://{host}:{port}",
+    }.items():
+        monkeypatch.setenv(name, value)
+    boto3 = importlib.import_module("boto3")
+    boto3.client("s3", endpoint_url=f"http://{host}:{port}").create_bucket(Bucket="bucket")
+    try:
+        check_a_run("s3://bucket/run", "plain")
+    finally:
+        server.stop()
 
 
 @pytest.mark.parametrize("verify", [True, False])

@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -13,26 +14,15 @@ from torch.distributed.tensor import DTensor, Shard
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.layouts import lay_out
-from tests.checkpoint.runs import assert_same_values, values_of
+from tests.checkpoint.runs import Odd, assert_same_values, values_of
 from tests.support.ranks import on_ranks
 
 
-@on_ranks(2)
-def test_a_tensor_that_differs_between_ranks_comes_back_to_each(tmp_path):
-    model, checkpointer = nn.Linear(1, 1), Checkpointer(tmp_path)
-    own = torch.tensor([10.0 + dist.get_rank()])
-    checkpointer.save(1, model, x=own)
-    into = torch.zeros(1)
-    checkpointer.load(model, x=into)
-    assert torch.equal(into, own)
-    assert torch.equal(checkpointer.load(model).extra["x"], own)
-
-
 class Loader:
-    """Of which each rank has another state, with a tensor in it."""
+    """Of which each rank has another state."""
 
-    def __init__(self, numel, value):
-        self.state = {"at": value, "order": torch.full((numel,), value)}
+    def __init__(self, state):
+        self.state = state
 
     def state_dict(self):
         return self.state
@@ -42,41 +32,51 @@ class Loader:
 
 
 @on_ranks(2)
+def test_what_differs_between_ranks_comes_back_to_each(tmp_path):
+    model, checkpointer, rank = nn.Linear(1, 1), Checkpointer(tmp_path), dist.get_rank()
+    state = {"at": rank, "seen": {3: b"x", "y": (1, float("inf"))}}
+    own, order = torch.tensor([10.0 + rank]), torch.full((4,), rank, dtype=torch.uint8)
+    loader = Loader({**state, "order": order})
+    mix = {"web": 1, "books": 2, "code": {1.5: float("nan")}}
+    checkpointer.save(1, model, loader=loader, x=own, tokens=5, rank=rank, mix=mix)
+    loader.state, into = None, torch.zeros(1)
+    extra = checkpointer.load(model, loader=loader, x=into, mix={}).extra
+    assert torch.equal(into, own)
+    assert torch.equal(loader.state.pop("order"), order)
+    assert loader.state == state
+    assert list(extra.pop("mix")) == ["web", "books", "code"]
+    assert extra == {"tokens": 5, "rank": rank}
+    assert torch.equal(checkpointer.load(model).extra["x"], own)
+
+
+@on_ranks(2)
 def test_what_differs_may_be_large_and_of_any_shape(tmp_path):
-    rank, checkpointer = dist.get_rank(), Checkpointer(tmp_path)
+    rank, checkpointer, model = dist.get_rank(), Checkpointer(tmp_path), nn.Linear(1, 1)
     for step in (1, 2):  # the second by the plan of the first
-        loader = Loader(2**22 + rank, rank + step)
-        checkpointer.save(step, nn.Linear(1, 1), loader=loader)
-        other = Loader(1, -1)
-        checkpointer.load(nn.Linear(1, 1), loader=other)
+        order = torch.full((2**22 + rank,), rank + step)
+        checkpointer.save(step, model, loader=Loader({"at": rank + step, "order": order}))
+        other = Loader({"at": -1, "order": torch.full((1,), -1)})
+        checkpointer.load(model, loader=other)
         assert other.state["at"] == rank + step
-        assert torch.equal(other.state["order"], loader.state["order"])
+        assert torch.equal(other.state["order"], order)
     assert (tmp_path / "step-2" / "manifest.json").stat().st_size < 10_000
-    checkpointer.save(3, nn.Linear(1, 1), loader=Loader(5, 8))  # the same on all ranks
-    checkpointer.load(nn.Linear(1, 1), loader=loader)
-    assert torch.equal(loader.state["order"], torch.full((5,), 8))
+    order = torch.full((5,), 8)
+    checkpointer.save(3, model, loader=Loader({"at": 8, "order": order}))  # the same on all ranks
+    checkpointer.load(model, loader=other)
+    assert torch.equal(other.state["order"], order)
 
 
 @on_ranks(2)
 def test_extra_state_of_each_rank_comes_back_to_it(tmp_path):
-    class Scaled(nn.Linear):
-        amax = torch.zeros(2)
-
-        def get_extra_state(self):
-            return {"amax": self.amax}
-
-        def set_extra_state(self, state):
-            self.amax = state["amax"]
-
-    model, checkpointer = Scaled(1, 1), Checkpointer(tmp_path)
-    model.amax = torch.full((2,), float(dist.get_rank()))
+    model, other, checkpointer = Odd(dist.get_rank()), Odd(9), Checkpointer(tmp_path)
     checkpointer.save(1, model)
-    other = Scaled(1, 1)
     loaded = checkpointer.load(other)
-    assert torch.equal(other.amax, model.amax)
+    assert (other.count, other.amax.item()) == (dist.get_rank(), dist.get_rank())
     assert (loaded.missing, loaded.unexpected) == ([], [])
+    plain = nn.Module()
+    plain.weight, plain.image = model.weight, model.image
     with pytest.raises(CheckpointError, match=r"model\._extra_state is in the checkpoint, and not"):
-        checkpointer.load(nn.Linear(1, 1))
+        checkpointer.load(plain)
 
 
 @on_ranks(2)
@@ -91,73 +91,48 @@ def test_statistics_of_one_rank_are_not_mixed_with_those_of_another(tmp_path):
 
 
 @on_ranks(2)
-def test_an_extra_of_one_rank_only_is_named_on_all(tmp_path):
-    extra = {"note": 1} if dist.get_rank() else {}
-    with pytest.raises(CheckpointError, match=r"rank\(s\) \[0\] do not save 'note'"):
-        Checkpointer(tmp_path).save(1, nn.Linear(1, 1), **extra)
-
-
-@on_ranks(2)
-def test_any_error_of_one_rank_is_raised_on_all(tmp_path):
-    class Scheduler:
-        def state_dict(self):
-            return {"a": 1}
-
-        def load_state_dict(self, state):
-            if dist.get_rank():
-                raise LookupError("cannot take it")
-
-    checkpointer, scheduler = Checkpointer(tmp_path), Scheduler()
-    checkpointer.save(1, nn.Linear(1, 1), scheduler=scheduler)
-    with pytest.raises(CheckpointError, match="rank 1: LookupError: cannot take it"):
-        checkpointer.load(nn.Linear(1, 1), scheduler=scheduler)
-
-
-@on_ranks(2)
 def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path):
     rank = dist.get_rank()
-    stage = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+    layer = nn.Linear(2, 2)
+    stage = nn.ModuleDict({f"{rank}a": layer, f"{rank}b": nn.Linear(2, 2, bias=False)})
+    stage[f"{rank}b"].weight = layer.weight
     optimizer = torch.optim.AdamW(stage.parameters(), lr=0.1)
-    stage[f"stage{rank}"](torch.ones(1, 2)).sum().backward()
+    layer(torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    expected = stage[f"stage{rank}"].weight.detach().clone()
+    expected = layer.weight.detach().clone()
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, stage, optimizer)
-    nn.init.zeros_(stage[f"stage{rank}"].weight)
+    nn.init.zeros_(layer.weight)
     checkpointer.load(stage, optimizer)
-    assert torch.equal(stage[f"stage{rank}"].weight, expected)
-    assert len(checkpointer.manifest().parts["optimizer"]["state"]) == 4
+    assert torch.equal(layer.weight, expected)
+    manifest = checkpointer.manifest()
+    assert len(manifest.parts["optimizer"]["state"]) == 4
+    assert manifest.ties == {f"model.{n}b.weight": f"model.{n}a.weight" for n in range(2)}
+    metadata = dcp.FileSystemReader(tmp_path / "step-1").read_metadata()
+    paths = set(metadata.planner_data.values())
+    for name in ("0a.weight", "1a.weight"):
+        assert {("model", name), ("optimizer", "state", name, "exp_avg")} <= paths
 
 
-def test_complex_views_empty_tensors_and_extra_state(tmp_path):
-    class Odd(nn.Module):
+def test_complex_views_empty_tensors_and_extra_state_that_is_a_tensor(tmp_path):
+    class Complex(nn.Module):
         def __init__(self, value):
             super().__init__()
-            self.register_buffer("conjugate", torch.tensor([1 + 2j, 3 - 4j]).conj() * 1)
-            self.conjugate = torch.full((2,), value + 1j).conj()
+            self.register_buffer("conjugate", torch.full((2,), value + 1j).conj())
             self.register_buffer("empty", torch.zeros(0, 3))
-            self.count = value
+            self.count = torch.tensor(value)
 
         def get_extra_state(self):
-            return torch.tensor(self.count)
+            return self.count
 
         def set_extra_state(self, state):
-            self.count = int(state)
+            self.count = state
 
-    checkpointer, odd = Checkpointer(tmp_path), Odd(7)
-    checkpointer.save(1, odd)
-    other = Odd(2)
+    checkpointer, saved, other = Checkpointer(tmp_path), Complex(7), Complex(2)
+    checkpointer.save(1, saved)
     loaded = checkpointer.load(other)
-    assert torch.equal(other.conjugate.resolve_conj(), odd.conjugate.resolve_conj())
+    assert torch.equal(other.conjugate.resolve_conj(), saved.conjugate.resolve_conj())
     assert (other.count, loaded.missing, loaded.unexpected) == (7, [], [])
-
-
-def test_plain_values_keep_their_order_and_are_returned_whatever_is_passed(tmp_path):
-    mix = {"web": 1, "books": 2, "code": {1.5: float("nan")}}
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, nn.Linear(1, 1), mix=mix)
-    extra = checkpointer.load(nn.Linear(1, 1), mix={}).extra
-    assert list(extra["mix"]) == ["web", "books", "code"]
 
 
 def test_two_tensors_do_not_load_into_one(tmp_path):
@@ -170,24 +145,19 @@ def test_two_tensors_do_not_load_into_one(tmp_path):
 
 
 def test_what_others_have_in_the_folder_stays(tmp_path):
-    (tmp_path / "step-7").mkdir()
-    (tmp_path / "step-7" / "notes.txt").write_text("mine")
+    (tmp_path / "step-7" / "rank0").mkdir(parents=True)
+    (tmp_path / "step-8").mkdir()
+    theirs = (tmp_path / "step-7" / "rank0" / "weights", tmp_path / "step-8" / "notes.txt")
+    for path in theirs:
+        path.write_text("mine")
     (tmp_path / "step-008").mkdir()
     checkpointer = Checkpointer(tmp_path, keep=1)
-    for step in (7, 8, 9):
+    for step in (8, 9, 10):
         checkpointer.save(step, nn.Linear(1, 1))
     checkpointer.wait()
-    assert checkpointer.steps() == [9]
-    assert (tmp_path / "step-7" / "notes.txt").read_text() == "mine"
+    assert checkpointer.steps() == [10]
+    assert [path.read_text() for path in theirs] == ["mine", "mine"]
     assert (tmp_path / "step-008").exists()
-
-
-def test_a_step_before_the_newest_stays_and_warns(tmp_path):
-    checkpointer = Checkpointer(tmp_path, keep=1)
-    checkpointer.save(300, nn.Linear(1, 1))
-    with pytest.warns(UserWarning, match="step 110 was saved beside step 300"):
-        checkpointer.save(110, nn.Linear(1, 1))
-    assert checkpointer.steps() == [110, 300]
 
 
 def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
@@ -199,27 +169,17 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 
 
 @on_ranks(2)
-def test_a_warning_that_is_an_error_leaves_no_rank_waiting(tmp_path):
+def test_a_step_before_the_newest_stays_and_warns_also_if_that_is_an_error(tmp_path):
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(300, nn.Linear(1, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         if dist.get_rank() == 0:
-            with pytest.raises(UserWarning, match="saved beside step 300"):
+            with pytest.raises(UserWarning, match="step 110 was saved beside step 300"):
                 checkpointer.save(110, nn.Linear(1, 1))
         else:
             checkpointer.save(110, nn.Linear(1, 1))
     assert checkpointer.steps() == [110, 300]
-
-
-# --- what a reader found -------------------------------------------------------------------
-
-
-def test_folders_of_others_stay_if_they_have_only_folders_in_them(tmp_path):
-    (tmp_path / "step-7" / "rank0").mkdir(parents=True)
-    (tmp_path / "step-7" / "rank0" / "weights").write_text("mine")
-    Checkpointer(tmp_path).save(1, nn.Linear(1, 1))
-    assert (tmp_path / "step-7" / "rank0" / "weights").read_text() == "mine"
 
 
 def test_the_folder_of_a_step_is_not_read_as_one_of_torch(tmp_path):
@@ -228,75 +188,64 @@ def test_the_folder_of_a_step_is_not_read_as_one_of_torch(tmp_path):
         Checkpointer(tmp_path / "step-1").load(nn.Linear(1, 1))
 
 
-def test_a_plain_value_that_was_not_saved_is_missing(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, nn.Linear(1, 1))
-    with pytest.raises(CheckpointError, match="tokens is not in the checkpoint"):
-        checkpointer.load(nn.Linear(1, 1), tokens=0)
-    assert checkpointer.load(nn.Linear(1, 1), tokens=0, strict=False).missing == ["tokens"]
-
-
-def test_a_part_of_another_kind_is_refused(tmp_path):
+def test_a_part_that_is_missing_or_of_another_kind_is_refused(tmp_path):
     checkpointer, model = Checkpointer(tmp_path), nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(model.parameters())
+    optimizer, loader = torch.optim.SGD(model.parameters()), Loader({})
     checkpointer.save(1, model, average=nn.Linear(1, 1), second=optimizer, rate=3)
-    for extra in ({"average": Loader(1, 1)}, {"second": Loader(1, 1)}, {"rate": optimizer}):
+    for extra in ({"average": loader}, {"second": loader}, {"rate": optimizer}):
         with pytest.raises(CheckpointError, match=r"was (not )?saved as a"):
             checkpointer.load(model, strict=False, **extra)
+    with pytest.raises(CheckpointError, match="tokens is not in the checkpoint"):
+        checkpointer.load(model, tokens=0)
+    assert checkpointer.load(model, tokens=0, strict=False).missing == ["tokens"]
 
 
 @on_ranks(2)
-def test_wrong_arguments_of_one_rank_leave_no_other_waiting(tmp_path):
-    checkpointer, rank = Checkpointer(tmp_path), dist.get_rank()
-    with pytest.raises(CheckpointError, match="rank 1: step must be an integer"):
-        checkpointer.save(-1 if rank else 1, nn.Linear(1, 1))
-    name = "model.weight" if rank else "note"
-    with pytest.raises(CheckpointError, match=r"rank 1: 'model\.weight' is no name"):
-        checkpointer.save(1, nn.Linear(1, 1), **{name: 1})
-    checkpointer.save(1, nn.Linear(1, 1), note=1)
-    with pytest.raises(CheckpointError, match="'random' has a meaning"):
-        checkpointer.load(nn.Linear(1, 1), **({"random": 1} if rank else {"note": 1}))
-
-
-@on_ranks(2)
-def test_dtypes_that_differ_between_ranks_are_refused(tmp_path):
-    model = nn.Module()
-    dtype = torch.bfloat16 if dist.get_rank() else torch.float16
-    model.register_buffer("table", torch.ones(2**25, dtype=dtype))  # two chunks
+def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path):
+    checkpointer, rank, model = Checkpointer(tmp_path), dist.get_rank(), nn.Linear(1, 1)
+    for step, extra, text in [
+        (-1 if rank else 1, {}, "rank 1: step must be an integer"),
+        (rank, {}, r"ranks save different steps: \[0, 1\]"),
+        (1, {"model.weight" if rank else "note": 1}, r"rank 1: 'model\.weight' is no name"),
+        (1, {"note": 1} if rank else {}, r"rank\(s\) \[0\] do not save 'note'"),
+        (1, {"extra": {"a": [1, object() if rank else 1]}},
+         r"rank 1: the value at \['extra'\]\['a'\]\[1\] is a builtins\.object"),
+    ]:  # fmt: skip
+        with pytest.raises(CheckpointError, match=text):
+            checkpointer.save(step, model, **extra)
+    table = nn.Module()
+    dtype = torch.bfloat16 if rank else torch.float16
+    table.register_buffer("table", torch.ones(2**25, dtype=dtype))  # two chunks
     with pytest.raises(CheckpointError, match=r"ranks hold 'model\.table' with shape .* in "):
-        Checkpointer(tmp_path).save(1, model)
+        checkpointer.save(1, table)
+    assert checkpointer.steps() == []
+
+    class Scheduler(Loader):
+        def load_state_dict(self, state):
+            if rank:
+                raise LookupError("cannot take it")
+
+    scheduler = Scheduler({"a": 1})
+    checkpointer.save(1, model, note=1, scheduler=scheduler)
+    with pytest.raises(CheckpointError, match="'random' has a meaning"):
+        checkpointer.load(model, **({"random": 1} if rank else {"note": 1}))
+    with pytest.raises(CheckpointError, match="rank 1: LookupError: cannot take it"):
+        checkpointer.load(model, scheduler=scheduler)
 
 
+@pytest.mark.parametrize("is_dtensor", [False, True])
 @on_ranks(2)
-def test_ties_of_a_stage_are_kept(tmp_path):
-    rank = dist.get_rank()
-    stage = nn.ModuleDict({f"{rank}{key}": nn.Linear(2, 2, bias=False) for key in "ab"})
-    stage[f"{rank}b"].weight = stage[f"{rank}a"].weight
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, stage)
-    assert checkpointer.manifest().ties == {
-        f"model.{each}b.weight": f"model.{each}a.weight" for each in range(2)
-    }
-
-
-@pytest.mark.parametrize("how", ["tensor of a hook", "DTensor of a hook"])
-@on_ranks(2)
-def test_what_a_hook_adds_to_the_state_dict_is_saved_as_tensors(tmp_path, how):
-    model, rank = nn.Linear(1, 1), dist.get_rank()
-    added = torch.full((2,), float(rank))
-    if how == "DTensor of a hook":
-        mesh = init_device_mesh("cpu", (2,))
-        added = DTensor.from_local(added, mesh, [Shard(0)])
+def test_what_a_hook_adds_to_the_state_dict_is_saved_as_tensors(tmp_path, is_dtensor):
+    model, checkpointer = nn.Linear(1, 1), Checkpointer(tmp_path)
+    added = torch.full((2,), float(dist.get_rank()))
+    if is_dtensor:
+        added = DTensor.from_local(added, init_device_mesh("cpu", (2,)), [Shard(0)])
     hook = lambda module, state, prefix, local: state.update(added=added)  # noqa: E731
     model.register_state_dict_post_hook(hook)
-    checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, model)
-    shapes = {
-        name: each.shape
-        for name, each in checkpointer.manifest().tensors.items()
-        if name.endswith("added")
-    }
-    if how == "DTensor of a hook":
+    tensors = checkpointer.manifest().tensors
+    shapes = {name: each.shape for name, each in tensors.items() if name.endswith("added")}
+    if is_dtensor:
         assert shapes == {"model.added": (4,)}
     else:
         assert shapes == {"rank0/model.added": (2,), "rank1/model.added": (2,)}
@@ -304,31 +253,24 @@ def test_what_a_hook_adds_to_the_state_dict_is_saved_as_tensors(tmp_path, how):
 
 
 @on_ranks(2)
-def test_a_module_that_is_unsharded_saves_its_shards_and_does_not_load(tmp_path):
-    model = meshard.fully_shard(nn.Linear(4, 4))
+@torch.no_grad()
+def test_an_unsharded_module_saves_its_shards_and_loads_if_a_forward_left_it_so(tmp_path):
+    model = meshard.fully_shard(nn.Linear(4, 4), reshard_after_forward=False)
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    checkpointer = Checkpointer(tmp_path)
+    checkpointer, x = Checkpointer(tmp_path), torch.ones(1, 4)
     model.unshard()
     checkpointer.save(1, model, optimizer)
     assert checkpointer.manifest().tensors["model.weight"].placements == ["S(0)"]
     with pytest.raises(CheckpointError, match=r"model is unsharded by unshard\(\).*reshard\(\)"):
         checkpointer.load(model, optimizer)
     model.reshard()
+    expected = model(x)
+    model.reshard()
+    for param in model.parameters():
+        param.zero_()
+    model(x)
     checkpointer.load(model, optimizer)
-
-
-@on_ranks(2)
-def test_what_a_forward_has_left_unsharded_is_gathered_anew_after_a_load(tmp_path):
-    model = meshard.fully_shard(nn.Linear(4, 4), reshard_after_forward=False)
-    checkpointer, x = Checkpointer(tmp_path), torch.ones(1, 4)
-    checkpointer.save(1, model)
-    with torch.no_grad():
-        expected = model(x)
-        for param in model.parameters():
-            param.zero_()
-        model(x)
-        checkpointer.load(model)
-        assert torch.equal(model(x), expected)
+    assert torch.equal(model(x), expected)  # gathered anew
 
 
 @on_ranks(3)
@@ -339,7 +281,7 @@ def test_a_group_without_the_first_rank_saves_all(tmp_path):
         checkpointer.save(1, nn.Linear(1, 1), note={"a": [1, 2]})
         assert checkpointer.load(nn.Linear(1, 1)).extra == {"note": {"a": [1, 2]}}
         assert checkpointer.verify() == []
-        names = torch.distributed.checkpoint.FileSystemReader(tmp_path / "step-1").read_metadata()
+        names = dcp.FileSystemReader(tmp_path / "step-1").read_metadata()
         assert "step" in names.state_dict_metadata
 
 

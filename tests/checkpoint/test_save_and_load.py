@@ -12,8 +12,10 @@ from meshard.checkpoint import Checkpointer
 from tests.checkpoint.runs import (
     LAYOUTS,
     assert_same_values,
+    check_loads,
     net,
     train,
+    trained,
     values_of,
 )
 from tests.support.ranks import on_ranks
@@ -36,49 +38,40 @@ SHARDED = [each for each in LAYOUTS if each != "plain"]
 LOADED_ON = {"plain": 1, "fully_shard": 2, "columns": 3, "replicate": 3, "HSDP": 4}
 
 
-def run_of(layout, optimizer, seed):
-    model = net(layout, seed)
-    made = OPTIMIZERS[optimizer](model)
-    scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**seed)
-    return model, made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 10), scaler
-
-
 @spread(layout=SHARDED, optimizer=[*OPTIMIZERS])
 @on_ranks(4)
 def test_a_resumed_run_is_the_run_bit_for_bit(tmp_path, layout, optimizer):
-    torch.manual_seed(dist.get_rank())
-    model, made, scheduler, scaler = run_of(layout, optimizer, 4)
+    def built(seed):
+        torch.manual_seed(seed * 100 + dist.get_rank()), random.seed(seed)
+        model = net(layout, seed)
+        made = OPTIMIZERS[optimizer](model)
+        scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**seed)
+        return model, made, torch.optim.lr_scheduler.CosineAnnealingLR(made, 10), scaler
+
+    model, made, scheduler, scaler = built(4)
     checkpointer = Checkpointer(tmp_path)
     train(model, made, 3, scheduler)
     checkpointer.save(3, model, made, scheduler=scheduler, scaler=scaler)
-    losses = train(model, made, 3, scheduler)
+    losses, drawn = train(model, made, 3, scheduler), random.random()
 
-    torch.manual_seed(99)
-    again, made_again, scheduler_again, scaler_again = run_of(layout, optimizer, 1)
+    again, made_again, scheduler_again, scaler_again = built(1)
     loaded = checkpointer.load(again, made_again, scheduler=scheduler_again, scaler=scaler_again)
     assert scaler_again.get_scale() == 16.0
     assert (loaded.step, loaded.random) == (3, "restored")
     assert torch.equal(train(again, made_again, 3, scheduler_again), losses)
+    assert random.random() == drawn
     assert_same_values(values_of(again, made_again), values_of(model, made))
 
 
 def save_on_ranks(folder, layout):
-    model = net(layout)
-    optimizer = torch.optim.AdamW(model.parameters())
     torch.manual_seed(dist.get_rank())
-    train(model, optimizer, 2)
+    model, optimizer = trained(layout, 2)
     Checkpointer(folder).save(2, model, optimizer)
     return values_of(model, optimizer)
 
 
 def load_on_ranks(folder, layout, expected):
-    model = net(layout, seed=5)
-    optimizer = torch.optim.AdamW(model.parameters())
-    loaded = Checkpointer(folder).load(model, optimizer)
-    assert_same_values(values_of(model, optimizer), expected)
-    assert model.head.weight is model.embed.weight
-    train(model, optimizer, 1)
-    return loaded.random
+    return check_loads(Checkpointer(folder), layout, expected).random
 
 
 @pytest.mark.parametrize("saved_as", SHARDED)
@@ -90,16 +83,9 @@ def test_any_mesh_loads_what_any_other_has_saved(run_ranks, tmp_path, saved_as):
 
 
 def test_one_process_needs_no_process_group(tmp_path):
-    model = net("plain")
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 1)
-    expected = values_of(model, optimizer)
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, model, optimizer)
-    other = net("plain", seed=3)
-    optimizer = torch.optim.AdamW(other.parameters())
-    checkpointer.load(other, optimizer)
-    assert_same_values(values_of(other, optimizer), expected)
+    model, optimizer = trained("plain")
+    Checkpointer(tmp_path).save(1, model, optimizer)
+    check_loads(Checkpointer(tmp_path), "plain", values_of(model, optimizer))
 
 
 class MasterWeights(torch.optim.Optimizer):
@@ -154,20 +140,6 @@ def test_tied_tensors_are_stored_once(tmp_path):
     assert torch.equal(untied.head.weight, net("plain").embed.weight)
 
 
-@on_ranks(2)
-def test_random_states_are_those_of_the_save(tmp_path):
-    random.seed(dist.get_rank())
-    torch.manual_seed(dist.get_rank())
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(0, nn.Linear(1, 1))
-    expected = random.random(), torch.rand(3)
-    random.seed(7)
-    torch.manual_seed(7)
-    checkpointer.load(nn.Linear(1, 1))
-    assert random.random() == expected[0]
-    assert torch.equal(torch.rand(3), expected[1])
-
-
 def derived_numbers(folder):
     torch.manual_seed(0)
     Checkpointer(folder).load(nn.Linear(1, 1))
@@ -179,35 +151,6 @@ def test_ranks_that_were_not_there_get_seeds_of_their_own(run_ranks, tmp_path):
     first = run_ranks(derived_numbers, 3, tmp_path)
     assert len(set(first)) == 3
     assert run_ranks(derived_numbers, 3, tmp_path) == first
-
-
-# --- what is passed along ------------------------------------------------------------------
-
-
-class Loader:
-    """A data loader of which each rank has its own state."""
-
-    def __init__(self):
-        self.state = {"at": dist.get_rank(), "seen": {3: b"x", "y": (1, float("inf"))}}
-        self.state["generator"] = torch.full((4,), dist.get_rank(), dtype=torch.uint8)
-
-    def state_dict(self):
-        return self.state
-
-    def load_state_dict(self, state):
-        self.state = state
-
-
-@on_ranks(2)
-def test_what_differs_between_ranks_is_kept_for_each(tmp_path):
-    checkpointer, loader = Checkpointer(tmp_path), Loader()
-    expected = loader.state
-    checkpointer.save(1, nn.Linear(1, 1), loader=loader, tokens=5, rank=dist.get_rank())
-    loader.state = None
-    loaded = checkpointer.load(nn.Linear(1, 1), loader=loader)
-    assert torch.equal(loader.state.pop("generator"), expected.pop("generator"))
-    assert loader.state == expected
-    assert loaded.extra == {"tokens": 5, "rank": dist.get_rank()}
 
 
 @on_ranks(2)

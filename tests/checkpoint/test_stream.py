@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 import meshard
 from meshard import CommLedger
 from meshard.checkpoint import shard_table, stream_unsharded
-from tests.checkpoint.layouts import LAYOUTS, ON_FOUR, lay_out
+from tests.checkpoint.layouts import LAYOUTS, lay_out
 from tests.mesh import expert_meshes
 from tests.support import extensions
 from tests.support.cases import CASES
@@ -36,26 +36,37 @@ def dict_of(stream):
     return dict(pairs)
 
 
-def check_streams(name):
+def block_of(shard):
+    pairs = zip(shard.offsets, shard.sizes, strict=True)
+    return tuple(slice(offset, offset + size) for offset, size in pairs)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_state_dict_of_the_plain_model_is_streamed_and_the_table_says_who_holds_what(name):
     model, plain = lay_out(name)
-    expected = plain.state_dict()
+    expected, state, rank = plain.state_dict(), model.state_dict(), dist.get_rank()
     for max_bytes in (1, 300, 2**28):
         got = dict_of(stream_unsharded(model, max_bytes=max_bytes))
         assert_same(got, expected, bitwise=True)
         first = dict_of(stream_unsharded(model, max_bytes=max_bytes, rank0_only=True))
-        assert_same(first, expected if dist.get_rank() == 0 else {}, bitwise=True)
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_what_is_streamed_is_the_state_dict_of_the_plain_model(name):
-    check_streams(name)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_it_is_so_on_meshes_of_four_ranks(name):
-    check_streams(name)
+        assert_same(first, expected if rank == 0 else {}, bitwise=True)
+    table = shard_table(model)
+    assert [row.name for row in table] == list(expected)
+    for row in table:
+        assert row.shape == tuple(expected[row.name].shape)
+        assert row.dtype == str(expected[row.name].dtype).removeprefix("torch.")
+        counted = torch.zeros(row.shape, dtype=torch.int)
+        for shard in row.shards:
+            block = block_of(shard)
+            counted[block] += 1
+            if shard.rank == rank:
+                value = state[row.name]
+                local = value.to_local() if isinstance(value, DTensor) else value
+                assert_same(local, expected[row.name][block], bitwise=True, what=row.name)
+        assert counted.unique().numel() == 1 and counted.min() >= 1, row.name
+    of_json = json.loads(json.dumps(table))
+    assert of_json[0][:2] == [table[0].name, list(table[0].shape)]
 
 
 def test_a_module_without_units_streams_without_a_process_group():
@@ -67,25 +78,19 @@ def test_a_module_without_units_streams_without_a_process_group():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-def test_floating_point_tensors_are_cast_and_others_are_not(dtype):
+def test_floating_point_tensors_are_cast_before_they_are_sent_and_others_are_not():
     model, plain = lay_out("buffers")
-    expected = {
-        name: value.to(dtype) if value.is_floating_point() else value
-        for name, value in plain.state_dict().items()
-    }
-    assert_same(dict_of(stream_unsharded(model, dtype=dtype)), expected, bitwise=True)
-
-
-@on_ranks(2)
-def test_a_narrower_dtype_is_what_is_sent():
-    model, _ = lay_out("sharded")
     payloads = {}
-    for dtype in (None, torch.bfloat16):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
         with CommLedger(model) as ledger:
-            dict_of(stream_unsharded(model, dtype=dtype))
+            got = dict_of(stream_unsharded(model, dtype=dtype))
+        expected = {
+            name: value.to(dtype) if value.is_floating_point() else value
+            for name, value in plain.state_dict().items()
+        }
+        assert_same(got, expected, bitwise=True)
         payloads[dtype] = sum(e.payload_bytes for e in ledger.events if e.op == "all_gather")
-    assert payloads[torch.bfloat16] < 0.6 * payloads[None]
+    assert payloads[torch.bfloat16] < 0.6 * payloads[torch.float32]
 
 
 @on_ranks(2)
@@ -130,16 +135,6 @@ def test_experts_are_streamed_and_to_one_rank_only_if_all_ranks_have_the_same():
         stream_unsharded(model, rank0_only=True)
 
 
-# --- refusals ------------------------------------------------------------------------------
-
-
-def test_what_has_no_values_is_named():
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    with pytest.raises(ValueError, match=r"4 tensors are on the meta device.*'0\.weight'"):
-        stream_unsharded(model)
-
-
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [
@@ -148,15 +143,16 @@ def test_what_has_no_values_is_named():
         ({"max_bytes": 0}, ValueError, "max_bytes"),
         ({"max_bytes": True}, ValueError, "max_bytes"),
         ({"rank0_only": 1}, TypeError, "rank0_only"),
+        ({}, ValueError, r"2 tensors are on the meta device.*'weight'"),
     ],
 )
-def test_wrong_arguments_are_refused(kwargs, error, text):
+def test_wrong_arguments_and_what_has_no_values_are_refused(kwargs, error, text):
     with pytest.raises(error, match=text):
-        stream_unsharded(nn.Linear(2, 2), **kwargs)
+        stream_unsharded(nn.Linear(2, 2, device=None if kwargs else "meta"), **kwargs)
 
 
 @on_ranks(2)
-def test_it_is_refused_inside_unsharded_params_and_inside_a_forward():
+def test_it_is_refused_inside_unsharded_params_and_inside_a_forward_and_of_a_tensor_subclass():
     model = meshard.fully_shard(nn.Linear(2, 2))
     with (
         meshard.unsharded_params(model),
@@ -174,10 +170,6 @@ def test_it_is_refused_inside_unsharded_params_and_inside_a_forward():
     outer[0].register_forward_pre_hook(inside)
     outer(torch.ones(1, 2))
     assert refused
-
-
-@on_ranks(2)
-def test_a_tensor_subclass_is_refused_by_name():
     model = nn.Sequential(nn.Linear(4, 4, bias=False))
     model[0].weight = nn.Parameter(extensions.Int8OnWire(model[0].weight.detach()))
     meshard.fully_shard(model)
@@ -185,73 +177,38 @@ def test_a_tensor_subclass_is_refused_by_name():
         stream_unsharded(model)
 
 
-# --- stopping early ------------------------------------------------------------------------
-
-
 def small_batches(**kwargs):
     return stream_unsharded(shard_blocks(CASES["mlp_stack"].build()), max_bytes=1, **kwargs)
 
 
 @on_ranks(2)
-def test_all_ranks_may_stop_at_different_tensors():
-    for number, _ in enumerate(small_batches()):
-        if number == 3:
-            break
-    dist.barrier()
-
-
-@on_ranks(2)
-def test_where_one_rank_stops_the_others_raise_and_name_it():
-    if dist.get_rank() == 1:
+def test_where_one_rank_stops_or_raises_the_others_raise_and_name_it():
+    rank = dist.get_rank()
+    if rank == 1:
         for name, _ in small_batches():
             if name == "blocks.0.up.bias":
                 break
     else:
-        got = []
         with pytest.raises(RuntimeError, match=r"rank 1 stopped.*'blocks\.0\.down\.weight'.*4 of"):
-            got += small_batches()
+            list(small_batches())
     dist.barrier()
 
-
-@on_ranks(2)
-def test_where_one_rank_raises_in_its_loop_the_other_raises_too():
-    def consume():
+    def raise_in_a_loop():
         for name, _ in small_batches():
-            if dist.get_rank() == 0 and name == "blocks.1.up.weight":
+            if rank == 0 and name == "blocks.1.up.weight":
                 raise KeyError(name)
 
-    with pytest.raises(KeyError if dist.get_rank() == 0 else RuntimeError):
-        consume()
-    dist.barrier()
-
-
-@on_ranks(2)
-def test_where_the_only_reader_stops_the_loops_of_the_others_end():
-    count = 0
-    for _ in small_batches(rank0_only=True):
-        count += 1
-        if count == 2:
-            break
-    assert count == (2 if dist.get_rank() == 0 else 0)
-    dist.barrier()
-
-
-@on_ranks(2)
-def test_a_with_block_tells_a_failure_of_the_only_reader():
-    def read():
+    def raise_in_a_block():  # in which only one rank reads
         with small_batches(rank0_only=True) as stream:
             for _ in stream:
                 raise KeyError("no place")
 
-    with pytest.raises(KeyError if dist.get_rank() == 0 else RuntimeError, match=r"place|rank 0"):
-        read()
-    dist.barrier()
-
-
-@on_ranks(2)
-def test_a_stream_that_is_dropped_before_it_began_tells_the_others():
-    if dist.get_rank() == 0:
-        stream = small_batches()
+    for consume in (raise_in_a_loop, raise_in_a_block):
+        with pytest.raises(KeyError if rank == 0 else RuntimeError, match=r"weight|place|rank 0"):
+            consume()
+        dist.barrier()
+    if rank == 0:
+        stream = small_batches()  # dropped before it began
         del stream
         gc.collect()
     else:
@@ -274,34 +231,38 @@ def test_a_stream_that_is_over_stays_over():
     dist.barrier()
 
 
-def collected(stream, delays, stop):
-    """Return what a rank gets until it stops, and the error that it gets."""
-    got = {}
-    try:
-        for name, tensor in stream:
-            time.sleep(next(delays))
-            got[name] = tensor
-            if stop == len(got) - 1:
-                break
-    except RuntimeError as error:
-        return got, str(error)
-    return got, None
-
-
-def stop_somewhere(rounds, seed, layout="uneven"):
-    """Iterate with random delays; in each round some ranks stop somewhere, or none."""
+@on_ranks(4, timeout=250)
+@pytest.mark.parametrize(
+    ("layout", "seed", "rounds"),
+    [
+        ("uneven", 0, 10),
+        ("hsdp", 2, 6),
+        ("tensor_parallel", 2, 6),
+        pytest.param("uneven", 1, 200, marks=pytest.mark.slow),
+    ],
+)
+def test_delays_and_stops_leave_no_rank_in_a_collective(layout, seed, rounds):
+    """In each round some ranks stop somewhere, or none."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model, plain = lay_out(layout)
     expected = plain.state_dict()
     names = list(expected)
     shared, own = random.Random(seed), random.Random(1000 * seed + rank)
-    delays = iter(lambda: own.choice([0, 0, 0.001, 0.004]), None)
-    for _ in range(rounds):
+    for number in range(rounds):
         stops = [shared.choice([None, *range(len(names))]) for _ in range(num_ranks)]
         rank0_only = shared.random() < 0.3
         kwargs = {"max_bytes": shared.choice([1, 60, 2000]), "rank0_only": rank0_only}
-        got, error = collected(stream_unsharded(model, **kwargs), delays, stops[rank])
-        assert_same(got, {name: expected[name] for name in names[: len(got)]}, bitwise=True)
+        got, error = {}, None
+        try:
+            for name, tensor in stream_unsharded(model, **kwargs):
+                time.sleep(own.choice([0, 0, 0.001, 0.004]))
+                got[name] = tensor
+                if stops[rank] == len(got) - 1:
+                    break
+        except RuntimeError as raised:
+            error = str(raised)
+        part = {name: expected[name] for name in names[: len(got)]}
+        assert_same(got, part, bitwise=True, what=f"round {number}")
         if error is not None:
             named = int(re.match(r"rank (\d+) stopped", error)[1])
             assert named != rank and stops[named] is not None
@@ -314,66 +275,6 @@ def stop_somewhere(rounds, seed, layout="uneven"):
         total = torch.ones(1)
         dist.all_reduce(total)
         assert total == num_ranks
-
-
-@on_ranks(2)
-def test_delays_and_stops_leave_no_rank_in_a_collective():
-    stop_somewhere(rounds=10, seed=0)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("layout", ["hsdp", "tensor_parallel"])
-def test_they_leave_none_on_two_axes(layout):
-    stop_somewhere(rounds=6, seed=2, layout=layout)
-
-
-@pytest.mark.slow
-@on_ranks(2, timeout=250)
-def test_two_hundred_delays_and_stops_leave_no_rank_in_a_collective():
-    stop_somewhere(rounds=200, seed=1)
-
-
-# --- shard_table ---------------------------------------------------------------------------
-
-
-def block_of(shard):
-    pairs = zip(shard.offsets, shard.sizes, strict=True)
-    return tuple(slice(offset, offset + size) for offset, size in pairs)
-
-
-def check_table(name):
-    model, plain = lay_out(name)
-    expected = plain.state_dict()
-    table = shard_table(model)
-    state = model.state_dict()
-    assert [row.name for row in table] == list(expected)
-    rank = dist.get_rank()
-    for row in table:
-        assert row.shape == tuple(expected[row.name].shape)
-        assert row.dtype == str(expected[row.name].dtype).removeprefix("torch.")
-        counted = torch.zeros(row.shape, dtype=torch.int)
-        for shard in row.shards:
-            block = block_of(shard)
-            counted[block] += 1
-            if shard.rank == rank:
-                value = state[row.name]
-                local = value.to_local() if isinstance(value, DTensor) else value
-                assert_same(local, expected[row.name][block], bitwise=True, what=row.name)
-        assert counted.unique().numel() == 1 and counted.min() >= 1, row.name
-    plain_data = json.loads(json.dumps(table))
-    assert plain_data[0][:2] == [table[0].name, list(table[0].shape)]
-
-
-@on_ranks(2)
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_table_says_which_block_each_rank_holds(name):
-    check_table(name)
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("name", ON_FOUR)
-def test_the_table_is_right_on_meshes_of_four_ranks(name):
-    check_table(name)
 
 
 @on_threads(8)

@@ -16,15 +16,11 @@ from tests.support.ranks import on_fake_ranks, on_ranks
 
 def rows(table):
     """Return the cells of each line by the name of its unit, and the warnings."""
-    lines = table.splitlines()
-    cells = {}
-    for line in lines[1:]:
-        if not line.startswith("warning"):
-            cells[line.split("  ")[0].strip()] = line.split()
-    assert lines[0].split() == (
-        ["unit", "parameters", "dtype", "unsharded", "per", "rank", "padding", "mesh", "policies"]
-    )
-    return cells, [line for line in lines if line.startswith("warning")]
+    head, *lines = table.splitlines()
+    assert head.split()[:5] == ["unit", "parameters", "dtype", "unsharded", "per"]
+    warnings = [line for line in lines if line.startswith("warning")]
+    units = [line for line in lines if line not in warnings]
+    return {line.split("  ")[0].strip(): line.split() for line in units}, warnings
 
 
 @on_fake_ranks(8)
@@ -91,19 +87,16 @@ def test_several_dtypes_and_policies():
         layer = fully_shard(nn.Linear(4, 4), mp_policy=policy, reshard_after_forward=False)
         layer.set_gradient_sync(GradientSync.NONE)
         layer.set_gradient_divide_factor(3)
-        assert (
-            describe(layer)
-            .splitlines()[1]
-            .endswith(
-                "shard 2  reshard_after_forward=False, param_dtype=bfloat16, reduce_dtype=float32, "
-                "output_dtype=float32, gradient_sync=NONE, divide_factor=3"
-            )
-        )
         adapted = fully_shard(Adapted(4))
-        assert describe(adapted).splitlines()[1].endswith("partly frozen")
         exact = MixedPrecisionPolicy(accumulate_dtype=torch.float64)
         frozen = fully_shard(nn.Linear(4, 4).requires_grad_(False), mp_policy=exact)
-        assert describe(frozen).splitlines()[1].endswith("accumulate_dtype=float64, frozen")
+        for module, policies in (
+            (layer, "shard 2  reshard_after_forward=False, param_dtype=bfloat16, reduce_dtype="
+             "float32, output_dtype=float32, gradient_sync=NONE, divide_factor=3"),
+            (adapted, "partly frozen"),
+            (frozen, "accumulate_dtype=float64, frozen"),
+        ):  # fmt: skip
+            assert describe(module).splitlines()[1].endswith(policies)
 
 
 @on_fake_ranks(2)
@@ -121,18 +114,17 @@ def test_parameters_that_would_be_stepped_in_bfloat16_are_warned_of():
 @pytest.mark.parametrize("is_on", [True, False])
 @on_ranks(2)
 def test_the_last_line_states_whether_and_why_ranks_use_shared_memory(is_on):
-    reason = None if is_on else "MESHARD_SHARED_MEMORY=0"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHARD_SHARED_MEMORY", str(int(is_on)))
         layer = fully_shard(nn.Linear(4, 4))
         before = describe(layer).splitlines()[-1]
         layer(torch.ones(1, 4))
         after = describe(layer).splitlines()[-1]
-    if reason:
-        assert before == after == f"shared memory: off: {reason}"
-    else:
+    if is_on:
         assert before.endswith("not known before the first step")
         assert after == "shared memory: on"
+    else:
+        assert before == after == "shared memory: off: MESHARD_SHARED_MEMORY=0"
 
 
 @on_fake_ranks(4)
@@ -170,17 +162,15 @@ def test_units_without_a_root_have_their_own_names_and_what_is_left_is_named():
 def test_meta_models_are_described_like_others():
     tables = []
     for device in ("meta", "cpu"):
-        with fake_group(16):
-            with torch.device(device):
-                model = Transformer()
+        with fake_group(16), torch.device(device):
+            model = Transformer()
             fully_shard_units(model)
             tables.append(describe(model))
     assert tables[0] == tables[1]
 
 
-@pytest.mark.parametrize(
-    ("num_bytes", "text"),
-    [
+def test_bytes_are_readable():
+    for num_bytes, text in [
         (0, "0 B"),
         (9999, "9999 B"),
         (10_000, "9.8 KiB"),
@@ -188,7 +178,5 @@ def test_meta_models_are_described_like_others():
         (2**20, "1.0 MiB"),
         (5 * 2**40, "5.0 TiB"),
         (5 * 2**50, "5120.0 TiB"),
-    ],
-)
-def test_bytes_are_readable(num_bytes, text):
-    assert readable_bytes(num_bytes) == text
+    ]:
+        assert readable_bytes(num_bytes) == text

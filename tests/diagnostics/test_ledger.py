@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import meshard
 from meshard import CommLedger
 from tests.support.fake import fake_group
+from tests.support.models import Made
 from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
@@ -20,22 +21,18 @@ ROWS = 256  # divisible by every shard count used here: no padding
 WIDTH = 4
 
 
-class Stack(nn.Module):
-    """A root with parameters of its own around equal blocks."""
-
-    def __init__(self, num_blocks):
-        super().__init__()
-        self.own = nn.Parameter(torch.ones(2 * ROWS, WIDTH))
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, ROWS, bias=False) for _ in range(num_blocks))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)[:, :WIDTH]
-        return x @ self.own.t()
-
-
 def build(num_units, mesh, **kwargs):
-    return shard_blocks(Stack(num_units - 1), mesh, **kwargs)
+    """Return a root with parameters of its own around equal blocks."""
+
+    def forward(m, x):
+        for block in m.blocks:
+            x = block(x)[:, :WIDTH]
+        return x @ m.own.t()
+
+    blocks = [nn.Linear(WIDTH, ROWS, bias=False) for _ in range(num_units - 1)]
+    own = nn.Parameter(torch.ones(2 * ROWS, WIDTH))
+    model = Made(forward, own=own, blocks=nn.ModuleList(blocks))
+    return shard_blocks(model, mesh, **kwargs)
 
 
 def measure(mesh_shape, num_units, schedule, warm_up=1, **kwargs):
@@ -101,77 +98,30 @@ def test_real_ranks_issue_the_same_in_the_same_order(mesh_shape, reshards):
     assert all(theirs == ledger.events for theirs in events)  # bytes and dtypes included
 
 
-@on_fake_ranks(8)
-def test_resharding_moves_one_and_a_half_times_the_bytes_of_data_parallelism():
-    """8 ranks, root as small as the rest is large: 2.625 P and 1.750 P as in the ring formula."""
-    kept = measure((8,), 3, "F", reshard_after_forward=False)
-    resharded = measure((8,), 3, "F", reshard_after_forward=True)
-    whole = 4 * ROWS * WIDTH * 4
-    assert kept.wire_bytes == 1.750 * whole
-    assert resharded.wire_bytes == 2.625 * whole
-
-
 @on_fake_ranks(4)
 def test_bytes_halve_with_the_dtype_on_the_wire():
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    full = measure((4,), 3, "F")
-    half = measure((4,), 3, "F", mp_policy=policy)
+    full, half = measure((4,), 3, "F"), measure((4,), 3, "F", mp_policy=policy)
     assert half.bytes == {op: total // 2 for op, total in full.bytes.items()}
 
 
-@on_fake_ranks(256)
-def test_padding_is_counted():
-    mesh = init_device_mesh("cpu", (256,))
-    layer = meshard.fully_shard(nn.Linear(4, 64, bias=False), mesh)
-    with CommLedger() as ledger:
-        layer(torch.ones(1, 4))
-    assert ledger.bytes == {"all_gather": 4 * 64 * 4 * 4}
-
-
-@on_fake_ranks(2)
-def test_frozen_parameters_are_not_reduced():
-    mesh = init_device_mesh("cpu", (2,))
-    layer = nn.Linear(4, 8)
-    layer.weight.requires_grad_(False)
-    meshard.fully_shard(layer, mesh)
-    with CommLedger() as ledger:
-        layer(torch.ones(1, 4)).sum().backward()
-    assert ledger.bytes == {"all_gather": (32 + 8) * 4, "reduce_scatter": 8 * 4}
-
-
-def reduced_bytes(layer, mode):
-    layer.set_gradient_sync(MODES[mode])
-    with CommLedger() as ledger:
-        layer(torch.ones(1, 4)).sum().backward()
-    return {op: total for op, total in ledger.bytes.items() if op != "all_gather"}
-
-
 @on_fake_ranks(4)
-def test_a_parameter_that_is_frozen_travels_once_more_if_something_of_it_is_pending():
+def test_a_frozen_parameter_is_not_reduced_but_once_if_something_of_it_is_pending():
     layer = meshard.fully_shard(nn.Linear(4, 8), init_device_mesh("cpu", (2, 2)))
     both, bias = (32 + 8) * 4, 8 * 4
-    assert reduced_bytes(layer, "R") == {"reduce_scatter": both}
-    layer.weight.requires_grad_(False)
-    assert reduced_bytes(layer, "F") == {"reduce_scatter": both, "all_reduce": both // 2}
-    assert reduced_bytes(layer, "R") == {"reduce_scatter": bias}
-    assert reduced_bytes(layer, "F") == {"reduce_scatter": bias, "all_reduce": bias // 2}
-    layer.weight.requires_grad_(True)
-    assert reduced_bytes(layer, "F") == {"reduce_scatter": both, "all_reduce": both // 2}
-
-
-@on_fake_ranks(2)
-def test_a_ledger_of_one_module_does_not_count_another():
-    mesh = init_device_mesh("cpu", (2,))
-    ours, other = (meshard.fully_shard(nn.Linear(4, 4), mesh) for _ in range(2))
-    with CommLedger(ours) as ledger:
-        other(torch.ones(1, 4))
-        assert ledger.counts == {}
-        ours(torch.ones(1, 4))
-    ours(torch.ones(1, 4))
-    assert ledger.counts == {"all_gather": 1}
-    assert [(e.op, e.unit, e.group_size, e.dtype) for e in ledger.events] == [
-        ("all_gather", "(root)", 2, torch.float32)
-    ]
+    for mode, is_frozen, scattered in [
+        ("R", False, both),
+        ("F", True, both),
+        ("R", True, bias),
+        ("F", True, bias),
+        ("F", False, both),
+    ]:
+        layer.weight.requires_grad_(not is_frozen)
+        layer.set_gradient_sync(MODES[mode])
+        with CommLedger() as ledger:
+            layer(torch.ones(1, 4)).sum().backward()
+        reduced = {"all_reduce": scattered // 2} if mode == "F" else {}
+        assert ledger.bytes == {"all_gather": both, "reduce_scatter": scattered, **reduced}
 
 
 @on_fake_ranks(4)
@@ -239,7 +189,4 @@ def test_a_ledger_prints_a_table():
         "reduce_scatter  blocks.0      1    4096 B    3072 B",
         "total                         6  36.0 KiB  27.0 KiB",
     ]
-
-
-def test_an_empty_ledger_prints_a_total_of_nothing():
     assert str(CommLedger()).splitlines()[1:] == ["total                 0      0 B   0 B"]

@@ -1,26 +1,26 @@
-"""Documents: every block of Python runs as it stands."""
+"""Documents and docstrings: every block of Python and every example runs as it stands."""
 
+import doctest
+import importlib
 import json
 import os
+import pkgutil
 import subprocess
 import sys
 
 import pytest
+import torch.distributed as dist
 
+import meshard
 from tests import ROOT
 from tests.house.pages import blocks
 
 SECONDS = 240
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+MODULES = [each.name for each in pkgutil.walk_packages(meshard.__path__, "meshard.")]
 NO_NUMPY = "ignore:Failed to initialize NumPy"  # torch works without it
 # Of these pages: transformers, safetensors, checkpoints.
-NEED_EXTRAS = {
-    "units.md",
-    "getting-started.md",
-    "weights.md",
-    "checkpoints.md",
-    "loops.md",
-}
+NEED_EXTRAS = {"units.md", "getting-started.md", "weights.md", "checkpoints.md", "loops.md"}
 
 
 @pytest.fixture(scope="module")
@@ -46,46 +46,35 @@ def run_page():
         yield run_page
 
 
-def failing_pages(run_page, pages, folder, ranks=1):
-    """Run pages each in a folder of its own; return what the failing ones print."""
-    found = []
-    for number, page in enumerate(pages):
-        own = folder / str(number)
-        own.mkdir()
-        code, output = run_page(page, own, ranks)
-        if code:
-            found.append(f"{page.name}:\n{output}")
-    return found
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("needs_extras", [False, pytest.param(True, marks=pytest.mark.extras)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_every_page_runs(run_page, tmp_path, needs_extras, ranks):
-    pages = [page for page in PAGES if (page.name in NEED_EXTRAS) is needs_extras]
-    found = failing_pages(run_page, [page for page in pages if blocks(page)], tmp_path, ranks)
+    found = []
+    for number, page in enumerate(PAGES):
+        if (page.name in NEED_EXTRAS) is needs_extras and blocks(page):
+            own = tmp_path / str(number)
+            own.mkdir()
+            code, output = run_page(page, own, ranks)
+            if code:
+                found.append(f"{page.name}:\n{output}")
     assert not found, "\n".join(found)
 
 
 @pytest.mark.slow
-def test_generation_on_two_ranks_gathers_each_unit_once(tmp_path):
-    paths = [str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")]
-    page = str(ROOT / "docs" / "how-to" / "generate.md")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    logs = ["--redirects", "3", "--log-dir", str(tmp_path)]  # or the lines of ranks would mix
-    done = subprocess.run(
-        [sys.executable, *launch, *logs, "-m", "tests.house.pages", page],
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=SECONDS,
-        check=False,
-    )
-    printed = [log.read_text() for log in tmp_path.rglob("std*.log")]
-    assert not done.returncode, "\n".join([done.stderr, *printed])
-    of_ranks = [text.splitlines() for text in printed if "gathers" in text]
-    assert len(of_ranks) == 2
-    for lines in of_ranks:
-        assert [line for line in lines if "gathers" in line] == ["50 gathers", "5 gathers"]
+def test_generation_on_two_ranks_gathers_each_unit_once(run_page, tmp_path):
+    code, output = run_page(ROOT / "docs" / "how-to" / "generate.md", tmp_path, ranks=2)
+    assert not code, output
+    gathers = [line for line in output.splitlines() if "gathers" in line]
+    assert gathers == ["50 gathers", "5 gathers"] * 2
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if not name.endswith("__main__")])
+def test_the_examples_of_a_module_run(name):
+    try:
+        result = doctest.testmod(importlib.import_module(name), verbose=False)
+    finally:
+        if dist.is_initialized():  # examples let meshard make a group of one rank
+            dist.destroy_process_group()
+    assert not result.failed  # what failed was printed

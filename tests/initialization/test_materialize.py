@@ -1,20 +1,19 @@
 """``materialize``: sharded models get the values of an unsharded initialization."""
 
+import functools
 import gc
-import math
-import warnings
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from meshard import CommLedger, fully_shard, fully_shard_units, materialize, unsharded_params
+from tests.support.models import Made
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks
 
@@ -42,33 +41,33 @@ class Scale(nn.Module):
         return x * self.weight + self.noise + self.fixed.sum() + self.places
 
 
-class Attending(nn.Module):
-    def __init__(self, dim):
-        super().__init__()
-        self.attention = nn.MultiheadAttention(dim, 2, batch_first=True)
-        self.scale = Scale(dim)
+def attending(dim):
+    def forward(m, x):
+        return m.scale(m.attention(x, x, x, need_weights=False)[0])
 
-    def forward(self, x):
-        return self.scale(self.attention(x, x, x, need_weights=False)[0])
+    attention = nn.MultiheadAttention(dim, 2, batch_first=True)
+    return Made(forward, attention=attention, scale=Scale(dim))
 
 
-class Everything(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(11, 8, padding_idx=0)
-        self.conv = nn.Conv1d(8, 8, 3, padding=1)
-        self.norm = nn.BatchNorm1d(8)
-        self.blocks = nn.ModuleList(Attending(8) for _ in range(3))
-        self.recurrent = nn.GRU(8, 5, batch_first=True)
-        self.out = nn.Sequential(nn.LayerNorm(5), nn.Linear(5, 7, dtype=torch.bfloat16))
-        self.out[1].requires_grad_(False)
-
-    def forward(self, tokens):
-        x = self.norm(self.conv(self.embedding(tokens).transpose(1, 2))).transpose(1, 2)
-        for block in self.blocks:
+def everything():
+    def forward(m, tokens):
+        x = m.norm(m.conv(m.embedding(tokens).transpose(1, 2))).transpose(1, 2)
+        for block in m.blocks:
             x = block(x)
-        normed = self.out[0](self.recurrent(x)[0])
-        return self.out[1](normed.bfloat16()).float()
+        normed = m.out[0](m.recurrent(x)[0])
+        return m.out[1](normed.bfloat16()).float()
+
+    return Made(
+        forward,
+        embedding=nn.Embedding(11, 8, padding_idx=0),
+        conv=nn.Conv1d(8, 8, 3, padding=1),
+        norm=nn.BatchNorm1d(8),
+        blocks=[attending(8) for _ in range(3)],
+        recurrent=nn.GRU(8, 5, batch_first=True),
+        out=nn.Sequential(
+            nn.LayerNorm(5), nn.Linear(5, 7, dtype=torch.bfloat16).requires_grad_(False)
+        ),
+    )
 
 
 def seeded(build, seed=SEED):
@@ -96,8 +95,10 @@ def check_materialised(build, expected=None, mesh=None, seed=SEED, **kwargs):
     return model, after
 
 
-def check_values(mesh_shape, to_empty_first):
-    model = meta(Everything)
+@pytest.mark.parametrize(("mesh_shape", "to_empty_first"), [((4,), True), ((2, 2), False)])
+@on_ranks(4)
+def test_values_are_bit_for_bit_those_of_one_process(mesh_shape, to_empty_first):
+    model = meta(everything)
     fully_shard_units(model, init_device_mesh("cpu", mesh_shape))
     if to_empty_first:
         model.to_empty(device="cpu")
@@ -105,103 +106,69 @@ def check_values(mesh_shape, to_empty_first):
     with CommLedger() as ledger:
         materialize(model)
     after = torch.rand(3)
-    plain = seeded(Everything)
+    plain = seeded(everything)
     assert_same(after, torch.rand(3), bitwise=True)  # the generator went on like there
-    assert_same(full_state(model), full_state(plain), bitwise=True)
+    assert_same(full_state(model), full_state(plain), bitwise=True)  # in each replica
     if not to_empty_first:  # nothing is gathered: one broadcast per axis of the mesh
         assert ledger.counts == {"broadcast": len(mesh_shape)}
-    if mesh_shape == (2, 2):  # replicas hold the same bits
-        for name, param in model.named_parameters():
-            copies = [None, None]
-            dist.all_gather_object(copies, param.to_local(), param.device_mesh.get_group(0))
-            assert torch.equal(*copies), name
-
-
-@pytest.mark.parametrize(
-    ("mesh_shape", "to_empty_first"), [((2,), False), ((3,), True), ((2, 2), False)]
-)
-def test_values_are_bit_for_bit_those_of_one_process(run_ranks, mesh_shape, to_empty_first):
-    run_ranks(check_values, math.prod(mesh_shape), mesh_shape, to_empty_first)
 
 
 @on_ranks(2)
 def test_any_units_and_shard_dims_give_the_same():
-    check_materialised(Everything, units=(nn.Linear, nn.Conv1d, Scale))
-    check_materialised(Everything, shard_placement_fn=lambda param: Shard(param.dim() - 1))
+    check_materialised(everything, units=(nn.Linear, nn.Conv1d, Scale))
+    check_materialised(everything, shard_placement_fn=lambda param: Shard(param.dim() - 1))
 
 
 @on_ranks(2)
 def test_the_generator_of_the_first_rank_counts_and_the_others_keep_theirs():
     rank = dist.get_rank()
-    plain = seeded(Everything, seed=0)
+    plain = seeded(everything, seed=0)
     expected_after = torch.rand(3)
-    _, after = check_materialised(Everything, plain, seed=rank)
+    _, after = check_materialised(everything, plain, seed=rank)
     if rank:
         torch.manual_seed(rank)
         expected_after = torch.rand(3)
     assert_same(after, expected_after, bitwise=True)
 
 
-class Whole(nn.Module):
-    """Initialises what is inside it, like nn.Transformer, which has to be whole for that."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        for param in self.parameters():
-            if param.dim() > 1:
-                nn.init.xavier_uniform_(param)
-
-
-def small_transformer():
-    return nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
-
-
-def reset_in_turn(module):
-    for child in module.children():
-        reset_in_turn(child)
-    for name in ("reset_parameters", "_reset_parameters"):
-        getattr(module, name, lambda: None)()
-
-
-@pytest.mark.parametrize("build", [Whole, small_transformer])
 @on_ranks(2)
-def test_a_module_that_initialises_what_is_inside_has_it_whole(build):
-    plain = build()
+def test_a_module_that_initialises_what_is_inside_has_it_unsharded():
+    def build():
+        return nn.Transformer(8, 2, 2, 2, 16, batch_first=True)
+
+    plain = build()  # which copies its layers, instead of drawing for each
     torch.manual_seed(SEED)
-    reset_in_turn(plain)
-    if build is Whole:  # nn.Transformer copies its layers instead of drawing for each
-        assert_same(full_state(seeded(build)), full_state(plain), bitwise=True)
+
+    def reset(module):
+        for child in module.children():
+            reset(child)
+        for name in ("reset_parameters", "_reset_parameters"):
+            getattr(module, name, lambda: None)()
+
+    reset(plain)
     check_materialised(build, plain)
 
 
-class Watching(nn.Linear):
-    """Notes how much of the model is whole while it is initialised."""
-
-    def reset_parameters(self):
-        super().reset_parameters()
-        params = self.root.parameters() if hasattr(self, "root") else ()
-        seen = sum(p.numel() for p in params if not isinstance(p, DTensor))
-        self.__dict__["seen"] = seen
-
-
 @on_ranks(2)
-def test_one_unit_is_whole_at_a_time_beside_the_root():
-    model = meta(lambda: nn.Sequential(*[Watching(6, 6, bias=False) for _ in range(5)]))
+def test_one_unit_is_unsharded_at_a_time_beside_the_root():
+    model = meta(lambda: nn.Sequential(*[nn.Linear(6, 6, bias=False) for _ in range(5)]))
     fully_shard_units(model, units=lambda fqn, _: fqn in ("0", "1", "2", "3"))
+    seen = []
+
+    def reset(layer):
+        nn.Linear.reset_parameters(layer)
+        seen.append(sum(p.numel() for p in model.parameters() if not isinstance(p, DTensor)))
+
     for layer in model:
-        layer.__dict__["root"] = model
+        layer.reset_parameters = functools.partial(reset, layer)
     materialize(model)
-    assert [layer.seen for layer in model] == [72, 72, 72, 72, 36]  # "4" belongs to the root
+    assert seen == [72, 72, 72, 72, 36]  # "4" belongs to the root
 
 
 @on_ranks(2)
 def test_a_model_that_has_values_is_drawn_anew():
     tokens = torch.ones(1, 4, dtype=torch.int64)
-    model = seeded(Everything, seed=0)
+    model = seeded(everything, seed=0)
     fully_shard_units(model)
     with torch.no_grad():
         for param in model.parameters():
@@ -210,7 +177,7 @@ def test_a_model_that_has_values_is_drawn_anew():
     torch.manual_seed(SEED)
     materialize(model)
     model(tokens)
-    assert_same(full_state(model), full_state(seeded(Everything)), bitwise=True)
+    assert_same(full_state(model), full_state(seeded(everything)), bitwise=True)
 
 
 def three_layers():
@@ -227,19 +194,20 @@ def test_a_unit_of_several_modules_is_initialised_in_module_order():
     assert_same(full_state(model), full_state(seeded(three_layers)), bitwise=True)
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(7, 4)
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 7, bias=False)
-        self.embedding.weight = self.head.weight
-
-
 @on_ranks(2)
 def test_a_tied_parameter_has_what_its_last_owner_draws():
+    def build():
+        embedding, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
+        embedding.weight = head.weight
+        blocks = [nn.Linear(4, 4) for _ in range(2)]
+        return Made(None, embedding=embedding, blocks=blocks, head=head)
+
+    plain = build()
+    torch.manual_seed(SEED)
+    for layer in (plain.embedding, *plain.blocks, plain.head):
+        layer.reset_parameters()
     for units in ("auto", (nn.Linear, nn.Embedding)):
-        check_materialised(Tied, units=units)
+        check_materialised(build, plain, units=units)
 
 
 @on_ranks(2)
@@ -249,12 +217,12 @@ def test_init_does_what_apply_does_on_one_process():
     def normal(module):
         if isinstance(module, nn.Linear):
             module.weight.data.normal_(std=0.02)
-        if isinstance(module, Attending):
+        if hasattr(module, "attention"):
             for name, param in module.named_parameters():
                 if name.endswith("out_proj.weight"):
                     param.data.normal_(std=0.001)
 
-    model, plain = (seeded(Everything, seed=0) for _ in range(2))
+    model, plain = (seeded(everything, seed=0) for _ in range(2))
     fully_shard_units(model)
     torch.manual_seed(SEED)
     materialize(model, init=normal)
@@ -263,54 +231,30 @@ def test_init_does_what_apply_does_on_one_process():
     assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
-@on_ranks(2)
-def test_the_peer_draws_the_same_shard_on_every_rank():
-    expected = seeded(lambda: nn.Linear(4, 4)).weight.detach()
-    model, _ = check_materialised(lambda: nn.Sequential(nn.Linear(4, 4)), units=nn.Linear)
-    assert_same(model[0].weight.full_tensor(), expected, bitwise=True)
-    layer = meta(lambda: nn.Linear(4, 4))
-    torch_fsdp.fully_shard(layer, mesh=init_device_mesh("cpu", (2,)))
-    layer.to_empty(device="cpu")
-    torch.manual_seed(SEED)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # "DTensor random operators may not have complete..."
-        layer.reset_parameters()
-    drawn = layer.weight.full_tensor()
-    assert not torch.equal(drawn, expected)
-    assert torch.equal(drawn[:2], drawn[2:])
-
-
-class Partly(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.drawn = nn.Linear(4, 4)
-        self.gain = nn.Parameter(torch.full((4,), 2.0))  # nothing resets it
+def partly():
+    """Return a layer beside a parameter that nothing resets."""
+    return Made(None, drawn=nn.Linear(4, 4), gain=nn.Parameter(torch.full((4,), 2.0)))
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 @on_ranks(2)
 def test_what_nothing_resets_keeps_its_values(device):
-    model = Partly()
+    model = partly()
     model.drawn.to(device)
     fully_shard(model)
     torch.manual_seed(SEED)
     materialize(model)
-    assert_same(full_state(model), full_state(seeded(Partly)), bitwise=True)
-
-
-class RunsItself(nn.Linear):
-    """Looks at what it computes while it is initialised, as data-dependent schemes do."""
-
-    def reset_parameters(self):
-        super().reset_parameters()
-        self.of_ones = self(torch.ones(1, 4)).detach() if hasattr(self, "weight") else None
+    assert_same(full_state(model), full_state(seeded(partly)), bitwise=True)
 
 
 @on_ranks(2)
-def test_a_module_may_run_while_it_is_initialised():
-    model = fully_shard(meta(lambda: RunsItself(4, 4)))
+def test_a_module_may_run_while_it_is_initialised():  # as data-dependent schemes do
+    model, x, seen = fully_shard(meta(lambda: nn.Linear(4, 4))), torch.ones(1, 4), []
+    model.reset_parameters = lambda: seen.extend(
+        [nn.Linear.reset_parameters(model), model(x).detach()]
+    )
     materialize(model)
-    assert_same(model.of_ones, model(torch.ones(1, 4)).detach(), bitwise=True)
+    assert_same(seen[1], model(x).detach(), bitwise=True)
 
 
 @on_ranks(2)
@@ -326,11 +270,6 @@ def test_replicated_parameters_are_drawn_and_edited_as_they_are():
     assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
-class Forgetful(nn.Linear):
-    def reset_parameters(self):
-        nn.init.zeros_(self.weight)
-
-
 def refused(model, error, match, **kwargs):
     with pytest.raises(error, match=match):
         materialize(model, **kwargs)
@@ -338,11 +277,12 @@ def refused(model, error, match, **kwargs):
 
 @on_ranks(2)
 def test_what_would_not_be_initialised_is_named():
-    model = meta(lambda: nn.Sequential(Partly(), Partly()))
+    model = meta(lambda: nn.Sequential(partly(), partly()))
     fully_shard(model)
-    refused(model, ValueError, r"no reset_parameters: 0 \(Partly: gain\); 1 \(Partly: gain\)\.")
+    refused(model, ValueError, r"no reset_parameters: 0 \(Made: gain\); 1 \(Made: gain\)\.")
     assert all(param.is_meta for param in model.parameters())
-    model = meta(lambda: nn.Sequential(nn.Linear(2, 2), Forgetful(4, 4)))
+    model = meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(4, 4)))
+    model[1].reset_parameters = lambda: nn.init.zeros_(model[1].weight)
     fully_shard(model[1])
     fully_shard(model)
     refused(model, RuntimeError, r"1 parameters or buffers were .* first is '1\.bias'")

@@ -3,18 +3,18 @@
 Rotary models have a non-persistent buffer of frequencies, which is in no checkpoint.
 """
 
-import copy
 import sys
 import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
 import meshard
 from meshard.checkpoint import meta_parameters
-from tests.support.models import seeded
+from tests.support.models import Made, seeded
 from tests.support.ranks import on_ranks
 
 
@@ -27,32 +27,27 @@ class Rotary(nn.Module):
         super().__init__()
         self.register_buffer("inv_freq", frequencies(), persistent=False)
 
+    def reset_parameters(self):
+        self.inv_freq.copy_(frequencies())
+
     def forward(self, x):
         return x * self.inv_freq.cos()
 
 
-class ResetRotary(Rotary):
-    def reset_parameters(self):
-        self.inv_freq.copy_(frequencies())
-
-
-class Model(nn.Module):
-    def __init__(self, rotary=Rotary):
-        super().__init__()
-        self.rotary = rotary()
-        self.norm = nn.BatchNorm1d(4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x):
-        x = self.norm(self.rotary(x))
-        for layer in self.layers:
+def built():
+    def forward(m, x):
+        x = m.norm(m.rotary(x))
+        for layer in m.layers:
             x = layer(x)
         return x
 
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    return Made(forward, rotary=Rotary(), norm=nn.BatchNorm1d(4), layers=layers)
 
-def on_meta(rotary=Rotary):
+
+def on_meta():
     with torch.device("meta"):
-        model = Model(rotary)
+        model = built()
     for layer in model.layers:
         meshard.fully_shard(layer)
     return meshard.fully_shard(model)
@@ -66,29 +61,17 @@ def warnings_of_two_forwards(model):
     return caught
 
 
-def load_state_dict(model, whole, folder):
-    result = model.load_state_dict(whole)
-    assert not result.missing_keys and not result.unexpected_keys
-
-
-def load_by_dcp(model, whole, folder):
-    dcp.save(whole, checkpoint_id=folder)
-    state = model.state_dict()
-    dcp.load(state, checkpoint_id=folder)
-    model.load_state_dict(state)
-
-
-def load_in_place_by_dcp(model, whole, folder):
-    dcp.save(whole, checkpoint_id=folder)
-    dcp.load(model.state_dict(), checkpoint_id=folder)
-
-
 @on_ranks(1)
-@pytest.mark.parametrize("load", [load_state_dict, load_by_dcp, load_in_place_by_dcp])
-def test_the_first_forward_names_what_no_checkpoint_has(load, tmp_path):
-    model = on_meta()
+@pytest.mark.parametrize("how", ["load_state_dict", "dcp", "dcp in place"])
+def test_the_first_forward_names_what_no_checkpoint_has(how, tmp_path):
+    model, state = on_meta(), seeded(built()).state_dict()
     model.to_empty(device="cpu")
-    load(model, seeded(Model()).state_dict(), tmp_path / "checkpoint")
+    if how != "load_state_dict":
+        dcp.save(state, checkpoint_id=tmp_path / "checkpoint")
+        state = model.state_dict()
+        dcp.load(state, checkpoint_id=tmp_path / "checkpoint")
+    if how != "dcp in place":
+        assert not any(model.load_state_dict(state))
     line = sys._getframe().f_lineno + 4
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -104,7 +87,7 @@ def test_the_first_forward_names_what_no_checkpoint_has(load, tmp_path):
 
 @on_ranks(1)
 def test_every_buffer_that_was_not_loaded_is_named_whatever_happens_in_between():
-    whole = seeded(Model()).state_dict()
+    whole = seeded(built()).state_dict()
 
     def check_named(model, names, state=whole):
         if state is not None:
@@ -124,7 +107,7 @@ def test_every_buffer_that_was_not_loaded_is_named_whatever_happens_in_between()
     check_named(model, "'rotary.inv_freq'", None)
 
     with meta_parameters():
-        model = Model()
+        model = built()
     meshard.fully_shard(model)
     model.to_empty(device="cpu")  # throws values away
     check_named(model, "'rotary.inv_freq'")
@@ -139,44 +122,36 @@ def test_every_buffer_that_was_not_loaded_is_named_whatever_happens_in_between()
     check_named(around, "'0.0.inv_freq'", None)
 
 
+def receive(rotary):
+    if dist.get_rank() == 0:
+        rotary.inv_freq.copy_(frequencies())
+    dist.broadcast(rotary.inv_freq, 0)
+
+
 WRITES = {
     "reset": lambda rotary: rotary.reset_parameters(),
     "assigned": lambda rotary: setattr(rotary, "inv_freq", frequencies()),
     "registered": lambda rotary: rotary.register_buffer("inv_freq", frequencies(), False),
     "written by data": lambda rotary: rotary.inv_freq.data.copy_(frequencies()),
     "replaced by data": lambda rotary: setattr(rotary.inv_freq, "data", frequencies()),
+    "received": receive,
 }
 
 
-@on_ranks(1)
+@on_ranks(2)
 @pytest.mark.parametrize("write", [*WRITES, "materialized", "emptied and materialized"])
 def test_what_was_written_is_not_named(write):
-    model = on_meta(ResetRotary)
+    model = on_meta()
     if write != "materialized":
         model.to_empty(device="cpu")
     if write in WRITES:
         WRITES[write](model.rotary)
     else:
         meshard.materialize(model)
-    model.load_state_dict(seeded(Model()).state_dict())
+    model.load_state_dict(seeded(built()).state_dict())
     assert not warnings_of_two_forwards(model)
     assert torch.equal(model.rotary.inv_freq, frequencies())
-
-
-@on_ranks(2)
-def test_buffers_that_a_collective_has_filled_are_not_named():
-    model = on_meta()
-    model.to_empty(device="cpu")
-    model.load_state_dict(seeded(Model()).state_dict())
-    if torch.distributed.get_rank() == 0:
-        model.rotary.inv_freq.copy_(frequencies())
-    torch.distributed.broadcast(model.rotary.inv_freq, 0)
-    assert not warnings_of_two_forwards(model)
-
-
-@on_ranks(1)
-def test_a_model_that_was_never_emptied_is_not_looked_at():
-    model = meshard.fully_shard(copy.deepcopy(seeded(Model())))
+    model = meshard.fully_shard(built())  # never emptied
     model.rotary.inv_freq.fill_(float("nan"))
     assert not warnings_of_two_forwards(model)
 
@@ -184,7 +159,7 @@ def test_a_model_that_was_never_emptied_is_not_looked_at():
 @on_ranks(1)
 def test_a_buffer_that_assign_left_on_meta_is_named_in_the_error_of_torch():
     model = on_meta()
-    model.load_state_dict(seeded(Model()).state_dict(), assign=True)
+    model.load_state_dict(seeded(built()).state_dict(), assign=True)
     with pytest.raises(RuntimeError, match="meta") as error:
         model(torch.ones(2, 4))
     assert "buffer 'rotary.inv_freq'. No checkpoint has" in str(error.value)

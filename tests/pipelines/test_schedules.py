@@ -7,7 +7,7 @@ Zero-bubble schedules and DualPipeV split a backward: first the gradients of a s
 those of the parameters, which they write into ``.grad`` themselves, outside of any backward.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
 import meshard
+from tests.support.models import Made
 from tests.support.parity import assert_same, full_grads
 
 DIM = 6
@@ -33,7 +34,7 @@ runs_on_gloo = pytest.mark.skipif(
 )
 
 
-def by_name(*names: str) -> pytest.MarkDecorator:
+def by_name(*names):
     """Parametrize by schedules; all but the first are slow."""
     rows = []
     for index, name in enumerate(names):
@@ -42,54 +43,46 @@ def by_name(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", rows)
 
 
-class Part(nn.Module):
-    """What one stage computes: two blocks, which are units, and maybe a parameter of its own.
+def part(*, has_scale):
+    """Return a stage: two blocks, which are units, and maybe a parameter of its own.
 
     Without one it returns what a unit inside it has returned.
     """
 
-    def __init__(self, *, has_scale: bool) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(DIM, DIM + 1), nn.Tanh(), nn.Linear(DIM + 1, DIM))
-            for _ in range(2)
-        )
-        self.scale = nn.Parameter(torch.ones(DIM)) if has_scale else None
+    def forward(m, x):
+        x = x if m.scale is None else x * m.scale
+        return m.blocks[1](x + m.blocks[0](x))
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.scale is not None:
-            x = x * self.scale
-        x = x + self.blocks[0](x)
-        return self.blocks[1](x)
+    layers = [(nn.Linear(DIM, DIM + 1), nn.Tanh(), nn.Linear(DIM + 1, DIM)) for _ in range(2)]
+    scale = nn.Parameter(torch.ones(DIM)) if has_scale else None
+    return Made(forward, blocks=[nn.Sequential(*each) for each in layers], scale=scale)
 
 
-def parts(count: int) -> list[Part]:
+def parts(count):
     torch.manual_seed(0)
-    return [Part(has_scale=index != 1) for index in range(count)]
+    return [part(has_scale=index != 1) for index in range(count)]
 
 
-def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+def batch(step):
     generator = torch.Generator().manual_seed(step)
-    shape = (2, 2 * NUM_MICROBATCHES, DIM)
-    return torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
+    return torch.randn((2, 2, 2 * NUM_MICROBATCHES, DIM), generator=generator).unbind()
 
 
-def stages_of(name: str, rank: int) -> list[int]:
+def stages_of(name, rank):
     if name in SINGLE:
         return [rank]
     return [rank, 3 - rank] if name in V_SHAPED else [rank, rank + 2]
 
 
-@dataclass
-class Step:
+class Step(NamedTuple):
     """What one rank has after one step."""
 
     loss: float | None  # of the whole batch; only where the last stage is
-    grads: dict[str, torch.Tensor | None]  # of this rank's stages, whole
-    reduced: list[str]  # the units that our library has reduced
+    grads: dict  # of this rank's stages, whole
+    reduced: list  # the units that our library has reduced
 
 
-def in_pipeline(name: str, reshard: bool | None, **kwargs: bool) -> list[Step]:
+def in_pipeline(name, reshard, **kwargs):
     """Train by one schedule: a function for four ranks."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     pp, dp = mesh["pp"], mesh["dp"]
@@ -112,13 +105,13 @@ def in_pipeline(name: str, reshard: bool | None, **kwargs: bool) -> list[Step]:
         inputs, targets = (each[dp.get_local_rank()] for each in batch(number))
         loss, losses = None, []
         with meshard.CommLedger() as ledger:
+            first = [inputs] if 0 in own else []
             if len(modules) - 1 in own:
-                first = [inputs] if 0 in own else []
                 schedule.step(*first, target=targets, losses=losses)
                 loss = torch.stack(losses).mean()
                 dist.all_reduce(loss, group=dp.get_group())
             else:
-                schedule.step(*([inputs] if 0 in own else []))
+                schedule.step(*first)
         grads = {
             f"{index}.{key}": grad
             for index, part in own.items()
@@ -132,7 +125,7 @@ def in_pipeline(name: str, reshard: bool | None, **kwargs: bool) -> list[Step]:
     return steps
 
 
-def in_one_process(num_stages: int) -> list[Step]:
+def in_one_process(num_stages):
     model = nn.Sequential(*parts(num_stages))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     steps = []
@@ -146,7 +139,7 @@ def in_one_process(num_stages: int) -> list[Step]:
     return steps
 
 
-def assert_right(of_ranks: list[list[Step]], name: str) -> None:
+def assert_right(of_ranks, name):
     """Compare losses, of which two ranks have one, and gradients, of which every rank has some."""
     expected = in_one_process(2 if name in SINGLE else 4)
     seen, num_losses = set(), 0
@@ -187,11 +180,8 @@ def test_a_schedule_may_wait_for_reductions_at_its_end(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, False, defer_reduce_grad_wait=True), name)
 
 
-def in_a_split_backward(reshard: bool | None, is_manual: bool) -> tuple[str, bool]:
-    """Do on one stage what a schedule does; return the error and whether gradients are right.
-
-    ``is_manual``: as the schedules of torch 2.15 do it.
-    """
+def in_a_split_backward(reshard, is_manual):
+    """Do on one stage what a schedule does (``is_manual``: since torch 2.15); return the error."""
     plain, part = parts(1)[0], parts(1)[0]
     for unit in (*part.blocks, part):
         meshard.fully_shard(unit, reshard_after_forward=reshard)
@@ -209,7 +199,7 @@ def in_a_split_backward(reshard: bool | None, is_manual: bool) -> tuple[str, boo
         _, groups = stage_backward_input([loss], None, [inputs], part.parameters())
     except RuntimeError as error:
         part.reset_iter_state()
-        return str(error.__cause__ or error), False  # torch 2.13 wraps it
+        return str(error.__cause__ or error)  # torch 2.13 wraps it
     stage_backward_weight(part.parameters(), groups)
     part.set_is_last_backward(True)
     part.set_reshard_after_backward(True)
@@ -223,14 +213,14 @@ def in_a_split_backward(reshard: bool | None, is_manual: bool) -> tuple[str, boo
             group.post_backward()
         state._root_post_backward_final_callback()
     assert_same(full_grads(part), full_grads(plain))
-    return "", True
+    return ""
 
 
 @pytest.mark.parametrize("is_manual", [False, True])
 def test_a_split_backward_is_right_or_names_the_units_that_were_resharded(run_ranks, is_manual):
-    assert run_ranks(in_a_split_backward, 1, False, is_manual) == [("", True)]
+    assert run_ranks(in_a_split_backward, 1, False, is_manual) == [""]
     for reshard in (True, None):
-        text, _ = run_ranks(in_a_split_backward, 1, reshard, is_manual)[0]
+        (text,) = run_ranks(in_a_split_backward, 1, reshard, is_manual)
         assert "unit 'blocks.1' would get no gradients from this schedule" in text
         assert "reshard_after_forward=False" in text
 

@@ -37,14 +37,6 @@ def test_a_new_public_method_is_not_built():
     assert after == before
 
 
-def test_this_torch_has_no_public_method_that_fails_inside():
-    theirs = {name for name in vars(torch.distributed.fsdp.FSDPModule) if not name.startswith("_")}
-    for name in theirs:
-        assert getattr(meshard.FSDPModule, name) is not getattr(
-            torch.distributed.fsdp.FSDPModule, name
-        )
-
-
 @dataclass(frozen=True)
 class NewerPolicy(torch.distributed.fsdp.MixedPrecisionPolicy):
     warp: float = 1.0

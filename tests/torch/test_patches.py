@@ -32,7 +32,7 @@ def pending(model):
     return sorted(meshard.pending_gradients(model))
 
 
-def test_a_module_drops_what_is_pending_of_its_parameters(model):
+def test_a_module_and_an_optimizer_drop_what_is_pending_of_their_parameters(model):
     accumulate(model)
     model[0].zero_grad()
     assert pending(model) == ["1.bias", "1.weight"]
@@ -40,30 +40,23 @@ def test_a_module_drops_what_is_pending_of_its_parameters(model):
     model.zero_grad()
     assert pending(model) == [] and not meshard.pending_gradients(model)
     assert len(patches._holders) == 0
-
-
-def test_an_optimizer_drops_what_is_pending_of_its_parameters(model):
-    optimizer = torch.optim.SGD([model[0].weight, model[1].bias], lr=0.1)
     accumulate(model)
-    optimizer.zero_grad()
+    torch.optim.SGD([model[0].weight, model[1].bias], lr=0.1).zero_grad()
     assert pending(model) == ["0.bias", "1.weight"]
 
 
-def test_what_is_reduced_later_is_dropped(model):
+def test_what_is_reduced_later_is_dropped_and_nothing_is_held_between_ordinary_steps(model):
+    for _ in range(2):
+        accumulate(model, meshard.GradientSync.FULL)
+        assert len(patches._holders) == 0
+        assert all(param.grad is not None for param in model.parameters())
+        model.zero_grad()
     model.set_is_last_backward(False)
     model(torch.ones(1, 2)).sum().backward()
     model.zero_grad()
     meshard.finalize_gradients(model)
     assert all(param.grad is None for param in model.parameters())
     assert len(patches._holders) == 0
-
-
-def test_nothing_is_held_between_ordinary_steps(model):
-    for _ in range(2):
-        accumulate(model, meshard.GradientSync.FULL)
-        assert len(patches._holders) == 0
-        assert all(param.grad is not None for param in model.parameters())
-        model.zero_grad()
 
 
 @pytest.mark.parametrize("clear", ["module", "optimizer"])

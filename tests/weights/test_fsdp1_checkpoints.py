@@ -16,11 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
+from tests.support.against_plain import mean_square
 from tests.support.models import MlpBlock, MlpStack, seeded
 from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
+
+
+def by_key(states):
+    return dict(zip(("model", "optimizer"), states, strict=True))
 
 
 def adamw(model):
@@ -29,8 +34,7 @@ def adamw(model):
 
 def step(model, optimizer):
     """Train on this rank's batch, the same in every call; return the loss."""
-    batch = torch.randn(3, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
-    loss = model(batch).square().mean()
+    loss = mean_square(model, dist.get_rank())
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -52,15 +56,14 @@ def test_a_checkpoint_of_fsdp1_goes_on_with_the_same_losses(tmp_path):
     )
     optimizer = adamw(theirs)
     step(theirs, optimizer), step(theirs, optimizer)
-    model_state, optimizer_state = get_state_dict(theirs, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder)
+    dcp.save(by_key(get_state_dict(theirs, optimizer)), checkpoint_id=folder)
     full = get_model_state_dict(theirs, options=StateDictOptions(full_state_dict=True))
 
     ours = shard_blocks(copy.deepcopy(plain), mesh)
     own = adamw(ours)
-    model_state, optimizer_state = get_state_dict(ours, own)
-    state = {"model": model_state, "optimizer": optimizer_state}
+    state = by_key(get_state_dict(ours, own))
     dcp.load(state, checkpoint_id=folder)
+    model_state, optimizer_state = state.values()
     set_state_dict(ours, own, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
     for name, param in ours.named_parameters():

@@ -12,6 +12,7 @@ from torch.func import functional_call
 
 import meshard
 from meshard import CommLedger, unsharded_params
+from tests.support.models import Made
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
@@ -26,10 +27,11 @@ def test_of_edits_that_differ_the_owner_in_the_first_replica_wins():
     with unsharded_params(model), torch.no_grad():
         model.weight.fill_(rank)
     # Rows are owned by shard rank 0 and 1; the first replica's ranks are 0 and 1.
-    assert model.weight.full_tensor().tolist() == [[0, 0], [0, 0], [1, 1], [1, 1]]
+    rows = torch.tensor([[0.0, 0.0], [0.0, 0.0], [1.0, 1.0], [1.0, 1.0]])
+    assert_same(full_state(model), {"weight": rows}, what="parameter")
     with unsharded_params(model, writeback=False), torch.no_grad():
         model.weight.fill_(7)
-    assert model.weight.full_tensor()[0, 0] == 0
+    assert_same(full_state(model), {"weight": rows}, what="parameter")
 
 
 @on_ranks(2)
@@ -43,9 +45,8 @@ def test_contexts_nest():
             model(x)
         assert not ledger.counts
         assert not isinstance(model.blocks[1].up.weight, DTensor)
-        with pytest.raises(
-            RuntimeError, match=r"'blocks\.1' is unsharded already by unsharded_params"
-        ):
+        text = r"'blocks\.1' is unsharded already by unsharded_params"
+        with pytest.raises(RuntimeError, match=text):
             unsharded_params(model, rank0_only=True).__enter__()
         assert isinstance(model.scale, DTensor)
     numbers = {id(p): number for number, p in enumerate(plain.parameters())}
@@ -60,9 +61,8 @@ def test_contexts_nest():
     ):
         pass
     with unsharded_params(model, recurse=False):
-        assert not isinstance(model.scale, DTensor) and isinstance(
-            model.blocks[0].up.weight, DTensor
-        )
+        assert not isinstance(model.scale, DTensor)
+        assert isinstance(model.blocks[0].up.weight, DTensor)
         assert_same(model(x), plain(x))  # the root as it is, the blocks gathered
 
 
@@ -70,24 +70,32 @@ def test_contexts_nest():
     mode=list(meshard.GradientSync), inside=[True, False], mesh_shape=[(4,), (2, 2), (2, 2), (4,)]
 )
 @on_threads(4)
-def test_gradients_of_whole_parameters_are_reduced(mode, inside, mesh_shape):
-    """The whole parameters train: with and without what an ordinary forward gives."""
+def test_gradients_of_unsharded_parameters_are_reduced(mode, inside, mesh_shape):
+    """They train: with and without what an ordinary forward gives, and from two blocks at once."""
     case, model, plain = sharded_case("integer", mesh_shape)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     model.set_gradient_divide_factor(1.0)
+    times = 1 if inside else 2
+
+    def loss_of(model, k, rank):
+        loss = case.loss(model(case.batch(k, rank)))
+        return loss + (rank + 1) * model.blocks[1].linear.bias.sum()
+
     for k in meshard.microbatches(model, range(2), until_last=mode):
-        with unsharded_params(model.blocks[1]):
-            loss = case.loss(model(case.batch(k, rank)))
-            loss = loss + (rank + 1) * model.blocks[1].linear.bias.sum()
-            if inside:
-                loss.backward()
-        ordinary = case.loss(model(case.batch(5, rank)))
-        (ordinary if inside else ordinary + loss).backward()
+        total = 0
+        for _ in range(times):
+            with unsharded_params(model.blocks[1]):
+                loss = loss_of(model, k, dist.get_rank())
+                if inside:
+                    loss.backward()
+                else:
+                    total += loss
+        (total + case.loss(model(case.batch(5, dist.get_rank())))).backward()
     for k in range(2):
-        for r in range(num_ranks):
-            loss = case.loss(plain(case.batch(k, r))) + case.loss(plain(case.batch(5, r)))
-            (loss + (r + 1) * plain.blocks[1].linear.bias.sum()).backward()
-    assert_same(full_grads(model), full_grads(plain), bitwise=True)
+        for rank in range(4):
+            for _ in range(times):  # not a multiple: gradients are clamped
+                loss_of(plain, k, rank).backward()
+            case.loss(plain(case.batch(5, rank))).backward()
+    assert_same(full_grads(model), full_grads(plain), bitwise=True, what="gradient")
     assert not meshard.pending_gradients(model)
 
 
@@ -145,23 +153,19 @@ def test_wrong_moments_are_refused():
     model(x)
 
 
-class Silent(nn.Linear):
-    """Returns no tensor."""
-
-    def forward(self, x):
-        self.__dict__["result"] = super().forward(x)
-
-
 @on_ranks(2)
 def test_a_summoned_unit_runs_like_an_ordinary_module():
     """A unit of a running root that is summoned is neither cast, gathered nor retained."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
-    layer = meshard.fully_shard(Silent(4, 4), mp_policy=policy)
+    results = []
+    silent = Made(lambda m, x: results.append(m.linear(x)), linear=nn.Linear(4, 4))
+    layer = meshard.fully_shard(silent, mp_policy=policy)
     with unsharded_params(layer):
         layer(torch.ones(1, 4))  # outside of the block: a warning, which is an error
-        assert layer.result.dtype == torch.float32
-        layer.result.sum().backward()
-    assert layer.weight.grad is not None and isinstance(layer.weight, DTensor)
+        assert results[0].dtype == torch.float32
+        results[0].sum().backward()
+    weight = layer.linear.weight
+    assert weight.grad is not None and isinstance(weight, DTensor)
 
 
 @on_ranks(1)

@@ -1,4 +1,4 @@
-"""``unsharded_params``: whole weights to read and edit, of which nothing is left behind."""
+"""``unsharded_params``: unsharded weights to read and edit, of which nothing is left behind."""
 
 import copy
 import gc
@@ -14,81 +14,55 @@ from torch.distributed.tensor import DTensor, Shard
 import meshard
 from meshard import MixedPrecisionPolicy, unsharded_params
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
-from tests.support.models import seeded
+from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
 from tests.support.spread import spread
 
 
-def named(module):
-    return {name: param.detach().clone() for name, param in module.named_parameters()}
+def flags(module):
+    return {name: param.requires_grad for name, param in module.named_parameters()}
 
 
-def read_edit_and_train(name, mesh_shape, **kwargs):
+@spread(
+    name=["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"],
+    rank0_only=[False, True],
+    mesh_shape=[(4,), (2, 2)],
+    offload_to_cpu=[False, False, True],
+)
+@on_threads(4)
+def test_edits_reach_shards_replicas_forwards_and_optimizers(
+    name, rank0_only, mesh_shape, offload_to_cpu
+):
     case, model, plain = sharded_case(name, mesh_shape)
-    batch = case.batch(0, 0)
+    batch, dtype, rank = case.batch(0, 0), case.dtype, dist.get_rank()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with torch.no_grad():
         model(batch)
     ids = [id(param) for param in model.parameters()]
-    here = dist.get_rank() == 0 or not kwargs.get("rank0_only")
-    with unsharded_params(model, **kwargs):
+    here = rank == 0 or not rank0_only
+    with unsharded_params(model, rank0_only=rank0_only, offload_to_cpu=offload_to_cpu):
         if here:
             assert not any(isinstance(param, DTensor) for param in model.parameters())
-            assert_same(named(model), named(plain), bitwise=True)
-            assert [p.requires_grad for p in model.parameters()] == [
-                p.requires_grad for p in plain.parameters()
-            ]
+            assert_same(full_state(model), full_state(plain), bitwise=True)
+            assert flags(model) == flags(plain)
             edit(model)
             state = model.state_dict()
         else:
             assert all(isinstance(param, DTensor) for param in model.parameters())
     edit(plain)
     assert [id(param) for param in model.parameters()] == ids
-    assert_same(full_state(model), full_state(plain), bitwise=True)
+    assert_same(full_state(model), full_state(plain), bitwise=True)  # in each replica
     if here:
         assert_same(dict(state), dict(plain.state_dict()), bitwise=True)
-    if mesh_shape == (2, 2):  # replicas hold the same bits
-        for name, param in model.named_parameters():
-            copies = [None, None]
-            dist.all_gather_object(copies, param.to_local(), param.device_mesh.get_group(0))
-            assert torch.equal(*copies), name
-    dtype = case.dtype
     assert_same(model(batch), plain(batch), dtype)
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
     case.loss(model(case.batch(0, rank))).backward()
-    case.loss(plain(case.whole_batch(0, num_ranks))).backward()
+    case.loss(plain(case.whole_batch(0, 4))).backward()
     assert_same(full_grads(model), full_grads(plain), dtype)
     optimizer.step()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     assert_same(full_state(model), full_state(plain), dtype)
-
-
-@spread(
-    name=["mlp_stack", "transformer_tied", "uneven", "frozen_beside", "mixed_dtype"],
-    rank0_only=[False, True],
-)
-@on_threads(2)
-def test_edits_reach_shards_forwards_and_optimizers(name, rank0_only):
-    read_edit_and_train(name, (2,), rank0_only=rank0_only)
-
-
-@pytest.mark.parametrize("rank0_only", [False, True])
-@on_ranks(4)
-def test_replicas_and_empty_shards_get_edits_too(rank0_only):
-    read_edit_and_train("uneven", (2, 2), rank0_only=rank0_only)
-    read_edit_and_train("uneven", (4,), rank0_only=rank0_only, offload_to_cpu=True)
-
-
-class Narrow(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.wide = nn.Linear(5, 3)
-        self.table = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
-
-    def forward(self, x):
-        return self.wide(x) + self.table[0].to(x.dtype)
 
 
 @on_ranks(2)
@@ -96,11 +70,13 @@ def test_masters_are_not_rounded_to_the_compute_dtype():
     mesh = init_device_mesh("cpu", (2,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     placement = {"shard_placement_fn": lambda p: Shard(p.dim() - 1), "mp_policy": policy}
-    model = meshard.fully_shard(seeded(Narrow()), mesh, **placement)
-    plain = seeded(Narrow())
+    table = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
+    forward = lambda m, x: m.wide(x) + m.table[0].to(x.dtype)  # noqa: E731
+    plain = seeded(Made(forward, wide=nn.Linear(5, 3), table=table))
+    model = meshard.fully_shard(copy.deepcopy(plain), mesh, **placement)
     with unsharded_params(model):
         assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()]
-        assert_same(named(model), named(plain), bitwise=True)
+        assert_same(full_state(model), full_state(plain), bitwise=True)
         assert model(torch.ones(1, 5)).dtype == torch.float32  # no casts: a plain module
         with torch.no_grad():
             model.wide.bias.add_(2.0**-20)
@@ -139,7 +115,7 @@ def test_not_a_byte_is_left_behind(rank0_only, fails):
 
 
 @on_ranks(2)
-def test_no_cycle_keeps_whole_parameters():
+def test_no_cycle_keeps_unsharded_parameters():
     case, model, _ = sharded_case("mlp_stack")
 
     def train_inside():
@@ -181,8 +157,7 @@ def test_parameters_may_be_replaced_and_frozen_inside():
     assert [id(param) for param in model.parameters()] == ids
     expected = {name: value.float() for name, value in full_state(plain).items()}
     assert_same(full_state(model), expected, bitwise=True)
-    flags = {name: param.requires_grad for name, param in plain.named_parameters()}
-    assert {name: param.requires_grad for name, param in model.named_parameters()} == flags
+    assert flags(model) == flags(plain)
     plain.float()
     case.loss(model(case.batch(0, dist.get_rank()))).backward()
     case.loss(plain(case.whole_batch(0, 2))).backward()
@@ -194,39 +169,31 @@ def test_what_cannot_be_written_back_is_named_and_nothing_is_written():
     _, model, _ = sharded_case("transformer_tied")
     before = full_state(model)
 
-    def wrong_shape():
-        model.norm.weight = nn.Parameter(torch.ones(3))
+    def put(module, name, value):
+        return lambda: setattr(module, name, nn.Parameter(value()))
 
-    def cut_a_tie():
-        model.head.weight = nn.Parameter(torch.ones(11, 8))
-
-    def remove():
-        del model.norm.bias
-
-    def shard_again():
-        model.norm.bias = nn.Parameter(sharded)
-
-    def step():
-        optimizer.step()
-
-    def open_and(model, spoil):
-        with unsharded_params(model):
-            with torch.no_grad():
-                model.blocks[0].mlp[0].weight.add_(1)
-            spoil()
-
+    norm, head, sharded = model.norm, model.head, model.norm.bias
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     for spoil, text in [
-        (wrong_shape, r"'norm\.weight' of unit '\(root\)' was replaced .* shape \(3,\)"),
-        (cut_a_tie, r"'embedding\.weight' of unit '\(root\)' .* by a Parameter .* and a Parameter"),
-        (remove, r"'norm\.bias' of unit '\(root\)' was replaced .* by nothing"),
-        (shard_again, r"replaced inside unsharded_params by a DTensor"),
-        (step, r"shards of unit '.*' were edited inside unsharded_params"),
-    ]:
-        sharded = model.norm.bias
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        (put(norm, "weight", lambda: torch.ones(3)),
+         r"'norm\.weight' of unit '\(root\)' was replaced .* shape \(3,\)"),
+        (put(head, "weight", lambda: torch.ones(11, 8)),
+         r"'embedding\.weight' of unit '\(root\)' .* by a Parameter .* and a Parameter"),
+        (lambda: delattr(norm, "bias"),
+         r"'norm\.bias' of unit '\(root\)' was replaced .* by nothing"),
+        (put(norm, "bias", lambda: sharded), r"replaced inside unsharded_params by a DTensor"),
+        (optimizer.step, r"shards of unit '.*' were edited inside unsharded_params"),
+    ]:  # fmt: skip
         sharded.grad = sharded.detach().clone()
+
+        def edit_and_spoil(spoil=spoil):
+            with unsharded_params(model):
+                with torch.no_grad():
+                    model.blocks[0].mlp[0].weight.add_(1)
+                spoil()
+
         with pytest.raises(RuntimeError, match=text):
-            open_and(model, spoil)
+            edit_and_spoil()
         sharded.grad = None
         assert_same(full_state(model), before, bitwise=True)
         with torch.no_grad():
