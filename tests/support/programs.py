@@ -683,8 +683,7 @@ class Player:
     def do_copy(self, adopts: bool) -> None:
         if not self.is_idle:
             return
-        if self.program.is_replicated:
-            self.do_zero("none")  # copies of replicas have no gradients
+        self.do_zero("none")  # copies have no gradients
         original, self.model = self.model, copy.deepcopy(self.model)
         self.do_evaluate("no_grad")
         if adopts:
