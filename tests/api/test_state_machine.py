@@ -11,8 +11,8 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
+from tests.api.rank_session import RankSession
 from tests.support.programs import FREEZABLE, Player, microbatches, others, programs, run
-from tests.support.rank_session import RankSession
 
 
 class Machine(RuleBasedStateMachine):

@@ -30,9 +30,9 @@ from tests.benchmarks.contenders import (
     WIDTH_512,
     Configuration,
 )
+from tests.benchmarks.physical import metered, resident
 from tests.benchmarks.rounds import give_back_freed_memory, on_ranks, show, show_ratios
 from tests.support.memory_formula import Sizes, bytes_of, peaks, saved_by
-from tests.support.physical import metered, resident
 
 RESHARDING, WHOLE = (OURS, SENT), (OURS_WHOLE, SENT_WHOLE)
 EVERYBODY = (DDP, FSDP1, PEER, *RESHARDING, PEER_WHOLE, *WHOLE)

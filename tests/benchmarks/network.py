@@ -22,8 +22,8 @@ from tests.benchmarks.contenders import (
     WIDTH_512,
     Configuration,
 )
+from tests.benchmarks.pretend_network import Network, pretend_group
 from tests.benchmarks.rounds import in_turns, medians, show
-from tests.support.pretend_network import Network, pretend_group
 
 EVERYBODY = (PEER, OURS, PEER_WHOLE, OURS_WHOLE)
 NOTHING = Network(inside=float("inf"), across=float("inf"), latency=0.0)

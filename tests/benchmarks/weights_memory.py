@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.state_dict import (
 
 import meshard
 from meshard.checkpoint import load_pretrained, save_pretrained, stream_unsharded
+from tests.benchmarks.physical import resident
 from tests.benchmarks.rounds import give_back_freed_memory, on_ranks, show
 from tests.support.models import Transformer
-from tests.support.physical import resident
 
 MIB = 2**20
 LARGE = {"vocab": 32000, "dim": 1024, "heads": 16, "depth": 11}

@@ -22,10 +22,10 @@ from tests.benchmarks.contenders import (
     Configuration,
 )
 from tests.benchmarks.network import NOTHING
+from tests.benchmarks.pretend_network import Network, pretend_group
 from tests.benchmarks.rounds import in_turns, medians
 from tests.cuda.device import NotRehearsed
 from tests.cuda.memory import LARGE, TINY
-from tests.support.pretend_network import Network, pretend_group
 
 WIDE = Configuration("width 2048, batch 4 x 1024, bfloat16", 2048, 4, 1024, narrow=True)
 SMALL = Configuration("width 256, batch 1 x 64", 256, 1, 64)

@@ -14,19 +14,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
-from tests.support import strategies
-from tests.support.models import Ones, Table, seeded
-from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks
-from tests.support.strategies import MODES
-from tests.support.threads import run_threads
-from tests.support.windows import (
+from tests.gradients.windows import (
     expected_reductions,
     growth_of_errors,
     run_window,
     sums,
     windows,
 )
+from tests.support import strategies
+from tests.support.models import Ones, Table, seeded
+from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.ranks import on_ranks
+from tests.support.strategies import MODES
+from tests.support.threads import run_threads
 
 
 @given(window=windows())
