@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync
+from tests.support.models import Made
 from tests.support.parity import full_grads
 from tests.support.ranks import on_ranks, on_threads
 
@@ -17,22 +18,19 @@ SMALL, LARGE = (3, 5), (512, 600)  # a unit with a LARGE parameter is packed as 
 NAMES = ("a", "b")
 
 
-class Scaled(nn.Module):
+def scaled(shape):
     """Two parameters; the gradient of each used one is its factor, in every element."""
 
-    def __init__(self, shape):
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(shape))
-        self.b = nn.Parameter(torch.zeros(shape))
+    def forward(module, factors):
+        used = [getattr(module, name).sum() * factor for name, factor in factors.items()]
+        return sum(used) if used else module.a.detach().sum().requires_grad_()
 
-    def forward(self, factors):
-        used = [getattr(self, name).sum() * factor for name, factor in factors.items()]
-        return sum(used) if used else self.a.detach().sum().requires_grad_()
+    return Made(forward, **{name: nn.Parameter(torch.zeros(shape)) for name in NAMES})
 
 
 def wrapped(layout, shape):
     """Return a model that stays unsharded, so that ``GradientSync.NONE`` needs no collective."""
-    model = Scaled(shape)
+    model = scaled(shape)
     if layout == "replicate":
         return meshard.replicate(model)
     size = dist.get_world_size()

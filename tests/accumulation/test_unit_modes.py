@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger
-from tests.support.models import Tables, seeded
+from tests.support.models import Made, Tables, seeded
 from tests.support.spread import spread
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
@@ -88,21 +88,13 @@ def test_a_unit_that_is_not_run_on_full_is_flushed_all_the_same(mesh_shape, befo
     assert run_threads(skip_a_unit, num_ranks, mesh_shape, before, end) == [expected] * num_ranks
 
 
-class Stages(nn.Module):
-    """Layers of which a call uses the first few."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(3))
-
-    def forward(self, x, count):
-        for layer in self.layers[:count]:
+def flush_in_order():
+    def forward(module, x, count):
+        for layer in module.layers[:count]:
             x = layer(x)
         return x
 
-
-def flush_in_order():
-    model = seeded(Stages())
+    model = seeded(Made(forward, layers=[nn.Linear(2, 2, bias=False) for _ in range(3)]))
     mesh = init_device_mesh("cpu", (2, 2))
     for layer in model.layers:
         meshard.fully_shard(layer, mesh)
@@ -124,20 +116,10 @@ def test_units_that_are_flushed_come_after_those_that_ran_in_the_order_of_backwa
         )
 
 
-class Optional(nn.Module):
-    """A root without parameters, whose only unit need not run."""
-
-    def __init__(self):
-        super().__init__()
-        self.child = nn.Linear(4, 1, bias=False)
-
-    def forward(self, x, use):
-        return self.child(x) if use else x
-
-
 def end_without_any_unit(mode, mesh_shape):
     mesh = init_device_mesh("cpu", mesh_shape)
-    model = seeded(Optional())
+    child = nn.Linear(4, 1, bias=False)  # the only unit with parameters, which need not run
+    model = seeded(Made(lambda m, x, use: m.child(x) if use else x, child=child))
     meshard.fully_shard(model.child, mesh)
     meshard.fully_shard(model, mesh)
     model.set_gradient_sync(MODES[mode])

@@ -3,12 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy
-from tests.support.models import Ones
+from tests.support.models import Made, Ones
 from tests.support.ones import make, run, values
 from tests.support.parity import full_grads
 from tests.support.ranks import on_threads
@@ -87,20 +86,18 @@ def test_an_exception_at_the_end_of_backward_does_not_spoil_what_follows(kind, m
     assert run_threads(fail_at_the_end, 4, kind, mesh_shape) == [["Boom", 1.0, 1.0]] * 4
 
 
-class Chain(nn.Module):
+def chain():
     """Units one after the other; a backward can be made to fail before the first."""
 
-    def __init__(self):
-        super().__init__()
-        self.units = nn.ModuleList(Ones() for _ in range(4))
-
-    def forward(self, fails=False):
-        total = self.units[0](1.0, 1.0)
+    def forward(module, fails=False):
+        total = module.units[0](1.0, 1.0)
         if fails:
             total.register_hook(raise_boom)
-        for unit in self.units[1:]:
+        for unit in module.units[1:]:
             total = total + unit(1.0, 1.0)
         return total
+
+    return Made(forward, units=[Ones() for _ in range(4)])
 
 
 def raise_boom(_):
@@ -109,7 +106,7 @@ def raise_boom(_):
 
 def half_a_microbatch(mode, use):
     mesh = init_device_mesh("cpu", (2, 2))
-    model = Chain()
+    model = chain()
     for unit in model.units:
         meshard.fully_shard(unit, mesh)
     meshard.fully_shard(model, mesh)
@@ -243,7 +240,7 @@ def test_the_factor_may_change_once_a_window_is_cleared():
 
 
 def count_calls():
-    model, calls = Chain(), []
+    model, calls = chain(), []
     mesh = init_device_mesh("cpu", (2,))
     for unit in model.units:
         meshard.fully_shard(unit, mesh)

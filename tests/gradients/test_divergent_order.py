@@ -1,7 +1,6 @@
 """Ranks that use different parameters: they issue the same collectives in the same order."""
 
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
-from tests.support.models import seeded
+from tests.support.models import Made, seeded
 from tests.support.ones import make, values
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks
@@ -23,36 +22,29 @@ class Boom(Exception):
     """What fails."""
 
 
-class Choice(nn.Module):
-    """Passes its input on, and adds those parameters that it is told to use."""
+def choice():
+    """Return a module that passes its input on, and adds those parameters that it is to use."""
 
-    def __init__(self):
-        super().__init__()
-        self.a = nn.Parameter(torch.zeros(4))
-        self.b = nn.Parameter(torch.zeros(4))
+    def forward(module, x, use):
+        chosen = zip((module.a, module.b), use, strict=True)
+        return x + sum(param.sum() * 1.0 for param, used in chosen if used)
 
-    def forward(self, x, use):
-        return x + sum(
-            (p.sum() * 1.0 for p, used in zip((self.a, self.b), use, strict=True) if used)
-        )
+    return Made(forward, a=nn.Parameter(torch.zeros(4)), b=nn.Parameter(torch.zeros(4)))
 
 
-class TwoChoices(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.own = nn.Parameter(torch.zeros(4))
-        self.u = nn.ModuleList(Choice() for _ in range(2))
-
-    def forward(self, uses):
-        x = self.own.sum()
-        for unit, use in zip(self.u, uses, strict=True):
+def two_choices():
+    def forward(module, uses):
+        x = module.own.sum()
+        for unit, use in zip(module.u, uses, strict=True):
             x = unit(x, use)
         return x
+
+    return Made(forward, own=nn.Parameter(torch.zeros(4)), u=[choice(), choice()])
 
 
 def two_forwards(pattern):
     mesh = init_device_mesh("cpu", (2,))
-    model = TwoChoices()
+    model = two_choices()
     for unit in model.u:
         meshard.fully_shard(unit, mesh, reshard_after_forward=True)
     meshard.fully_shard(model, mesh)
@@ -88,22 +80,14 @@ def test_two_forwards_and_one_backward_of_ranks_that_use_different_parameters(pa
     assert [op for op, _ in events].count("reduce_scatter") == 3
 
 
-class Around(nn.Module):
-    """Hands its child's output on as it is, or uses a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = Choice()
-        self.scale = nn.Parameter(torch.ones(4))
-
-    def forward(self, x, use):
-        y = self.inner(x, (1, 1))
-        return y * self.scale.sum() if use else y
-
-
-def hand_on(nested):
+def hand_on():
     mesh = init_device_mesh("cpu", (3,))
-    model = Around()
+
+    def forward(module, x, use):
+        y = module.inner(x, (1, 1))
+        return y * module.scale.sum() if use else y
+
+    model = Made(forward, inner=choice(), scale=nn.Parameter(torch.ones(4)))
     meshard.fully_shard(model.inner, mesh, reshard_after_forward=True)
     meshard.fully_shard(model, mesh, reshard_after_forward=True)
     with meshard.CommLedger(model) as ledger:
@@ -112,7 +96,7 @@ def hand_on(nested):
 
 
 def test_a_parent_that_hands_on_what_its_child_gave_on_some_ranks():
-    (first, events), *others = run_threads(hand_on, 3, False)
+    (first, events), *others = run_threads(hand_on, 3)
     assert first == pytest.approx((4.0 + 1.0 + 1.0) / 3)
     assert all(other == (first, events) for other in others)
 
@@ -130,33 +114,27 @@ def test_freezing_between_forward_and_backward_keeps_ranks_together():
     assert run_threads(freeze_between, 2) == [{"a": 1.0, "b": None}] * 2
 
 
-class Part(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.inner = nn.Linear(4, 4)
-        self.others = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-
-    def forward(self, x, uses, reentrant):
-        run = partial(checkpoint, self.inner, use_reentrant=True) if reentrant else self.inner
-        x = run(x)
-        for other, used in zip(self.others, uses, strict=True):
+def part():
+    def forward(module, x, uses, reentrant):
+        inner = module.inner
+        x = checkpoint(inner, x, use_reentrant=True) if reentrant else inner(x)
+        for other, used in zip(module.others, uses, strict=True):
             x = x + other(x) if used else x
         return x
 
+    return Made(forward, inner=nn.Linear(4, 4), others=[nn.Linear(4, 4), nn.Linear(4, 4)])
 
-class Parts(nn.Module):
-    """``uses``: for each call of a part, which of its layers a rank uses."""
 
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(4))
-        self.parts = nn.ModuleList(Part() for _ in range(2))
+def two_parts():
+    """``uses`` of a forward: for each call of a part, which of its layers a rank uses."""
 
-    def forward(self, x, uses, reentrant):
-        x = x * self.scale
+    def forward(module, x, uses, reentrant):
+        x = x * module.scale
         for number, use in uses:
-            x = self.parts[number](x, use, reentrant)
+            x = module.parts[number](x, use, reentrant)
         return x
+
+    return Made(forward, scale=nn.Parameter(torch.ones(4)), parts=[part(), part()])
 
 
 ALL, SOME, NONE = (True, True), (True, False), (False, False)
@@ -171,7 +149,7 @@ CALLS = {  # of both ranks
 
 
 def train_parts(calls, reentrant, inner_too):
-    plain = seeded(Parts())
+    plain = seeded(two_parts())
     model = copy.deepcopy(plain)
     mesh = init_device_mesh("cpu", (2,))
     for part in model.parts:
@@ -198,20 +176,15 @@ def test_ranks_use_different_layers_of_units_called_in_any_order(
     run_ranks(train_parts, 2, CALLS[calls], reentrant, inner_too)
 
 
-class RecomputedBetween(nn.Module):
-    """Before the last unit, one that is recomputed by a checkpoint that calls backward."""
-
-    def __init__(self):
-        super().__init__()
-        self.first, self.inner, self.last = nn.Linear(4, 4), nn.Linear(4, 4), Part()
-
-    def forward(self, x, uses):
-        x = checkpoint(self.inner, self.first(x), use_reentrant=True)
-        return self.last(x, uses, False)
-
-
 def recomputed_between(two_losses):
-    plain = seeded(RecomputedBetween())
+    """Before the last unit stands one that is recomputed by a checkpoint that calls backward."""
+
+    def forward(module, x, uses):
+        x = checkpoint(module.inner, module.first(x), use_reentrant=True)
+        return module.last(x, uses, False)
+
+    linear = [nn.Linear(4, 4) for _ in range(2)]
+    plain = seeded(Made(forward, first=linear[0], inner=linear[1], last=part()))
     model = copy.deepcopy(plain)
     for unit in (*model.children(), model):
         meshard.fully_shard(unit, reshard_after_forward=True)
@@ -234,24 +207,16 @@ def test_a_recomputation_belongs_to_the_forward_whose_backward_runs(run_ranks, t
     assert events == others
 
 
-class FrozenBetween(nn.Module):
-    """A root around a frozen unit around a trained one; the root's own parameters come last."""
-
-    def __init__(self):
-        super().__init__()
-        self.middle = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3, bias=False))
-        self.middle[0].requires_grad_(False)
-        self.last = nn.Linear(3, 5)
-
-    def forward(self, x, with_bias):
-        return nn.functional.linear(
-            self.middle(x), self.last.weight, self.last.bias if with_bias else None
-        )
-
-
 @on_ranks(2)
 def test_ranks_agree_on_the_order_around_a_frozen_unit():
-    model = seeded(FrozenBetween())
+    """A root around a frozen unit around a trained one; the root's own parameters come last."""
+
+    def forward(module, x, with_bias):
+        last = module.last
+        return nn.functional.linear(module.middle(x), last.weight, last.bias if with_bias else None)
+
+    middle = nn.Sequential(nn.Linear(3, 3).requires_grad_(False), nn.Linear(3, 3, bias=False))
+    model = seeded(Made(forward, middle=middle, last=nn.Linear(3, 5)))
     plain = copy.deepcopy(model)
     for unit in (model.middle[1], model.middle, model):
         meshard.fully_shard(unit)

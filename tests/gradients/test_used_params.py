@@ -22,7 +22,7 @@ from tests.gradients.windows import (
     windows,
 )
 from tests.support import strategies
-from tests.support.models import Ones, Table, seeded
+from tests.support.models import Made, Ones, Table, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 from tests.support.strategies import MODES
@@ -66,15 +66,7 @@ def diverge(schedule):
     torch.manual_seed(0)
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
 
-    class Pick(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.experts = model
-
-        def forward(self, x, which):
-            return self.experts[which](x)
-
-    net = Pick()
+    net = Made(lambda module, x, which: module.experts[which](x), experts=model)
     plain = copy.deepcopy(net)
     meshard.fully_shard(net, init_device_mesh("cpu", (2, 2)))
     xs = torch.randn(4, 3, 4)
