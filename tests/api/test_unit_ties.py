@@ -10,9 +10,10 @@ from torch import nn
 
 from meshard import fully_shard, fully_shard_units
 from tests.support import insides
+from tests.support.against_plain import check_gradients, sharded_and_plain
 from tests.support.insides import sharded_modules, taken_by
-from tests.support.models import MlpBlock, Transformer, TransformerBlock
-from tests.support.ranks import on_fake_ranks
+from tests.support.models import Made, MlpBlock, Transformer, TransformerBlock
+from tests.support.ranks import on_fake_ranks, on_threads
 
 
 @on_fake_ranks(4)
@@ -167,3 +168,24 @@ def test_every_parameter_is_taken_once_by_a_unit_around_all_its_uses(model, chos
         if around.parent is not None:
             assert sum(param.sharded.numel() for param in around.params) >= min_params
     model(torch.ones(1, 3)).sum().backward()
+
+
+@pytest.mark.parametrize("units", [(), ("embedding",), ("head",)])
+@on_threads(2)
+def test_a_tie_that_is_made_after_fully_shard(units):
+    """Between units it is right. In one unit it is refused: one use would get no gradient."""
+    members = {"embedding": nn.Embedding(8, 8), "head": nn.Linear(8, 8, bias=False)}
+    model, plain = sharded_and_plain(Made(lambda m, x: m.head(m.embedding(x)), **members), units)
+    for each in (model, plain):
+        each.head.weight = each.embedding.weight
+
+    def step(each, rank):
+        return each(torch.arange(4) + 4 * rank).square().mean()
+
+    if units:
+        check_gradients(model, plain, step)
+    else:
+        with pytest.raises(
+            RuntimeError, match=r"'head\.weight' .* was tied to 'embedding\.weight'"
+        ):
+            step(model, 0)

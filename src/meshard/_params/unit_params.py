@@ -162,6 +162,7 @@ class ShardedUnitParams(UnitParams):
         for param, own in zip(self.params, self.locals, strict=True):
             replacements = param.replacements()
             if replacements:
+                self._refuse_late_tie(param, replacements)
                 # Owners of a tied parameter may hold different replacements. The first one counts.
                 new = self._as_shard(param, replacements[0], own)
                 keep_gradient_dtype(param.sharded, new)
@@ -177,6 +178,20 @@ class ShardedUnitParams(UnitParams):
                 else:
                     replaced = True
         return replaced
+
+    def _refuse_late_tie(self, param: ShardedParam, replacements: Sequence[nn.Parameter]) -> None:
+        """Raise a RuntimeError if ``param`` was replaced by another parameter of the unit.
+
+        Each of the two would be gathered and reduced by itself, into one ``.grad``.
+        """
+        new = {id(each) for each in replacements}
+        for other in self.params:
+            if other is not param and not new.isdisjoint(map(id, other.installed())):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} was tied to {other.fqn!r} "
+                    "after fully_shard; tie weights before fully_shard, as by the model's "
+                    "tie_weights()."
+                )
 
     def _as_shard(self, param: ShardedParam, new: nn.Parameter, own: torch.Tensor) -> nn.Parameter:
         """Return what was assigned (``new``), or if it is an unsharded tensor, a shard of it."""
