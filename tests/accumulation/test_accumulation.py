@@ -231,7 +231,9 @@ def with_microbatches(mesh_shape, until_last, num_batches):
 
 
 @spread(until_last=list(GradientSync), num_batches=[1, 3])
-def test_microbatches_sets_the_modes(run_ranks, until_last, num_batches):
+def test_a_window_in_every_mode_has_the_gradients_of_one_process(
+    run_ranks, until_last, num_batches
+):
     counts = run_ranks(with_microbatches, 4, (2, 2), until_last, num_batches)[0]
     early = num_batches - 1
     assert counts["reduce_scatter"] == 4 * (1 + early * (until_last is not GradientSync.NONE))

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from hypothesis import Phase, given, seed, settings
+from hypothesis import Phase, example, given, seed, settings
 
 from tests.mutants import mutants
 from tests.support.programs import Layout, Microbatch, Program, failure, programs, run, shorten
@@ -11,8 +11,12 @@ from tests.support.programs import Layout, Microbatch, Program, failure, program
 shortened_by_run = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
+TWO_BLOCKS = Layout((2, 2), (("blocks.0", None), ("blocks.1", True)))
+
+
 @shortened_by_run
 @given(programs())
+@example(Program((("factor", 8.0), Microbatch("R"), Microbatch("F")), layout=TWO_BLOCKS))
 def test_programs(program):
     run(program)
 

@@ -15,6 +15,7 @@ CPU = torch.device("cpu")
 
 @st.composite
 def units(draw):
+    torch.manual_seed(draw(st.integers(0, 99)))  # of ``integers``, so that examples can be replayed
     count = draw(st.integers(1, 6))
     params = []
     for _ in range(draw(st.integers(1, 5))):

@@ -25,9 +25,10 @@ def test_the_product_is_the_divide_factor(shards, replicas, factor, dtype):
 
 
 @given(shards=st.integers(1, 64), replicas=st.integers(1, 64), factor=factors)
-def test_a_partial_is_the_mean_over_the_shard_group_by_default(shards, replicas, factor):
-    divisors = resolve_divisors(shards, replicas, None, torch.float32)
-    assert divisors.before_scatter * divisors.after_scatter == shards
+def test_the_share_of_the_replicas_is_their_number_whatever_the_factor(shards, replicas, factor):
+    divisors = resolve_divisors(shards, replicas, factor, torch.float32)
+    total = Fraction(shards * replicas if factor is None else factor)
+    assert divisors.before_scatter * divisors.after_scatter == total / replicas
     assert divisors.before_all_reduce * divisors.after_all_reduce == replicas
 
 
