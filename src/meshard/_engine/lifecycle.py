@@ -344,7 +344,7 @@ class Lifecycle:
         """
         task, run = graph_task_id(), self.backward
         if run is not None and run.graph_task == task and not self.failure.marks:
-            return run
+            return run  # the usual case, in which there is nothing to begin and nothing to record
         if self.abort_if_failed() and early is not None:
             raise RefusedError(
                 self,

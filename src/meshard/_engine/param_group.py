@@ -42,7 +42,7 @@ class AwaitedStep(Protocol):
 
 
 class SliceHolder(Protocol):
-    """What ``offload`` calls of ``optim.flat.FlatStepper``, which has slices of the flat shard."""
+    """A ``FlatStepper`` of ``optim``: it refers to the memory of the flat shard."""
 
     def release(self) -> None: ...
 
@@ -157,6 +157,7 @@ class ParamGroup:
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # The overlapped optimizers that step these parameters, or did so until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        # ``offload`` releases them before it moves the flat shard.
         self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
         # By id of a sharded parameter: its index. Ids of parameters that were replaced stay in.
         self.indices: dict[int, int] = {}

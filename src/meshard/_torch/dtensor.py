@@ -128,16 +128,16 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 
 def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of ``tensor`` on the same mesh, without ``.grad``, as of a Parameter."""
+    """Return a deep copy of ``tensor`` on its mesh. Like that of a Parameter, it has no grad."""
     spec = tensor._spec  # type: ignore[attr-defined]  # private
     memo[id(spec)] = spec
     memo[id(spec.mesh)] = spec.mesh
-    gradient, tensor.grad = tensor.grad, None  # torch copies that of a DTensor
+    gradient, tensor.grad = tensor.grad, None  # torch would copy it
     try:
         copied = copy.deepcopy(tensor, memo)
     finally:
         tensor.grad = gradient
-    keep_gradient_dtype(tensor, copied)  # which torch drops
+    keep_gradient_dtype(tensor, copied)  # deepcopy of torch drops it
     return copied
 
 
