@@ -367,16 +367,30 @@ def _default_device_type() -> str:
 
 
 def _init_default_group(device_type: str) -> None:
+    if device_type != "cpu":
+        _choose_device(torch.get_device_module(device_type), device_type)
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
-        if device_type != "cpu":
-            local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-            torch.get_device_module(device_type).set_device(local_rank)
         dist.init_process_group()
         # gloo's threads abort the process if they are alive when the interpreter ends.
         atexit.register(_destroy_group, dist.group.WORLD)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's stubs
         dist.init_process_group(store=store, rank=0, world_size=1)
+
+
+def _choose_device(module: Any, device_type: str) -> None:
+    """Make the device of this rank the current one: torchrun numbers the ranks of a host."""
+    local_rank, count = os.environ.get("LOCAL_RANK"), module.device_count()
+    if local_rank is None:
+        module.set_device(module.current_device())  # which is what init_device_mesh asks for
+        return
+    if int(local_rank) >= count:
+        raise RuntimeError(
+            f"rank {local_rank} of this host has no {device_type} device, because there are only "
+            f"{count}. Start at most {count} ranks per host (--nproc-per-node), or call "
+            "torch.distributed.init_process_group('gloo') first, to train on the CPU."
+        )
+    module.set_device(int(local_rank))
 
 
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:

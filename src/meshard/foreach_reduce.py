@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommStream, Communicator, InFlight, Reducing, Rows, profiled
+from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows, profiled
 from meshard._comm.gradient_buffer import GradientLayout, UnusedParamMarks, as_operand
 from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
@@ -296,10 +296,12 @@ class Reduced(NamedTuple):
 
 
 class Reduction:
-    """A reduction in flight, one stage per ``advance``.
+    """A reduction in flight.
 
-    ``rows`` are one block ``[shard_count, shard_numel]``, or from ``Communicator.send_rows``. They
-    are cast to the wire dtype before they are sent. The reduction consumes them.
+    Where waits block the host, it goes on by one stage per ``advance``. Elsewhere all stages are
+    queued when it is made. ``rows`` are one block ``[shard_count, shard_numel]``, or from
+    ``Communicator.send_rows``. They are cast to the wire dtype before they are sent. The reduction
+    consumes them.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the
@@ -319,7 +321,6 @@ class Reduction:
         self._marks = marks
         self._partial = partial
         self._comm = comm
-        self._stages_done = 0
         self._divisors = plan.divisors
         if plan.divided_by != 1:
             self._divisors = self._divisors.after(plan.divided_by, plan.shard_group.size())
@@ -330,26 +331,27 @@ class Reduction:
         self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
         self._ends: list[InFlight] = []  # the last work on each stream
         self._unused: torch.Tensor | None = None
-        self._scattered = self._start_scatter(rows)
-        self._result = self._scattered.sum
-        self._pending = self._scattered.pending
+        self._stages_left = 0
+        is_alone = comm.is_alone(plan.shard_group)
+        rows = self._made_ready(rows, is_alone=is_alone)
+        if comm.waits_block_host:
+            self._start_scatter(rows)
+            self._stages_left = 1 if plan.replicate_group is None else 2
+        else:
+            self._queue_all(rows, is_alone=is_alone)
 
-    def _start_scatter(self, rows: Rows) -> Reducing:
+    def _made_ready(self, rows: Rows, *, is_alone: bool) -> Rows:
+        """Return the rows in the wire dtype, with marks, divided by what comes before the sum."""
         plan, marks = self._plan, self._marks
         for block in rows:
             divide_(block, self._divisors.before_scatter)
         if rows[0].dtype != plan.wire_dtype and plan.shard_group.size() > 1:
             rows = self._narrowed(rows)
+        if is_alone and marks.all_used:
+            return rows  # nobody reads marks before ``_start_all_reduce`` writes them
         for block in rows:
             marks.mark_sent(block)
-        with self._comm.on_stream(CommStream.SCATTER):
-            return self._comm.reduce_scatter(
-                rows,
-                self._sum_dtype,
-                group=plan.shard_group,
-                label=plan.label,
-                keep_signs=not marks.all_used,
-            )
+        return rows
 
     def _narrowed(self, rows: Rows) -> Rows:
         """Return the rows, which are one block, in the wire dtype."""
@@ -359,70 +361,102 @@ class Reduction:
         )
         return [narrow.copy_(wide)]
 
+    def _queue_all(self, rows: Rows, *, is_alone: bool) -> None:
+        """Queue all stages on streams.
+
+        Entering a stream takes the host as long as several kernels do, so each is entered once. A
+        shard group of one rank sends nothing, so it needs no stream beside that of the all-reduce.
+        """
+        is_across = self._plan.replicate_group is not None
+        is_on_one = is_across and is_alone
+        with self._comm.on_stream(CommStream.ALL_REDUCE if is_on_one else CommStream.SCATTER):
+            self._start_scatter(rows)
+            self._after_scatter()
+            if is_on_one:
+                self._start_all_reduce()
+                self._after_all_reduce()
+        if is_across and not is_on_one:
+            with self._comm.on_stream(CommStream.ALL_REDUCE):
+                self._start_all_reduce()
+                self._after_all_reduce()
+
     @property
     def has_more(self) -> bool:
-        """Whether a stage has not been queued."""
-        return self._stages_done < (1 if self._plan.replicate_group is None else 2)
+        """Whether there are stages left for ``advance``."""
+        return self._stages_left > 0
 
     def advance(self) -> None:
-        """Queue the next stage. Blocks the host only where the communicator's waits do."""
-        self._stages_done += 1
-        if self._stages_done == 1:
-            self._after_scatter()
-        else:
+        """Go on by one stage, which blocks the host until the one before is over."""
+        self._stages_left -= 1
+        if self._ends:
             self._after_all_reduce()
+            return
+        self._after_scatter()
+        if self._plan.replicate_group is not None:
+            self._start_all_reduce()
 
     def free_if_sent(self) -> bool:
         """Free what was sent, if all ranks have received it. Return whether that is done."""
         return self._scattered.free_if_sent()
 
+    def _start_scatter(self, rows: Rows) -> None:
+        plan = self._plan
+        self._scattered = self._comm.reduce_scatter(
+            rows,
+            self._sum_dtype,
+            group=plan.shard_group,
+            label=plan.label,
+            keep_signs=not self._marks.all_used,
+        )
+        self._result = self._scattered.sum
+        self._pending = self._scattered.pending
+
     def _after_scatter(self) -> None:
         plan, marks = self._plan, self._marks
-        with self._comm.on_stream(CommStream.SCATTER):
-            self._pending.wait()
-            self._scattered.free_if_sent()  # before the all-reduce takes memory
-            self._unused = marks.read(self._result)
-            divide_(self._result, self._divisors.after_scatter)
-            if self._partial is not None:
-                if self._unused is not None:
-                    self._unused = self._unused & marks.is_marked(self._partial)
-                # With one rank in the shard group, packing has already divided the new gradients by
-                # a divisor of the all-reduce. The partial has yet to be divided by it.
-                divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
-                self._result.add_(self._partial, alpha=1 / divided_by)
-            if self._sum_dtype != plan.accumulate_dtype:
-                self._result = self._result.to(plan.accumulate_dtype)
-            if plan.replicate_group is None and plan.replicate_count > 1:
-                # The result is a partial: a later reduction reads these marks from it.
-                marks.write(self._result, self._unused)
-            self._pending = self._comm.record(self._result)
-            self._ends.append(self._pending)
-        if plan.replicate_group is not None:
-            self._start_all_reduce(plan.replicate_group)
+        self._pending.wait()
+        self._scattered.free_if_sent()  # before the all-reduce takes memory
+        self._unused = marks.read(self._result)
+        divide_(self._result, self._divisors.after_scatter)
+        if self._partial is not None:
+            if self._unused is not None:
+                self._unused = self._unused & marks.is_marked(self._partial)
+            # With one rank in the shard group, packing has already divided the new gradients by
+            # a divisor of the all-reduce. The partial has yet to be divided by it.
+            divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
+            self._result.add_(self._partial, alpha=1 / divided_by)
+        if self._sum_dtype != plan.accumulate_dtype:
+            self._result = self._result.to(plan.accumulate_dtype)
+        if plan.replicate_group is None and plan.replicate_count > 1:
+            # The result is a partial: a later reduction reads these marks from it.
+            marks.write(self._result, self._unused)
+        self._pending = self._comm.record(self._result)
+        self._ends.append(self._pending)
 
-    def _start_all_reduce(self, group: dist.ProcessGroup) -> None:
-        with self._comm.on_stream(CommStream.ALL_REDUCE):
-            self._pending.wait()
-            divide_(self._result, self._divisors.before_all_reduce)
-            self._wire = self._result.to(self._plan.wire_dtype)
-            self._marks.write(self._wire, self._unused)
-            average, label = self._plan.average, self._plan.label
-            # ``average`` may overwrite the marks, so the all-reduce then sums a copy of them.
-            self._marked = self._wire if average is None else self._marks.first_elements(self._wire)
-            self._pending = self._comm.all_reduce(self._marked, group=group, label=label)
-            if average is not None:
-                with profiled("comm_hook", label):
-                    average(self._wire)
+    def _start_all_reduce(self) -> None:
+        plan = self._plan
+        assert plan.replicate_group is not None
+        self._pending.wait()
+        divide_(self._result, self._divisors.before_all_reduce)
+        self._wire = self._result.to(plan.wire_dtype)
+        self._marks.write(self._wire, self._unused)
+        # ``average`` may overwrite the marks, so the all-reduce then sums a copy of them.
+        average = plan.average
+        self._marked = self._wire if average is None else self._marks.first_elements(self._wire)
+        self._pending = self._comm.all_reduce(
+            self._marked, group=plan.replicate_group, label=plan.label
+        )
+        if average is not None:
+            with profiled("comm_hook", plan.label):
+                average(self._wire)
 
     def _after_all_reduce(self) -> None:
-        with self._comm.on_stream(CommStream.ALL_REDUCE):
-            self._pending.wait()
-            # Not self._unused: that one must live until finish(), because the scatter stream
-            # allocated it and this stream reads it (rule 4 of _comm/streams.py).
-            self._unused_anywhere = self._marks.read(self._marked)
-            self._reduced = self._wire.to(self._plan.accumulate_dtype)
-            divide_(self._reduced, self._divisors.after_all_reduce)
-            self._ends.append(self._comm.record(self._reduced))
+        self._pending.wait()
+        # Not self._unused: that one must live until finish(), because the scatter stream allocated
+        # it and this stream reads it (rule 4 of _comm/streams.py).
+        self._unused_anywhere = self._marks.read(self._marked)
+        self._reduced = self._wire.to(self._plan.accumulate_dtype)
+        divide_(self._reduced, self._divisors.after_all_reduce)
+        self._ends.append(self._comm.record(self._reduced))
 
     def finish(self) -> Reduced:
         """Run the stages that are left and return the result, usable on the current stream."""

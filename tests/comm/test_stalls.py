@@ -238,14 +238,31 @@ def test_a_device_that_goes_on_is_not_reported():
         assert not found
 
 
-def test_events_of_a_capture_are_left_alone():
-    device, event = FakeDevice(), mock.Mock()
-    device.is_current_stream_capturing = lambda: True
+def test_no_event_is_queried_while_a_graph_is_captured():
+    """Any query would spoil the capture, even one of an event that was recorded before it."""
+    device, before, captured = FakeDevice(), mock.Mock(), mock.Mock()
+    device.is_current_stream_capturing = lambda: False
     with reports(10):
         watched = WatchedStream(device)
-        watched.add(event, ("all_gather", "a"))
+        watched.add(before, ("all_gather", "a"))
+        device.is_current_stream_capturing = lambda: True
+        watched.add(captured, ("all_gather", "b"))
         watched.look(time.monotonic() + 100, 10)
-    assert not event.query.called
+    assert not before.query.called
+    assert not captured.query.called
+
+
+def test_events_that_are_over_are_forgotten_as_others_come():
+    """So that none is left which the other thread would query during a capture."""
+    with reports(10):
+        watched = WatchedStream(FakeDevice())
+        events = [mock.Mock(**{"query.return_value": True}) for _ in range(5)]
+        for event in events:
+            watched.add(event, ("all_gather", "a"))
+        for event in events:
+            event.query.reset_mock()
+        watched.look(time.monotonic() + 100, 10)
+    assert [event.query.called for event in events] == [False] * 4 + [True]
 
 
 def test_steps_on_streams_are_watched(monkeypatch):

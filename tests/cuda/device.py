@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard._engine.lifecycle
-from meshard._comm.communicator import Gathered, Reducing
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import backend_name
 from tests.support.fake_device import FakeDevice
@@ -30,21 +29,10 @@ class NotRehearsed(Exception):
 class Issuing(StreamCommunicator):
     """Issues collectives in groups of one rank too, which otherwise have nothing to send."""
 
-    def gather(self, source, *, group, label, receive=None):
-        flat = source.new_empty(group.size() * source.numel())
-        pending = self._start_all_gather(flat, source, group, label)
-        return Gathered([flat.view(group.size(), -1)], pending, source)
-
-    def reduce_scatter(self, rows, sum_dtype, *, group, label, keep_signs=True):
-        device = rows[0].device
-        if not backend_name(group, device):  # of ``replicate``, which scatters nothing
-            return super().reduce_scatter(rows, sum_dtype, group=group, label=label)
-        output = torch.empty(rows[0].size(1), dtype=sum_dtype, device=device)
-        pending = self._start_reduce_scatter(output, rows, group, label, keep_signs=keep_signs)
-        return Reducing(pending, rows, output)
-
-    def all_reduce(self, buffer, *, group, label):
-        return self._start_all_reduce(buffer, group, label)
+    def is_alone(self, group):
+        return not backend_name(
+            group, torch.device("cpu")
+        )  # of ``replicate``, which scatters nothing
 
 
 class Device:

@@ -1,7 +1,7 @@
 """Training while every stream is late and freed memory is overwritten, on one NCCL rank.
 
 Each time a comm stream is entered, and before each layer forward and backward, the current stream
-may sleep, and all memory that is free for reuse on it is filled with NaN. So a wait that is
+sleeps, or all memory that is free for reuse on it is filled with NaN. So a wait that is
 missing, or memory that is given back too early, makes a wrong number: gradients are integers, and
 every bit is compared with plain training. Then waits are left out on purpose, which must be found.
 """
@@ -22,7 +22,9 @@ from tests.support.parity import assert_same, full_state, own_grads
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 
-MOST_CYCLES = 1_000_000  # half a millisecond
+# Ten milliseconds. The host takes some for each overwriting, and only a stream that is behind the
+# host can be late.
+MOST_CYCLES = 20_000_000
 SCHEDULES = ("F", "FF", "NF", "RNF")
 MIB = 2**20
 
@@ -50,9 +52,10 @@ class Disturbance:
 
     def __call__(self, *_):
         if self._is_real:
-            if self._random.random() < 0.5:
+            if self._random.random() < 0.4:
                 torch.cuda._sleep(self._random.randrange(MOST_CYCLES))
-            overwrite_free_memory()
+            else:
+                overwrite_free_memory()
 
     def around(self, model):
         """Be called before each module of ``model`` runs, forward and backward."""
@@ -154,7 +157,7 @@ def checks(device):
         "offload": {"offload_policy": CPUOffloadPolicy(pin_memory=device.is_real)},
         "optimizer in backward": {"make": overlapped},
     }
-    steps = 60 if device.is_real else 8
+    steps = 40 if device.is_real else 8
     found = {name: lambda row=row: compare(device, steps, **row) for name, row in rows.items()}
     wait = mock.patch.object(streams._EventInFlight, "_order", return_value=None)
     enter = mock.patch.object(Disturbed, "on_stream", entering_without_a_wait)

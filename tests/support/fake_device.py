@@ -36,8 +36,10 @@ class Stream:
         self.clock[self.number] += 1
         return self.clock[self.number]
 
-    def record_event(self) -> "Event":
-        return Event(dict(self.clock), self.device)
+    def record_event(self, event: "Event | None" = None) -> "Event":
+        event = event or Event({}, self.device)
+        event.clock = dict(self.clock)
+        return event
 
     def wait_event(self, event: "Event") -> None:
         self.catch_up(event.clock)
@@ -125,14 +127,17 @@ class FakeDevice:
     def current_stream(self) -> Stream:
         return getattr(self._current, "stream", self.compute)
 
+    def set_stream(self, stream: Stream) -> None:
+        self._current.stream = stream
+
     @contextlib.contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
         before = self.current_stream()
-        self._current.stream = stream
+        self.set_stream(stream)
         try:
             yield
         finally:
-            self._current.stream = before
+            self.set_stream(before)
 
 
 class Recorder(TorchDispatchMode):

@@ -73,7 +73,10 @@ def _is_equal(one: Any, other: Any) -> bool:
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Return a plain copy of all of ``tensor``. Collective if it is a DTensor."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    if not isinstance(tensor, DTensor):
+        return tensor.clone()
+    # By way of the host: on gloo, full_tensor() of a CUDA tensor crashes (pytorch/pytorch#152645).
+    return tensor.cpu().full_tensor().to(tensor.device, copy=True)
 
 
 def full_state(module: nn.Module) -> dict[str, torch.Tensor]:

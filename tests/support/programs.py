@@ -658,8 +658,16 @@ class Player:
         for net, state in zip((self.model, self.oracle.net), self.saved, strict=False):
             net.load_state_dict(state)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether torch can gather a full state dict now.
+
+        Not of CUDA tensors on gloo ranks, where it crashes (pytorch/pytorch#152645).
+        """
+        return self.is_idle and (self.device == "cpu" or dist.get_world_size() == 1)
+
     def do_save_full(self) -> None:
-        if self.is_idle:
+        if self.gathers:
             # Cloned: on one rank they are the parameters themselves.
             saved = cloned(get_model_state_dict(self.model, options=FULL_STATE))
             for name, value in self.oracle.net.state_dict().items():
@@ -693,7 +701,7 @@ class Player:
 
     def do_shard_again(self, layout: Layout) -> None:
         """Go on with another mesh and other units, without gradients and momentum."""
-        if self.is_idle:
+        if self.gathers:
             state = get_model_state_dict(self.model, options=FULL_STATE)
             self.model = self.shard(layout)
             set_model_state_dict(self.model, state, options=FULL_STATE)

@@ -256,7 +256,7 @@ def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
 class Communicator:
     """Collectives on the tensors of one device, for one root.
 
-    In a group of one rank no collective is issued. ``label`` is the name of the unit, for
+    In a group that ``is_alone``, no collective is issued. ``label`` is the name of the unit, for
     observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is made.
     """
 
@@ -348,6 +348,10 @@ class Communicator:
     # --- collectives: on all ranks of ``group``, on the stream of the caller. The caller must keep
     # what they return until it has waited for it. ------------------------------------------
 
+    def is_alone(self, group: dist.ProcessGroup) -> bool:
+        """Whether ``group`` has no other rank, so that nothing is sent in it."""
+        return group.size() == 1
+
     def gather(
         self,
         source: torch.Tensor,
@@ -362,7 +366,7 @@ class Communicator:
         called only if waits block the host: on a device, a stream may still read the last result.
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
-        if group.size() == 1:
+        if self.is_alone(group):
             return Gathered([source.view(1, -1)], self.record(source))
         announce("all_gather", source, group, label, rows=group.size(), comm=self)
         with profiled("all_gather", label):
@@ -394,16 +398,16 @@ class Communicator:
         ``sum_dtype`` is that of the rows, or wider. With ``keep_signs`` a sum of negative zeros is
         a negative zero.
         """
-        size, first = group.size(), rows[0]
+        first, is_alone = rows[0], self.is_alone(group)
         custom = None if self._custom is None else self._custom.reduce_scatter
-        if len(rows) == size and first.dtype == sum_dtype:
+        if first.dtype == sum_dtype and (is_alone or 1 < group.size() == len(rows)):
             # Every row is a block: this rank's own row is not sent, so its memory can take the sum.
             total = rows[group.rank()].view(-1)
         else:
             total = self._allocate((first.size(1),), sum_dtype, first.device, group, custom)
-            if size == 1:
+            if is_alone:
                 total.copy_(first.view(-1))
-        if size == 1:
+        if is_alone:
             return Reducing(self.record(*rows), rows, total)
         announce("reduce_scatter", first, group, label, rows=len(rows), comm=self)
         with profiled("reduce_scatter", label):
@@ -417,7 +421,7 @@ class Communicator:
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> InFlight:
         """Sum ``buffer`` over the ranks of ``group``, in place."""
-        if group.size() == 1:
+        if self.is_alone(group):
             return DONE
         announce("all_reduce", buffer, group, label, comm=self)
         with profiled("all_reduce", label):

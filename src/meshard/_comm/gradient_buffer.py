@@ -31,10 +31,10 @@ _MAX_OPERANDS = 64  # a bound, because a divide factor may change with every bat
 # In these dtypes a 0-d tensor is as exact an operand as a Python number. In a narrower dtype it is
 # less exact: in bfloat16 a 0-d tensor is rounded to bfloat16, but a Python number only to float32.
 _EXACT = (torch.float32, torch.float64)
-# If a buffer has at most ``_SMALL`` elements, or a row of it at most ``_FEW`` per mark, then adding
-# 0.0 to every element is faster than indexing those with marks (4 against 120 us for six parameters
-# on 4096 ranks).
-_SMALL, _FEW = 2**14, 8
+# If a buffer has few elements, or a row of it at most ``_FEW`` per mark, then adding 0.0 to every
+# element is faster than indexing those with marks (4 against 120 us for six parameters on 4096
+# ranks). A device reads more elements in the time in which the host launches a kernel.
+_SMALL, _SMALL_ON_DEVICE, _FEW = 2**14, 2**22, 8
 _LARGE = 2**18  # elements: from so many on, bytes matter more than the number of kernels
 
 
@@ -357,12 +357,15 @@ class UnusedParamMarks:
     def mark_sent(self, buffer: torch.Tensor) -> None:
         """Make ``-0.0`` at the start of used ranges of ``buffer [..., n]`` positive."""
         columns = self._used_columns
-        is_dense = buffer.numel() <= _SMALL or buffer.size(-1) <= _FEW * columns.numel()
-        if self.all_used and is_dense:
+        if self.all_used and self._is_dense(buffer):
             buffer.add_(as_operand(0.0, buffer))
         elif columns.numel():
             # Not index_add_: CUDA updates 16-bit elements in pairs, of which one may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
+
+    def _is_dense(self, buffer: torch.Tensor) -> bool:
+        small = _SMALL if buffer.is_cpu else _SMALL_ON_DEVICE
+        return buffer.numel() <= small or buffer.size(-1) <= _FEW * self._used_columns.numel()
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
         """Return which ranges start with ``-0.0``. ``flat`` is ``[n]``, or only first elements."""
@@ -381,6 +384,9 @@ class UnusedParamMarks:
     def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
         """Restore the marks of ``flat [n]`` to what ``read`` returned."""
         if not self._columns.numel():
+            return
+        if unused is None and self._is_dense(flat):
+            flat.add_(as_operand(0.0, flat))
             return
         first = self.first_elements(flat) + 0.0
         if unused is not None:

@@ -26,6 +26,7 @@ from meshard._torch.user_line import user_frame
 
 _VARIABLE = "MESHARD_STALL_SECONDS"
 _DEFAULT_SECONDS = 30.0
+_IS_CAPTURING = "is_current_stream_capturing"  # of torch.cuda, but not of every such module
 _EVENTS = 1024  # collectives of a device that are remembered
 _logger = logging.getLogger("meshard")
 
@@ -113,26 +114,39 @@ class WatchedStream:
             _start_to_look()
 
     def add(self, event: Any, collective: Collective) -> None:
-        """Remember a collective, which ends before ``event``.
+        """Remember a collective, which ends before ``event``; forget some that are over.
 
-        Events that a graph capture records cannot be queried, so they are left out.
+        While a graph is captured, a query by any thread would spoil the capture. So this thread,
+        which captures, makes sure that none are left to query.
         """
-        is_capturing = getattr(self._module, "is_current_stream_capturing", None)
+        events, is_capturing = self._events, getattr(self._module, _IS_CAPTURING, None)
         if is_capturing is not None and is_capturing():
+            events.clear()  # they are over: a capture begins by waiting for the device
             return
         if self._device is None and hasattr(self._module, "current_device"):
             self._device = self._module.current_device()
-        self._events.append((event, time.monotonic(), collective))
+        now = time.monotonic()
+        self._forget_if_over(now, most=2)  # two for each that is added, so that few are left
+        events.append((event, now, collective))
+
+    def _forget_if_over(self, now: float, most: int, queued_by: float = float("inf")) -> None:
+        """Forget the first ``most`` collectives, up to one that is not over."""
+        events = self._events
+        with contextlib.suppress(IndexError):  # the last one, or the other thread was faster
+            for _ in range(most):
+                event, queued_at, _ = events[0]
+                if queued_at > queued_by or not event.query():
+                    return
+                events.popleft()
+                self._moved_at = now
 
     def look(self, now: float, seconds: float) -> None:
         """Report the first collective that is not over, if none has ended for ``seconds``."""
         events = self._events
         with self._on_device():
-            # A query would invalidate a graph capture that is under way. So younger events are not
+            # A query would spoil a graph capture that is under way. So younger events are not
             # queried, such as those of the warm-up right before a capture.
-            while events and now - events[0][1] >= seconds and events[0][0].query():
-                events.popleft()
-                self._moved_at = now
+            self._forget_if_over(now, most=_EVENTS, queued_by=now - seconds)
         if not events or now - max(events[0][1], self._moved_at) < seconds:
             return
         event, queued_at, collective = events[0]

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -81,6 +81,24 @@ class _EventInFlight:
             self._order(self._compute)
 
 
+class _OnStream:
+    """A context in which a comm stream is the current one.
+
+    Every unit enters several in a step, so entering does as little as possible.
+    """
+
+    __slots__ = ("_comm", "_comm_stream", "_left")
+
+    def __init__(self, comm: StreamCommunicator, comm_stream: CommStream) -> None:
+        self._comm, self._comm_stream = comm, comm_stream
+
+    def __enter__(self) -> None:
+        self._left = self._comm.enter(self._comm_stream)
+
+    def __exit__(self, *_: object) -> None:
+        self._comm.leave(*self._left)
+
+
 class StreamCommunicator(Communicator):
     """Collectives on a device with streams and events, one stream per ``CommStream``.
 
@@ -95,33 +113,40 @@ class StreamCommunicator(Communicator):
         # Containers, because variants of a communicator share them.
         self._streams: dict[CommStream, Any] = {}
         self._gather_after: list[Any] = []  # at most one event
+        self._entry: Any = None  # the event of the last entry of a comm stream, to be reused
         self._compute: Any = None  # inside on_stream: the stream that was current before
         self._after: dict[CommStream, list[Pending]] = {}
         self._watched = WatchedStream(device_module)
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
-    @contextlib.contextmanager
-    def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
+    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
+        return _OnStream(self, comm_stream)
+
+    def enter(self, comm_stream: CommStream) -> tuple[Any, Any]:
+        """Make a comm stream the current one; return what ``leave`` is to restore."""
+        module = self._device_module
         stream = self._streams.get(comm_stream)
         if stream is None:
             # High priority: if compute delays a collective on one rank, all ranks wait for it.
-            stream = self._streams[comm_stream] = self._device_module.Stream(priority=-1)
-        compute = self._device_module.current_stream()
+            stream = self._streams[comm_stream] = module.Stream(priority=-1)
+        compute = module.current_stream()
         if comm_stream is CommStream.GATHER and self._gather_after:
             event = self._gather_after.pop()
         else:
-            event = compute.record_event()
+            # A stream that waits for an event does not notice that it is recorded anew.
+            event = self._entry = compute.record_event(self._entry)
         stream.wait_event(event)
         self._drop_what_is_done()
-        with self._device_module.stream(stream):
-            if self._after:
-                for pending in self._after.pop(comm_stream, ()):
-                    pending.wait()
-            before, self._compute = self._compute, compute
-            try:
-                yield
-            finally:
-                self._compute = before
+        module.set_stream(stream)
+        before, self._compute = self._compute, compute
+        if self._after:
+            for pending in self._after.pop(comm_stream, ()):
+                pending.wait()
+        return compute, before
+
+    def leave(self, compute: Any, before: Any) -> None:
+        self._compute = before
+        self._device_module.set_stream(compute)
 
     def gather_after(self, event: Any) -> None:
         """Let the next gather wait for ``event`` instead of compute, as an exception to rule 1.

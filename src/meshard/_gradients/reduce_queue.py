@@ -100,9 +100,6 @@ class ReduceQueue:
         self._queue.append(_Queued(gradients, in_flight, on_reduced))
         # For small units, polling at every gradient costs more than the memory is worth.
         self.may_free |= self._comm.waits_block_host and in_flight.layout.is_large
-        if not self._comm.waits_block_host:
-            while in_flight.reduction.has_more:
-                in_flight.reduction.advance()
 
     def progress(self) -> None:
         """Free send buffers that all ranks have received, for the next gradients. Never blocks."""
