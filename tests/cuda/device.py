@@ -29,10 +29,15 @@ class NotRehearsed(Exception):
 class Issuing(StreamCommunicator):
     """Issues collectives in groups of one rank too, which otherwise have nothing to send."""
 
+    def __init__(self, device_module):
+        super().__init__(device_module)
+        self._are_alone = {}  # by group
+
     def is_alone(self, group):
-        return not backend_name(
-            group, torch.device("cpu")
-        )  # of ``replicate``, which scatters nothing
+        if group not in self._are_alone:
+            # The shard group of ``replicate`` has no backend, because nothing is ever sent in it.
+            self._are_alone[group] = not backend_name(group, torch.device("cpu"))
+        return self._are_alone[group]
 
 
 class Device:

@@ -34,7 +34,7 @@ _EXACT = (torch.float32, torch.float64)
 # If a buffer has few elements, or a row of it at most ``_FEW`` per mark, then adding 0.0 to every
 # element is faster than indexing those with marks (4 against 120 us for six parameters on 4096
 # ranks). A device reads more elements in the time in which the host launches a kernel.
-_SMALL, _SMALL_ON_DEVICE, _FEW = 2**14, 2**22, 8
+_SMALL, _SMALL_ON_DEVICE, _FEW = 2**14, 2**23, 8
 # Elements: from so many on, bytes matter more than the number of operators. On a device, packing
 # six gradients one by one takes the host 0.8 ms longer than one operator (beside an H100), in which
 # the device copies far more than 2**25 elements.
