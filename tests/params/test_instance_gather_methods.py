@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
+from tests.support.models import seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 
@@ -45,16 +46,15 @@ def set_methods(param):
 
 
 def build(rows=4):
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 4))
+    return seeded(nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 4)))
 
 
 def train(model, steps=STEPS):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for step in range(steps):
-        torch.manual_seed(step)
-        loss = model(torch.randn(3, 6)).square().sum()
+        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
