@@ -142,7 +142,8 @@ def clip_grad_norm_(
             'exact global norm (clip="deferred", max_norm=), or step in the ordinary way '
             "(detach())."
         )
-    warn_about_strays(listed, check_may_step(listed), names)
+    if owners := check_may_step(listed):
+        warn_about_strays(listed, owners, names)
     grads = [param.grad for param in listed if param.grad is not None]
     total = get_total_norm(grads, norm_type, error_if_nonfinite, foreach)
     scale_gradients(grads, clip_coefficient(total, max_norm))

@@ -180,6 +180,25 @@ def test_a_warning_points_at_the_line_of_the_user():
     assert [(each.filename, each.lineno) for each in caught] == [(__file__, line)]
 
 
+@pytest.mark.parametrize("is_beside_units", [True, False])
+@on_ranks(2)
+def test_adapters_that_were_added_to_a_frozen_model_are_warned_about_once(is_beside_units):
+    base = meshard.fully_shard(nn.Linear(4, 4).requires_grad_(False))
+    adapter = nn.Linear(4, 2)
+    model = nn.Sequential(base, adapter) if is_beside_units else None
+    optimizer = torch.optim.SGD(adapter.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            adapter(base(torch.ones(2, 4))).sum().backward()
+            meshard.clip_grad_norm_(adapter, 1.0)
+            optimizer.step()
+    told = [str(each.message).split(" are in no unit")[0] for each in caught]
+    names = "'1.weight', '1.bias'"
+    assert told == [f"ranks drift apart: trainable parameters {names}"] * is_beside_units
+    del model  # which had to be there until now
+
+
 @on_ranks(1)
 def test_on_one_rank_parameters_in_no_unit_are_trained_like_the_others():
     assert strays("step") == []
