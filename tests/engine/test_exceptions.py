@@ -192,9 +192,10 @@ def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
 
 @pytest.mark.slow  # it waits for timeouts
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
+@pytest.mark.parametrize("left", ["a batch", "a backward"])
 @on_ranks(2)
 @mock.patch.dict(os.environ)
-def test_a_rank_with_fewer_batches_is_suspected(shared_memory):
+def test_a_rank_that_others_leave_alone_is_told_what_it_waited_for(left, shared_memory):
     os.environ["MESHARD_SHARED_MEMORY"] = shared_memory
     mesh = DeviceMesh.from_group(dist.new_group(timeout=datetime.timedelta(seconds=2)), "cpu")
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -202,14 +203,22 @@ def test_a_rank_with_fewer_batches_is_suspected(shared_memory):
         meshard.fully_shard(unit, mesh)
     x = torch.ones(1, 4)
     model(x).sum().backward()
+    if left == "a backward":
+        if dist.get_rank() == 1:
+            model[0].register_forward_hook(raise_in_backward)
+        out = model(x)
+        if dist.get_rank() == 1:
+            with pytest.raises(Boom):
+                out.sum().backward()
     if dist.get_rank() == 0:
         # A second error, of the gather that was started ahead, would be one more warning.
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             with pytest.raises(RuntimeError) as caught:
-                model(x)
+                model(x) if left == "a batch" else out.sum().backward()
         text = str(caught.value)
-        assert "waited for the all-gather of unit '0'" in text and text.count("waited") == 1
+        waited = "all-gather" if left == "a batch" else "reduction"
+        assert f"waited for the {waited} of unit '0'" in text and text.count("waited") == 1
         assert "as many batches" in text and "MESHARD_DEBUG=1" in text
     dist.barrier()
 
