@@ -144,7 +144,7 @@ def _(shard, mesh, depth):
     return backward_of(model)
 
 
-@case("backward of many buckets of replicate", has_peer=False, sizes=(6, 12))
+@case("backward of many buckets of replicate", has_peer=False)
 def _(_, mesh, count):
     return backward_of(replicate(nn.Sequential(*layers_of(count)), mesh, bucket_cap_mb=1e-4))
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -483,8 +482,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
         if inner.parent is None:
             if inner.children:  # ``inner`` was a root around these children
                 remove_outside_hooks(inner)
-            inner.parent = weakref.ref(own[-1])
-            own[-1].children.append(weakref.ref(inner))
+            own[-1].add_child(inner)
     units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)

@@ -117,8 +117,7 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
             copied.fqn = unit.fqn.removeprefix(root_fqn).removeprefix(".")
         parent = unit.parent() if unit.parent is not None else None
         if parent is not None and id(parent) in memo:
-            copied.parent = weakref.ref(memo[id(parent)])
-            memo[id(parent)].children.append(weakref.ref(copied))
+            memo[id(parent)].add_child(copied)
         copied.siblings = [memo[id(sibling)] for sibling in unit.siblings]
         for sibling in copied.siblings:
             sibling.sibling_of = weakref.ref(copied)

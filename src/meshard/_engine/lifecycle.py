@@ -212,10 +212,11 @@ class Lifecycle:
         call, group = None, unit.group
         in_forward, with_graph = self.backward is None, torch.is_grad_enabled()
         if in_forward:
+            assert self.forward is not None
             if len(unit.step.modules_run) == len(unit.modules):
                 unit.step.modules_run.clear()  # all have run: the unit runs a second time
             call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
-            self.running.append((unit, call))
+            self.forward.begin(unit, call)
         if not group.params:
             return call
         if self.backward is not None and group.state is ParamState.SHARDED:
@@ -240,6 +241,7 @@ class Lifecycle:
         if group.num_trainable:
             unit.step.may_run_again = not with_graph
             unit.step.awaits_gradients |= with_graph
+            unit.note_open()
         return call
 
     def _refuse_other_reductions(self) -> None:
@@ -267,15 +269,15 @@ class Lifecycle:
                 group.install_sharded()
             return self.present_pass.last_call.get(unit.number)
         call, running = None, self.running
-        if self._runs(unit):
+        if self.forward is not None and unit.step.num_running:
             while running[-1][0] is not unit:
                 # The hook after this inner forward was not called: the forward was ended by a
                 # BaseException that is no Exception, such as KeyboardInterrupt, which a forward
                 # around it has caught.
-                inner, call = running.pop()
-                self.schedule.exit(call)
+                inner = running[-1][0]
+                self.schedule.exit(self.forward.end())
                 inner.group.reshard(keep_post_forward=True)
-            call = running.pop()[1]
+            call = self.forward.end()
             self.schedule.exit(call)
         if self._runs(unit):
             return call  # an outer call of the unit goes on: a module has called itself
@@ -301,7 +303,7 @@ class Lifecycle:
         return self._runs(unit)
 
     def _runs(self, unit: Unit) -> bool:
-        return self.forward is not None and any(other is unit for other, _ in self.forward.calls)
+        return self.forward is not None and unit.step.num_running > 0
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
@@ -454,8 +456,8 @@ class Lifecycle:
         # these units. This one brings gradients for them once more.
         for call in forward_pass.exits if run.accumulates else ():
             unit = self._units[call.unit]()
-            if unit is not None and call.has_graph:
-                unit.step.awaits_gradients |= unit.group.num_trainable > 0
+            if unit is not None and call.has_graph and unit.group.num_trainable:
+                unit.await_gradients()
 
     def _end_pass(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
         """End the units of a pass that have not ended, in the same order on all ranks.
@@ -487,7 +489,8 @@ class Lifecycle:
             return
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
-            unit.step.awaits_gradients |= unit.group.num_trainable > 0
+            if unit.group.num_trainable:
+                unit.await_gradients()
         if unit.settings.unshard_in_backward:
             # The prefetch is issued once per call, as ranks may use different numbers of outputs.
             up_next = (
@@ -554,7 +557,8 @@ class Lifecycle:
         run = self._ensure_backward(unit, index)
         run.accumulates = True
         step = unit.step
-        step.awaits_gradients = True
+        if not step.awaits_gradients:
+            unit.await_gradients()
         step.arrived.add(index)
         group = unit.group
         if step.has_all(group.num_trainable):
@@ -573,7 +577,7 @@ class Lifecycle:
         The unit is reduced at the end of the backward.
         """
         self._ensure_backward(unit).accumulates = True
-        unit.step.awaits_gradients = True
+        unit.await_gradients()
 
     def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
         # A reentrant checkpoint runs a graph task of its own inside this backward. A gradient from
@@ -901,7 +905,8 @@ class Lifecycle:
         # First, so that the next step calls abort() even if this method is interrupted.
         self.failure.marks.append("raised")
         self.failure.backward_call = None
-        self.running.clear()
+        if self.forward is not None:
+            self.forward.end_all()
         for group in self.groups():
             group.install_sharded()
 

@@ -34,6 +34,20 @@ class ForwardRun:
     # and stays so if an interrupt comes before the first call is recorded.
     calls: list[tuple[Unit, ForwardCall]] = field(default_factory=list)
 
+    def begin(self, unit: Unit, call: ForwardCall) -> None:
+        self.calls.append((unit, call))
+        unit.step.num_running += 1
+
+    def end(self) -> ForwardCall:
+        """Remove the innermost call and return it."""
+        unit, call = self.calls.pop()
+        unit.step.num_running -= 1
+        return call
+
+    def end_all(self) -> None:
+        while self.calls:
+            self.end()
+
 
 @dataclass(eq=False, slots=True)
 class BackwardRun:

@@ -64,6 +64,7 @@ class UnitStep:
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
     last_pass: ForwardPass | None = None  # the last pass with a graph in which it ran
     is_retained: bool = False  # it stays unsharded for a later backward: see out_of_turn
+    num_running: int = 0  # forward calls that have begun and not ended
     modules_run: set[int] = field(default_factory=set)  # ids of its modules that ran in this pass
     is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
 
@@ -89,6 +90,7 @@ class UnitStep:
         """Reset to the state between two steps. A retained unit stays retained."""
         self.record_taken()
         self.end_backward()
+        self.num_running = 0
         self.modules_run.clear()
         self.in_pass = self.in_call = self.last_pass = None
         self.is_wanted_unsharded = False
@@ -115,6 +117,7 @@ class Unit:
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
         self._open_at = 0  # the position of the child that ``has_open_children`` found last
+        self._is_over_inside = False  # it found none, and none has been opened since
         self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # suffix of the label: mesh of a sibling, or bucket of replicate
@@ -170,12 +173,15 @@ class Unit:
         # This is called whenever a unit inside is reduced, so it must be fast. The search begins
         # with the child that was open the last time, which is often still open. It visits no child
         # twice: children ask their own, so the time would double with every level.
+        if self._is_over_inside:
+            return False
         last, count = self._open_at, len(self.children)
         for position in chain(range(last, count), range(min(last, count))):
             child = self.children[position]()
             if child is not None and child.is_open:
                 self._open_at = position
                 return True
+        self._is_over_inside = True
         return False
 
     @property
@@ -183,6 +189,26 @@ class Unit:
         """Whether gradients of this unit, or of one inside, are or may be still to come."""
         step = self.step  # units inside count too: a frozen unit may be around a trained one
         return step.awaits_gradients or step.may_run_again or self.has_open_children
+
+    def await_gradients(self) -> None:
+        """Record that gradients of this unit are still to come."""
+        self.step.awaits_gradients = True
+        self.note_open()
+
+    def note_open(self) -> None:
+        """Let units around this one look again for units inside that are open."""
+        around = self.parent() if self.parent is not None else None
+        # Where a unit is known to be over inside, so are all units inside it. So if this is not
+        # known of a unit, it is not known of those around it either.
+        while around is not None and around._is_over_inside:
+            around._is_over_inside = False
+            around = around.parent() if around.parent is not None else None
+
+    def add_child(self, child: Unit) -> None:
+        """Put ``child`` directly inside this unit."""
+        child.parent = weakref.ref(self)
+        self.children.append(weakref.ref(child))
+        child.note_open()
 
     def forget_unchosen_copy(self) -> None:
         """Make the next forward gather again, unless the user chose to keep the unit unsharded.
@@ -314,8 +340,7 @@ def nest(units: list[Unit]) -> Unit:
     for unit in siblings:
         unit.input_dtype = unit.output_dtype = None
         unit.sibling_of = weakref.ref(outer)
-        unit.parent = weakref.ref(around)
-        around.children.append(weakref.ref(unit))
+        around.add_child(unit)
         around = unit
     outer.siblings = siblings
     return outer
