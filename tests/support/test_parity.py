@@ -5,7 +5,7 @@ import torch
 
 from tests.support.cases import CASES
 from tests.support.integer_model import LEARNING_RATE, MAX_GRADIENT
-from tests.support.parity import assert_same, assert_same_run, full_grads, train_plain
+from tests.support.parity import assert_same, assert_same_run, train_plain
 
 
 def _sgd(params):
@@ -26,20 +26,6 @@ def test_the_integer_model_stays_exact_and_keeps_learning():
             assert grad.abs().max() <= MAX_GRADIENT * len(batches[0]) * 2, name
             assert torch.equal(one.params[name].double(), other.params[name]), name
         assert all(grad.any() for grad in one.grads.values())
-
-
-def test_the_integer_model_sums_over_ranks_exactly_in_any_order():
-    case = CASES["integer"]
-    per_rank = []
-    for rank in range(5):
-        model = case.build()
-        case.loss(model(case.batch(0, rank))).backward()
-        per_rank.append(full_grads(model))
-    model = case.build()
-    case.loss(model(case.whole_batch(0, 5))).backward()
-    for name, expected in full_grads(model).items():
-        assert torch.equal(sum(grads[name] for grads in per_rank), expected)
-        assert torch.equal(sum(grads[name] for grads in reversed(per_rank)), expected)
 
 
 def test_a_difference_names_the_step_the_kind_and_the_parameter():
