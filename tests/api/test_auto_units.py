@@ -13,6 +13,7 @@ from tests.support.cases import CASES
 from tests.support.insides import members, sharded_modules, taken_by
 from tests.support.models import (
     ChosenBlocks,
+    Made,
     MlpBlock,
     MlpStack,
     Transformer,
@@ -39,29 +40,6 @@ def blocks(count):
     return nn.Sequential(*[MlpBlock(4, 4) for _ in range(count)])
 
 
-def module_of(**children):
-    module = nn.Module()
-    for name, child in children.items():
-        module.add_module(name, child)
-    return module
-
-
-def dict_of_parts():
-    parts = nn.ModuleDict({name: nn.Embedding(4, 4) for name in ("tokens", "positions")})
-    parts["blocks"] = nn.ModuleList(blocks(2))
-    return module_of(parts=parts)
-
-
-class Wide(nn.Linear):
-    pass
-
-
-def one_by_hand():
-    model = nn.Sequential(linear(), nn.LayerNorm(4))
-    fully_shard(model[0])
-    return model
-
-
 def tied_stack():
     model = MlpStack(4, 4, depth=2)
     model.blocks[1].up.weight = model.blocks[0].up.weight
@@ -80,24 +58,12 @@ def shared_and_tied_blocks():
     return nn.Sequential(*[nn.Sequential(each, shared) for each in own])
 
 
-def shared_block():
-    shared = MlpBlock(4, 4)
-    return nn.Sequential(nn.Sequential(shared, linear()), nn.Sequential(shared))
-
-
-def shared_layer():
-    shared = linear()
-    return nn.Sequential(*[nn.Sequential(nn.LayerNorm(4), shared) for _ in range(2)])
-
-
 def row(names, build, taken=None, **kwargs):
     return names.split(), build, taken or {}, kwargs
 
 
 def all_of(block):
-    return " ".join(
-        f"{block}.{name}" for name in ("up.weight", "up.bias", "down.weight", "down.bias")
-    )
+    return " ".join(f"{block}.{name}" for name, _ in MlpBlock(4, 4).named_parameters())
 
 
 # The names of the modules of each unit besides the root, the model, all that some units take, and
@@ -107,7 +73,7 @@ CHOICES = {
     # Also the only block of its list: a deeper model would have more there.
     "lists of lists": row(
         "stages.0.0 stages.0.1 stages.1.0",
-        lambda: module_of(stages=nn.ModuleList(nn.ModuleList(blocks(n)) for n in (2, 1))),
+        lambda: Made(None, stages=[nn.ModuleList(blocks(2)), nn.ModuleList(blocks(1))]),
     ),
     "the only block": row("blocks.0", lambda: MlpStack(depth=1)),
     "siblings of one class that hold parameters": row(
@@ -115,14 +81,22 @@ CHOICES = {
     ),
     "a dict of like blocks": row(
         "layers.one layers.two",
-        lambda: module_of(layers=nn.ModuleDict({"one": linear(), "two": linear()})),
+        lambda: Made(None, layers=nn.ModuleDict({"one": linear(), "two": linear()})),
     ),
-    "a dict of different parts": row("parts.blocks.0 parts.blocks.1", dict_of_parts),
+    "a dict of different parts": row(
+        "parts.list.0 parts.list.1",
+        lambda: Made(
+            None,
+            parts=nn.ModuleDict({"a": linear(), "b": linear(), "list": nn.ModuleList(blocks(2))}),
+        ),
+    ),
     "the root takes the rest": row(
         "blocks.0 blocks.1", Transformer, {"": "embedding.weight norm.weight norm.bias head.weight"}
     ),
     "subclasses": row(
-        "0 1", lambda: nn.Sequential(linear(), Wide(4, 4), nn.LayerNorm(4)), units=nn.Linear
+        "0 1",
+        lambda: nn.Sequential(linear(), type("Wide", (nn.Linear,), {})(4, 4), nn.LayerNorm(4)),
+        units=nn.Linear,
     ),
     "nested": row(
         "embedding blocks.0 blocks.0.attention_norm blocks.0.mlp_norm norm",
@@ -180,7 +154,9 @@ CHOICES = {
         units=(nn.Sequential, nn.Linear),
         min_params=32,
     ),
-    "units by hand are blocks enough": row("0", one_by_hand),
+    "units by hand are blocks enough": row(
+        "0", lambda: nn.Sequential(fully_shard(linear()), nn.LayerNorm(4))
+    ),
     "a tied embedding is the root's": row(
         "blocks.0 blocks.0.attention.qkv blocks.0.attention.out blocks.0.mlp.0 blocks.0.mlp.2",
         lambda: Transformer(depth=1, tied=True),
@@ -205,10 +181,15 @@ CHOICES = {
         {"": "scale shift blocks.0.up.weight=blocks.1.up.weight"},
     ),
     "a shared module is one unit that keeps its parameters": row(
-        "0 0.0", shared_block, {"0.0": all_of("0.0")}, units=(MlpBlock, nn.Sequential)
+        "0 0.0",
+        lambda: nn.Sequential(nn.Sequential(one := MlpBlock(4, 4), linear()), nn.Sequential(one)),
+        {"0.0": all_of("0.0")},
+        units=(MlpBlock, nn.Sequential),
     ),
     "a shared module that is no unit goes around both uses": row(
-        "0 1", shared_layer, {"": "0.1.weight 0.1.bias"}
+        "0 1",
+        lambda: nn.Sequential(squares(5).append(one := linear()), squares(5).append(one)),
+        {"": "0.1.weight 0.1.bias"},
     ),
     "what several modules of a row share is the root's": row(
         "0.0+1.0 2.0+3.0",

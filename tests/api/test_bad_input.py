@@ -3,6 +3,7 @@
 import inspect
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -321,42 +322,25 @@ EXCEPT = {
 }
 
 
-class Wide(nn.Linear):
-    def extra(self, x):
-        return self(x)
-
-
-class Useful:
-    """A communication, and a hook of either kind."""
-
-    def __call__(self, *args, **kwargs):
-        pass
-
-    def allocate(self, *args, **kwargs):
-        pass
-
-    after = __call__
-
-
 def sharded():
-    return meshard.fully_shard(Wide(2, 2))
+    return meshard.fully_shard(nn.Linear(2, 2))
 
 
 # Arguments that must be given, and are not the one that is junk. Others are True.
 VALID = {
     "backend": lambda: "NCCL",
     "batches": lambda: torch.ones(3, 2),
-    "comm": Useful,
+    "comm": mock.Mock,
     "dtype": lambda: torch.bfloat16,
     "event": lambda: torch.Event(),
     "factor": lambda: 2.0,
-    "hook": Useful,
+    "hook": mock.Mock,
     "max_input_buffers": lambda: 2,
     "max_norm": lambda: 1.0,
     "mesh": lambda: init_device_mesh("cpu", (3,)),
-    "method_name": lambda: "extra",
+    "method_name": lambda: "unshard",
     "mode": lambda: GradientSync.FULL,
-    "model": lambda: nn.Sequential(Wide(2, 2), Wide(2, 2)),
+    "model": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
     "modules": lambda: [sharded()],
     "optimizer": lambda: torch.optim.SGD,
     "parameters": sharded,
@@ -388,7 +372,7 @@ def made(name):
     if owner == "FSDPModule":
         called = getattr(sharded(), method)
     elif owner == "ReplicateModule":
-        called = getattr(meshard.replicate(Wide(2, 2)), method)
+        called = getattr(meshard.replicate(nn.Linear(2, 2)), method)
     else:
         called = getattr(meshard, owner)
         called = getattr(called, method) if method else called
@@ -400,8 +384,8 @@ def made(name):
 
 def module_for(name):
     if name == "uneven_batches":
-        return meshard.replicate(Wide(2, 2))
-    return Wide(2, 2) if name in ("fully_shard", "replicate") else sharded()
+        return meshard.replicate(nn.Linear(2, 2))
+    return nn.Linear(2, 2) if name in ("fully_shard", "replicate") else sharded()
 
 
 def problem(name, argument, junk):
