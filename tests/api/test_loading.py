@@ -1,4 +1,4 @@
-"""Loading into a sharded module: whole tensors, shards from elsewhere, and as libraries do it."""
+"""Loading into a sharded module: unsharded tensors, and shards, as libraries do it."""
 
 import copy
 import gc
@@ -68,7 +68,7 @@ ASSIGN = pytest.mark.parametrize("assign", [False, True])
 
 @spread(assign=[False, True, False], mesh_shape=[(4,), (4,), (2, 2)])
 @on_ranks(4)
-def test_whole_tensors_are_loaded_without_communication(assign, mesh_shape):
+def test_unsharded_tensors_are_loaded_without_communication(assign, mesh_shape):
     model, wanted = sharded(1, mesh_shape), values(2)
     model(BATCH)  # leaves a root, and a graph, with the old values
     given = {name: value.clone() for name, value in wanted.state_dict().items()}
@@ -92,7 +92,7 @@ def test_whole_tensors_are_loaded_without_communication(assign, mesh_shape):
 
 @ASSIGN
 @on_ranks(3)
-def test_whole_tensors_are_cut_on_any_dim(assign):
+def test_unsharded_tensors_are_cut_on_any_dim(assign):
     case, model, wanted = sharded_case(
         "uneven", (3,), shard_placement_fn=lambda param: Shard(param.dim() - 1)
     )
@@ -100,7 +100,7 @@ def test_whole_tensors_are_cut_on_any_dim(assign):
     model.load_state_dict(wanted.state_dict(), assign=assign)
     assert_same(full_state(model), full_state(wanted), bitwise=True)
     for param, theirs in zip(model.parameters(), wanted.parameters(), strict=True):
-        # Not a view, which would keep the whole tensor, or see its edits.
+        # Not a view, which would keep the unsharded tensor, or see its edits.
         assert param.to_local().untyped_storage().data_ptr() != theirs.untyped_storage().data_ptr()
     batch = case.batch(0, 0)
     assert_same(model(batch), wanted(batch))
@@ -223,7 +223,7 @@ def test_loading_keeps_no_unsharded_tensor():
 
 @on_ranks(2)
 def test_a_model_on_meta_is_filled_by_assigning():
-    """As accelerate does: shard on meta, place each whole tensor like its parameter, assign."""
+    """As accelerate does: shard on meta, place each unsharded tensor like its parameter, assign."""
     wanted = values(2)
     with torch.device("meta"):
         model = normed()

@@ -1,5 +1,6 @@
 """Units of many modules: the work grows with the number of modules, not with its square."""
 
+import copy
 import sys
 
 import pytest
@@ -7,7 +8,9 @@ import torch
 from torch import nn
 
 import meshard
-from tests.support.models import Made
+from tests.support.against_plain import check_gradients
+from tests.support.models import Made, seeded
+from tests.support.parity import assert_same
 from tests.support.ranks import on_fake_ranks, on_ranks
 
 
@@ -101,20 +104,17 @@ def test_work_is_linear_in_the_number_of_modules(prepare):
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @on_ranks(2)
 def test_edits_between_two_forwards_of_a_list_of_modules_take_effect(reshard_after_forward):
-    modules = [nn.Linear(4, 4, bias=False) for _ in range(3)]
-    meshard.fully_shard(modules, reshard_after_forward=reshard_after_forward)
-    model = meshard.fully_shard(nn.Sequential(*modules))
-    model(torch.ones(1, 4)).sum().backward()
-    model.zero_grad()
+    plain, x = seeded(nn.Sequential(*layers(3))), torch.ones(1, 2)
+    model = copy.deepcopy(plain)
+    meshard.fully_shard([*model], reshard_after_forward=reshard_after_forward)
+    meshard.fully_shard(model)
+    check_gradients(model, plain, lambda each, rank: each(x).sum())
     with torch.no_grad():
-        model(torch.ones(1, 4))
-    modules[1].weight.requires_grad_(False)
-    # Also one that is not the first to run: it finds what the first has installed.
-    modules[2].weight = nn.Parameter(torch.eye(4))
-    modules[0].weight = nn.Parameter(2 * torch.eye(4))
-    y = model(torch.ones(1, 4))
-    y.sum().backward()
-    expected = 2 * torch.ones(1, 4) @ modules[1].weight.full_tensor().T
-    torch.testing.assert_close(y.detach(), expected)
-    assert modules[1].weight.grad is None
-    assert modules[0].weight.grad is not None and modules[2].weight.grad is not None
+        model(x)
+    for each in (model, plain):
+        each[1].weight.requires_grad_(False)
+        # Also one that is not the first to run: it finds what the first has installed.
+        each[2].weight = nn.Parameter(torch.eye(2))
+        each[0].weight = nn.Parameter(2 * torch.eye(2))
+    check_gradients(model, plain, lambda each, rank: each(x).sum(), times=1)
+    assert_same(model(x), plain(x))
