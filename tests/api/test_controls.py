@@ -78,14 +78,14 @@ def test_setters_recurse_unless_told_not_to():
 @on_fake_ranks(4)
 def test_resharding_is_set_at_any_time():
     model = sharded()
-    model.set_reshard_after_forward(False)
-    assert counts_of_a_step(model) == (4, 4, 4)
-    model.set_reshard_after_forward(True)
-    assert counts_of_a_step(model) == (8, 4, 4)
-    model.set_reshard_after_backward(False)
-    counts_of_a_step(model)
-    model.set_reshard_after_forward(False)
-    assert counts_of_a_step(model) == (0, 4, 4)
+    for setter, reshards, num_gathered in [
+        ("set_reshard_after_forward", False, 4),
+        ("set_reshard_after_forward", True, 8),
+        ("set_reshard_after_backward", False, 8),
+        ("set_reshard_after_forward", False, 0),
+    ]:
+        getattr(model, setter)(reshards)
+        assert counts_of_a_step(model) == (num_gathered, 4, 4)
 
 
 @on_fake_ranks(4)
