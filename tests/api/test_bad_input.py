@@ -3,6 +3,7 @@
 import inspect
 import traceback
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -46,19 +47,53 @@ def model():
     return nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.ReLU()))
 
 
-@on_fake_ranks(8)
-def test_a_3d_mesh_is_refused():
-    mesh = init_device_mesh("cpu", (2, 2, 2))
-    check_refused(ValueError, "1D mesh .* or a 2D mesh", model(), mesh)
+def on_another_device():
+    net = model()
+    with FakeTensorMode():
+        net[1][0].bias = nn.Parameter(torch.empty(8, device="cuda"))
+    return net
 
 
-@pytest.mark.parametrize("container", [nn.ModuleList, lambda ms: nn.ModuleDict({"a": ms[0]})])
+def tied_to_a_unit():
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    net[1].weight = net[0].weight
+    meshard.fully_shard(net[0])
+    return net
+
+
+@pytest.mark.parametrize(
+    ("build", "text"),
+    [
+        (lambda: nn.ModuleList([nn.Linear(8, 8)]), "ModuleList, because it has no forward"),
+        (lambda: [nn.ReLU(), nn.ModuleDict({"a": model()})], "ModuleDict, because it has no"),
+        (lambda: meshard.fully_shard(model()), "applied to a Sequential that is sharded"),
+        (list, "empty list of modules"),
+        (lambda: [net := model(), net], "or given twice"),
+        (lambda: [net := model(), net[0]], "a Linear is inside a Sequential"),
+        (on_another_device, "'1.0.bias' is on cuda:0, but the mesh is on cpu; move"),
+        (
+            tied_to_a_unit,
+            r"'Sequential.1.weight' is tied to 'Linear.weight', .*\.fully_shard_units",
+        ),
+    ],
+)
 @on_fake_ranks(8)
-def test_a_container_without_forward_is_refused(container):
-    blocks = container([nn.Linear(8, 8)])
-    name = type(blocks).__name__
-    check_refused(ValueError, f"{name}, because it has no forward", blocks)
-    check_refused(ValueError, f"{name}, because it has no forward", [model(), blocks])
+def test_modules_that_cannot_be_a_unit_are_refused(build, text):
+    check_refused(ValueError, text, build())
+
+
+@pytest.mark.parametrize("thing", [3, "linear", None, torch.ones(3)])
+@on_fake_ranks(8)
+def test_what_is_no_module_is_refused(thing):
+    for module in (thing, [thing]):
+        check_refused(TypeError, f"needs an nn.Module .* got {type(thing).__name__}", module)
+
+
+@on_fake_ranks(8)
+def test_a_child_after_its_parent_is_refused():
+    net = meshard.fully_shard(model())
+    text = "'Linear.weight' already belongs to a unit .* children before"
+    check_refused(ValueError, text, net[0], inside=net)
 
 
 @on_fake_ranks(8)
@@ -72,31 +107,9 @@ def test_a_module_list_with_a_forward_of_its_own_is_accepted():
 
 
 @on_fake_ranks(8)
-def test_a_child_after_its_parent_is_refused():
-    net = meshard.fully_shard(model())
-    text = "'Linear.weight' already belongs to a unit .* children before"
-    check_refused(ValueError, text, net[0], inside=net)
-    check_refused(ValueError, "applied to a Sequential that is sharded", net)
-
-
-@on_fake_ranks(8)
-def test_bad_lists_of_modules_are_refused():
-    net = model()
-    check_refused(ValueError, "empty list of modules", [])
-    check_refused(ValueError, "or given twice", [net, net])
-    check_refused(ValueError, "a Linear is inside a Sequential", [net, net[0]])
-    for thing in (3, "linear", None, torch.ones(3)):
-        text = f"needs an nn.Module .* got {type(thing).__name__}"
-        check_refused(TypeError, text, [thing])
-        check_refused(TypeError, text, thing)
-
-
-@on_fake_ranks(8)
-def test_a_parameter_on_another_device_is_refused():
-    net = model()
-    with FakeTensorMode():
-        net[1][0].bias = nn.Parameter(torch.empty(8, device="cuda"))
-    check_refused(ValueError, "'1.0.bias' is on cuda:0, but the mesh is on cpu; move", net)
+def test_a_3d_mesh_is_refused():
+    mesh = init_device_mesh("cpu", (2, 2, 2))
+    check_refused(ValueError, "1D mesh .* or a 2D mesh", model(), mesh)
 
 
 SIZE_TEXT = r"reshard_after_forward={} must divide the 8 ranks"
@@ -148,26 +161,6 @@ def test_a_scalar_parameter_is_refused_and_named():
 
 
 @on_fake_ranks(8)
-def test_parameters_tied_across_units_are_refused_and_both_named():
-    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    net[1].weight = net[0].weight
-    meshard.fully_shard(net[0])
-    text = r"'Sequential.1.weight' is tied to 'Linear.weight', .*\.fully_shard_units"
-    check_refused(ValueError, text, net)
-
-
-@on_fake_ranks(8)
-def test_a_meta_parameter_at_the_first_forward_is_named():
-    with torch.device("meta"):
-        net = model()
-    meshard.fully_shard(net)
-    with pytest.raises(RuntimeError, match=r"'0.weight' of unit '\(root\)' is still on the meta"):
-        net(torch.ones(1, 8))
-    net.to_empty(device="cpu")
-    net(torch.ones(1, 8))
-
-
-@on_fake_ranks(8)
 def test_a_failure_while_sharding_leaves_the_module_as_it_was():
     net = model()
 
@@ -204,34 +197,36 @@ def test_a_parameter_replaced_or_removed_after_sharding_is_named_at_the_next_use
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "text"),
+    ("setter", "argument", "error", "text"),
     [
-        (lambda m: m.set_gradient_divide_factor(0), ValueError, "positive and finite, got 0"),
-        (lambda m: m.set_gradient_divide_factor(float("nan")), ValueError, "positive and finite"),
-        (lambda m: m.set_gradient_divide_factor("8"), TypeError, "must be a number, a callable"),
-        (lambda m: m.set_gradient_sync("full"), TypeError, "must be a meshard.GradientSync"),
-        (lambda m: m.set_requires_gradient_sync(1), TypeError, "must be a bool, got 1"),
-        (lambda m: m.set_is_last_backward(None), TypeError, "must be a bool, got None"),
-        (
-            lambda m: m.set_modules_to_forward_prefetch([nn.ReLU()]),
-            ValueError,
-            "no unit in this ReLU",
-        ),
-        (lambda m: m.set_post_optim_event(None), TypeError, "must be a torch.Event, got None"),
-        (lambda m: m.set_reduce_scatter_max_input_buffers(0), ValueError, "at least 1, got 0"),
-        (lambda m: m.set_reduce_scatter_max_input_buffers(1.5), TypeError, "an int, got 1.5"),
-        (lambda m: m.set_separate_reduce_scatter_group(1), TypeError, "must be a bool, got 1"),
-        (lambda m: m.set_custom_all_gather(print), TypeError, "needs an object with allocate"),
-        (lambda m: m.set_custom_reduce_scatter(3), TypeError, "needs an object with allocate"),
-        (lambda m: m.set_symm_mem_for_comm(), NotImplementedError, "symmetric memory"),
-        (lambda m: meshard.share_comm_ctx([m, nn.ReLU()]), ValueError, "got ReLU"),
+        ("set_gradient_divide_factor", 0, ValueError, "positive and finite, got 0"),
+        ("set_gradient_divide_factor", float("nan"), ValueError, "positive and finite"),
+        ("set_gradient_divide_factor", "8", TypeError, "must be a number, a callable"),
+        ("set_gradient_sync", "full", TypeError, "must be a meshard.GradientSync"),
+        ("set_requires_gradient_sync", 1, TypeError, "must be a bool, got 1"),
+        ("set_is_last_backward", None, TypeError, "must be a bool, got None"),
+        ("set_modules_to_forward_prefetch", [nn.ReLU()], ValueError, "no unit in this ReLU"),
+        ("set_post_optim_event", None, TypeError, "must be a torch.Event, got None"),
+        ("set_reduce_scatter_max_input_buffers", 0, ValueError, "at least 1, got 0"),
+        ("set_reduce_scatter_max_input_buffers", 1.5, TypeError, "an int, got 1.5"),
+        ("set_separate_reduce_scatter_group", 1, TypeError, "must be a bool, got 1"),
+        ("set_keep_unsharded_storage", 1, TypeError, "keep must be a bool"),
+        ("set_custom_all_gather", print, TypeError, "needs an object with allocate"),
+        ("set_custom_reduce_scatter", 3, TypeError, "needs an object with allocate"),
+        ("set_symm_mem_for_comm", "NCCL", NotImplementedError, "symmetric memory"),
     ],
 )
 @on_fake_ranks(8)
-def test_setters_refuse_what_they_cannot_mean(call, error, text):
+def test_setters_refuse_what_they_cannot_mean(setter, argument, error, text):
     net = meshard.fully_shard(model())
     with pytest.raises(error, match=text):
-        call(net)
+        getattr(net, setter)(argument)
+
+
+@on_fake_ranks(8)
+def test_share_comm_ctx_refuses_a_module_without_units():
+    with pytest.raises(ValueError, match="got ReLU"):
+        meshard.share_comm_ctx([meshard.fully_shard(model()), nn.ReLU()])
 
 
 def test_no_group_is_made_by_a_call_that_is_refused():
@@ -327,42 +322,25 @@ EXCEPT = {
 }
 
 
-class Wide(nn.Linear):
-    def extra(self, x):
-        return self(x)
-
-
-class Useful:
-    """A communication, and a hook of either kind."""
-
-    def __call__(self, *args, **kwargs):
-        pass
-
-    def allocate(self, *args, **kwargs):
-        pass
-
-    after = __call__
-
-
 def sharded():
-    return meshard.fully_shard(Wide(2, 2))
+    return meshard.fully_shard(nn.Linear(2, 2))
 
 
 # Arguments that must be given, and are not the one that is junk. Others are True.
 VALID = {
     "backend": lambda: "NCCL",
     "batches": lambda: torch.ones(3, 2),
-    "comm": Useful,
+    "comm": mock.Mock,
     "dtype": lambda: torch.bfloat16,
     "event": lambda: torch.Event(),
     "factor": lambda: 2.0,
-    "hook": Useful,
+    "hook": mock.Mock,
     "max_input_buffers": lambda: 2,
     "max_norm": lambda: 1.0,
     "mesh": lambda: init_device_mesh("cpu", (3,)),
-    "method_name": lambda: "extra",
+    "method_name": lambda: "unshard",
     "mode": lambda: GradientSync.FULL,
-    "model": lambda: nn.Sequential(Wide(2, 2), Wide(2, 2)),
+    "model": lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)),
     "modules": lambda: [sharded()],
     "optimizer": lambda: torch.optim.SGD,
     "parameters": sharded,
@@ -394,7 +372,7 @@ def made(name):
     if owner == "FSDPModule":
         called = getattr(sharded(), method)
     elif owner == "ReplicateModule":
-        called = getattr(meshard.replicate(Wide(2, 2)), method)
+        called = getattr(meshard.replicate(nn.Linear(2, 2)), method)
     else:
         called = getattr(meshard, owner)
         called = getattr(called, method) if method else called
@@ -406,8 +384,8 @@ def made(name):
 
 def module_for(name):
     if name == "uneven_batches":
-        return meshard.replicate(Wide(2, 2))
-    return Wide(2, 2) if name in ("fully_shard", "replicate") else sharded()
+        return meshard.replicate(nn.Linear(2, 2))
+    return nn.Linear(2, 2) if name in ("fully_shard", "replicate") else sharded()
 
 
 def problem(name, argument, junk):

@@ -22,49 +22,34 @@ WITH_BUFFERS = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16)
 APPLIED = pytest.mark.parametrize("apply", [fully_shard, replicate])
 
 
-class Convolutions(nn.Module):
-    """A batch norm between two layers, in the root."""
-
-    def __init__(self):
-        super().__init__()
-        self.inlet = nn.Conv1d(2, 4, 1)
-        self.norm = nn.BatchNorm1d(4)
-        self.outlet = nn.Conv1d(4, 2, 1)
-
-    def forward(self, x):
-        return self.outlet(self.norm(self.inlet(x)))
+def convolutions():
+    return nn.Sequential(nn.Conv1d(2, 4, 1), nn.BatchNorm1d(4), nn.Conv1d(4, 2, 1))
 
 
 class Positions(nn.Module):
-    """Adds a float32 buffer."""
+    """Adds a float32 buffer, or does something else."""
 
-    def __init__(self):
+    def __init__(self, forward=lambda m, x: x + m.angles):
         super().__init__()
+        self.function = forward
         self.register_buffer("angles", torch.linspace(0, 1, 6))
         self.register_buffer("index", torch.arange(6))
         self.register_buffer("nothing", None)
 
     def forward(self, x):
-        return x + self.angles
+        return self.function(self, x)
 
 
-class Positional(nn.Module):
+def positional(*args):
     """The buffer of a module that has returned when a layer after it fails."""
-
-    def __init__(self):
-        super().__init__()
-        self.positions = Positions()
-        self.layer = nn.Linear(6, 6)
-
-    def forward(self, x):
-        return self.layer(self.positions(x))
+    return nn.Sequential(Positions(*args), nn.Linear(6, 6))
 
 
+IMAGES = torch.ones(3, 2, 5)
 CASES = {
-    "norm": (Convolutions, torch.ones(3, 2, 5), ["norm.running_mean", "norm.running_var"]),
-    "positions": (Positional, torch.ones(2, 6), ["positions.angles"]),
+    "norm": (convolutions, IMAGES, ["1.running_mean", "1.running_var"]),
+    "positions": (positional, torch.ones(2, 6), ["0.angles"]),
 }
-BOTH = pytest.mark.parametrize("case", list(CASES))
 EACH = spread(apply=[fully_shard, replicate], case=list(CASES))
 
 
@@ -83,7 +68,7 @@ def test_without_it_an_error_names_the_buffers_and_what_helps(apply, case):
     assert text.count("that is the cause") == 1
 
 
-@BOTH
+@pytest.mark.parametrize("case", CASES)
 @on_fake_ranks(1)
 def test_units_around_and_inside_add_nothing_to_the_error(case):
     build, x, names = CASES[case]
@@ -97,32 +82,31 @@ def test_units_around_and_inside_add_nothing_to_the_error(case):
     assert "of_outer" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("policy", "dtype", "text"),
+    [
+        (POLICY, FP32, "no such type of task"),
+        (MixedPrecisionPolicy(), FP32, "wrong dtype"),
+        (POLICY, BF16, "wrong dtype"),
+    ],
+)
 @on_fake_ranks(1)
-def test_other_errors_and_other_dtypes_stay_as_they_are():
-    class Fails(Positions):
-        def forward(self, x):
-            raise RuntimeError(x)
+def test_other_errors_and_other_dtypes_stay_as_they_are(policy, dtype, text):
+    def fail(module, x):
+        raise RuntimeError(x)
 
-    for policy, text in [(POLICY, "no such type of task"), (MixedPrecisionPolicy(), "wrong dtype")]:
-        model = Fails()
-        model.weight = nn.Parameter(torch.ones(2))
-        with pytest.raises(RuntimeError) as caught:
-            fully_shard(model, mp_policy=policy)(text)
-        assert str(caught.value) == text
-    model = Fails().to(BF16)
+    model = Positions(fail).to(dtype)
     model.weight = nn.Parameter(torch.ones(2))
     with pytest.raises(RuntimeError) as caught:
-        fully_shard(model, mp_policy=POLICY)("wrong dtype")
-    assert str(caught.value) == "wrong dtype"
+        fully_shard(model, mp_policy=policy)(text)
+    assert str(caught.value) == text
 
 
 @EACH
 @on_fake_ranks(1)
 def test_it_computes_as_the_module_does_in_that_dtype(apply, case):
     build, x, _ = CASES[case]
-    plain, model = seeded(build()), seeded(build())
-    apply(model, mp_policy=WITH_BUFFERS)
-    plain.to(BF16)
+    plain, model = seeded(build()).to(BF16), apply(seeded(build()), mp_policy=WITH_BUFFERS)
     for step in range(4):
         batch = x * (step + 1) + torch.linspace(0, 1, x.shape[-1])
         out, expected = model(batch), plain(batch.to(BF16))
@@ -136,7 +120,7 @@ def test_it_computes_as_the_module_does_in_that_dtype(apply, case):
 @on_ranks(2)
 def test_they_are_broadcast_in_it():
     """Each forward begins with the buffers of the first rank, whatever the second has seen."""
-    model, plain = seeded(Convolutions()), seeded(Convolutions()).to(BF16)
+    model, plain = seeded(convolutions()), seeded(convolutions()).to(BF16)
     mesh = init_device_mesh("cpu", (2,))
     replicate(model, mesh, mp_policy=WITH_BUFFERS, broadcast_buffers=True)
     for step in range(3):
@@ -150,30 +134,25 @@ def test_they_are_broadcast_in_it():
 @APPLIED
 @on_fake_ranks(1)
 def test_a_norm_in_a_unit_of_its_own_stays_in_float32(apply):
-    model = Convolutions()
-    fully_shard(model.norm)
+    model = convolutions()
+    fully_shard(model[1])
     apply(model, mp_policy=WITH_BUFFERS)  # of what is in no unit inside
     assert "param_dtype=bfloat16, buffer_dtype=bfloat16" in meshard.describe(model)
-    model(torch.ones(3, 2, 5)).sum().backward()
-    assert model.norm.running_mean.dtype == FP32 and model.norm.running_mean.any()
-    assert model.norm.weight.grad is not None
+    model(IMAGES).sum().backward()
+    assert model[1].running_mean.dtype == FP32 and model[1].running_mean.any()
+    assert model[1].weight.grad is not None
 
 
 @on_fake_ranks(1)
 def test_the_first_remedy_is_enough_for_what_is_cast_in_forward():
-    class Casts(Positions):
-        def forward(self, x):
-            return x + self.angles.to(x.dtype)
-
-    model = Positional()
-    model.positions = Casts()
+    model = positional(lambda m, x: x + m.angles.to(x.dtype))
     assert fully_shard(model, mp_policy=POLICY)(torch.ones(2, 6)).dtype == BF16
 
 
 @pytest.mark.parametrize("policy", [POLICY, TorchPolicy(param_dtype=BF16)])
 @on_fake_ranks(1)
 def test_without_it_buffers_stay_the_tensors_that_they_were(policy):
-    model = Convolutions()
+    model = convolutions()
     before = list(model.buffers())
     fully_shard(model, mp_policy=policy)
     assert all(a is b for a, b in zip(model.buffers(), before, strict=True))
@@ -197,42 +176,32 @@ def test_what_is_no_float_and_what_is_shared_stays_so():
     assert norms[0].running_mean.dtype == BF16
 
 
+@pytest.mark.parametrize("is_copy", [False, True])
 @spread(apply=[fully_shard, replicate], assign=[False, True])
 @on_fake_ranks(1)
-def test_state_dicts_hold_that_dtype_and_load_from_any(apply, assign):
-    plain = seeded(Convolutions())
-    plain.norm.running_mean.fill_(1 / 3)
-    model = apply(seeded(Convolutions()), mp_policy=WITH_BUFFERS)
+def test_state_dicts_hold_that_dtype_and_load_from_any_also_of_copies(apply, assign, is_copy):
+    plain = seeded(convolutions())
+    plain[1].running_mean.fill_(1 / 3)
+    original = apply(seeded(convolutions()), mp_policy=WITH_BUFFERS)
+    model = copy.deepcopy(original) if is_copy else original
     saved = model.state_dict()
-    assert saved["norm.running_mean"].dtype == BF16
-    assert saved["norm.num_batches_tracked"].dtype == torch.int64
+    assert saved["1.running_mean"].dtype == BF16
+    assert saved["1.num_batches_tracked"].dtype == torch.int64
     model.load_state_dict(copy.deepcopy(plain.state_dict()), assign=assign)
-    assert model.norm.running_mean.dtype == BF16
-    assert_same(model.norm.running_mean, plain.norm.running_mean.to(BF16), bitwise=True)
-    model(torch.ones(3, 2, 5)).sum().backward()
+    assert_same(model[1].running_mean, plain[1].running_mean.to(BF16), bitwise=True)
+    model(IMAGES).sum().backward()
+    assert model[1].running_mean.dtype == BF16
+    assert original[1].running_mean.any() != is_copy
     for _ in range(2):  # values, rounded once, into float32
-        plain.load_state_dict({"norm.running_mean": model.norm.running_mean}, strict=False)
-    assert plain.norm.running_mean.dtype == FP32
-    assert_same(plain.norm.running_mean, model.norm.running_mean.float(), bitwise=True)
-
-
-@APPLIED
-@on_fake_ranks(1)
-def test_copies_keep_it(apply):
-    model = apply(seeded(Convolutions()), mp_policy=WITH_BUFFERS)
-    copied = copy.deepcopy(model)
-    state = {name: value.clone() for name, value in seeded(Convolutions(), 1).state_dict().items()}
-    copied.load_state_dict(state, assign=True)
-    copied(torch.ones(3, 2, 5)).sum().backward()
-    assert copied.norm.running_mean.dtype == BF16 and copied.norm.running_mean.any()
-    assert not model.norm.running_mean.any()
+        plain.load_state_dict({"1.running_mean": model[1].running_mean}, strict=False)
+    assert_same(plain[1].running_mean, model[1].running_mean.float(), bitwise=True)
 
 
 @on_fake_ranks(1)
 def test_buffers_on_meta_are_materialised_in_it():
     with torch.device("meta"):
-        model = Convolutions()
+        model = convolutions()
     fully_shard(model, mp_policy=WITH_BUFFERS)
-    assert model.norm.running_var.is_meta and model.norm.running_var.dtype == BF16
+    assert model[1].running_var.is_meta and model[1].running_var.dtype == BF16
     meshard.materialize(model)
-    assert model.norm.running_var.tolist() == [1.0] * 4 and model.norm.running_var.dtype == BF16
+    assert model[1].running_var.tolist() == [1.0] * 4 and model[1].running_var.dtype == BF16

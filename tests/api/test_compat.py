@@ -35,43 +35,38 @@ def test_a_library_that_imports_from_torch_gets_ours_inside_the_block():
 
 
 def test_the_patch_can_be_left_on_and_undone_once():
-    theirs = {name: getattr(torch_fsdp, name) for name in ("fully_shard", "share_comm_ctx")}
+    names = ("fully_shard", "share_comm_ctx")
+    theirs = [getattr(torch_fsdp, name) for name in names]
     patch = patch_torch()
-    assert torch_fsdp.fully_shard is meshard.fully_shard
-    assert torch_fsdp.share_comm_ctx is meshard.share_comm_ctx
+    assert [getattr(torch_fsdp, n) for n in names] == [getattr(meshard, n) for n in names]
     patch.undo()
     patch.undo()
-    assert all(getattr(torch_fsdp, name) is value for name, value in theirs.items())
+    assert [getattr(torch_fsdp, name) for name in names] == theirs
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        "torch.distributed.fsdp",
-        "torch.distributed.fsdp._fully_shard",
-        "torch.distributed.fsdp._fully_shard._fully_shard",
-        "torch.distributed._composable.fsdp",
-        "torch.distributed._composable.fsdp.fully_shard",
+        "fsdp",
+        "fsdp._fully_shard",
+        "fsdp._fully_shard._fully_shard",
+        "_composable.fsdp",
+        "_composable.fsdp.fully_shard",
     ],
 )
 def test_every_module_of_torch_that_has_it_gives_ours(path):
-    importlib.import_module(path)
+    module = importlib.import_module(f"torch.distributed.{path}")
     with patch_torch():
-        found = {}
-        exec(f"from {path} import fully_shard, register_fsdp_forward_method", found)
-    assert found["fully_shard"] is meshard.fully_shard
-    assert found["register_fsdp_forward_method"] is meshard.register_fsdp_forward_method
+        assert module.fully_shard is meshard.fully_shard
+        assert module.register_fsdp_forward_method is meshard.register_fsdp_forward_method
 
 
-def test_both_replicates_of_torch_stay_torchs():
-    from torch.distributed._composable import replicate
-    from torch.distributed._composable.replicate_with_fsdp import replicate as by_fsdp
-
+@pytest.mark.parametrize("path", ["_composable", "_composable.replicate_with_fsdp"])
+def test_both_replicates_of_torch_stay_torchs(path):
+    module = importlib.import_module(f"torch.distributed.{path}")
+    theirs = module.replicate
     with patch_torch():
-        from torch.distributed._composable import replicate as patched
-        from torch.distributed._composable.replicate_with_fsdp import replicate as patched_by_fsdp
-    assert patched is replicate
-    assert patched_by_fsdp is by_fsdp
+        assert module.replicate is theirs
 
 
 @on_threads(2)
@@ -85,12 +80,9 @@ def test_no_offload_policy_is_that_of_torch_without_offload():
 
 @on_fake_ranks(2)
 def test_trainers_read_the_dtypes_of_a_unit():
-    policy = torch_fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float16)
-    head = nn.Linear(4, 4)
-    meshard.fully_shard(head, mp_policy=policy)
+    dtypes = (torch.bfloat16, torch.float32, torch.float16)
+    head = meshard.fully_shard(nn.Linear(4, 4), mp_policy=torch_fsdp.MixedPrecisionPolicy(*dtypes))
     for layer in (head, copy.deepcopy(head)):
         found = layer._get_fsdp_state()._mp_policy
-        assert found.param_dtype is torch.bfloat16
-        assert found.reduce_dtype is torch.float32
-        assert found.output_dtype is torch.float16
+        assert (found.param_dtype, found.reduce_dtype, found.output_dtype) == dtypes
         assert found.cast_forward_inputs is True

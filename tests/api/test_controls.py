@@ -4,7 +4,6 @@ import pickle
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.fsdp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,10 +11,8 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger, GradientSync
-from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.models import MlpStack
-from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_fake_ranks, on_threads
+from tests.support.ranks import on_fake_ranks
 from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
 
@@ -32,22 +29,18 @@ def counts_of_a_step(model):
 
 
 @on_fake_ranks(4)
-def test_the_last_call_of_the_boolean_setters_counts():
+def test_the_last_call_of_the_setters_counts():
+    """Of boolean ones see also ``tests.peers.test_ours``."""
     model = sharded()
-    assert counts_of_a_step(model) == (7, 4, 4)
-    model.set_requires_all_reduce(False)
-    assert counts_of_a_step(model) == (7, 4, 0)
-    model.set_requires_gradient_sync(True)
-    assert counts_of_a_step(model) == (7, 4, 4)
-    model.set_requires_gradient_sync(False)
-    assert counts_of_a_step(model) == (7, 0, 0)
-    model.set_requires_all_reduce(True)
-    assert counts_of_a_step(model) == (7, 0, 0)  # there is nothing to all-reduce
-    model.set_requires_gradient_sync(True)
-    model.set_gradient_sync(GradientSync.REDUCE_SCATTER)
-    assert counts_of_a_step(model) == (7, 4, 0)
-    model.set_requires_all_reduce(True)
-    assert counts_of_a_step(model) == (7, 4, 4)
+    for setter, value, expected in [
+        ("set_requires_all_reduce", False, (7, 4, 0)),
+        ("set_requires_gradient_sync", True, (7, 4, 4)),
+        ("set_requires_gradient_sync", False, (7, 0, 0)),
+        ("set_gradient_sync", GradientSync.REDUCE_SCATTER, (7, 4, 0)),
+        ("set_requires_all_reduce", True, (7, 4, 4)),
+    ]:
+        getattr(model, setter)(value)
+        assert counts_of_a_step(model) == expected
 
 
 @pytest.mark.parametrize("mode", GradientSync)
@@ -85,14 +78,14 @@ def test_setters_recurse_unless_told_not_to():
 @on_fake_ranks(4)
 def test_resharding_is_set_at_any_time():
     model = sharded()
-    model.set_reshard_after_forward(False)
-    assert counts_of_a_step(model) == (4, 4, 4)
-    model.set_reshard_after_forward(True)
-    assert counts_of_a_step(model) == (8, 4, 4)
-    model.set_reshard_after_backward(False)
-    counts_of_a_step(model)
-    model.set_reshard_after_forward(False)
-    assert counts_of_a_step(model) == (0, 4, 4)
+    for setter, reshards, num_gathered in [
+        ("set_reshard_after_forward", False, 4),
+        ("set_reshard_after_forward", True, 8),
+        ("set_reshard_after_backward", False, 8),
+        ("set_reshard_after_forward", False, 0),
+    ]:
+        getattr(model, setter)(reshards)
+        assert counts_of_a_step(model) == (num_gathered, 4, 4)
 
 
 @on_fake_ranks(4)
@@ -105,11 +98,10 @@ def test_unshard_and_reshard_by_hand():
         handle.wait()
         assert block.unshard() is None
     assert ledger.counts == {"all_gather": 1}
-    assert type(block.up.weight) is nn.Parameter
-    assert block.up.weight.shape == (10, 6)
-    block.reshard()
-    block.reshard()
-    assert isinstance(block.up.weight, DTensor)
+    assert type(block.up.weight) is nn.Parameter and block.up.weight.shape == (10, 6)
+    for _ in range(2):
+        block.reshard()
+        assert isinstance(block.up.weight, DTensor)
     assert counts_of_a_step(model) == (7, 4, 4)
     model.blocks[0].unshard(async_op=True)  # saves the gather in forward
     with CommLedger(model) as ledger:
@@ -117,12 +109,30 @@ def test_unshard_and_reshard_by_hand():
     assert [event.unit for event in ledger.events] == ["(root)", "blocks.1", "blocks.2"]
 
 
+@pytest.mark.parametrize("reshards", [False, True])
+@on_fake_ranks(4)
+def test_unshard_lasts_until_a_forward_or_backward_reshards(reshards):
+    model = sharded()
+    block = model.blocks[0]
+    model.set_reshard_after_forward(reshards)
+    model.set_reshard_after_backward(False)
+    block.unshard()
+    unsharded = block.up.weight
+    loss = model(torch.ones(1, 6)).sum()
+    assert (block.up.weight is unsharded) is not reshards
+    loss.backward()
+    assert (block.up.weight is unsharded) is not reshards
+    assert unsharded.grad is None  # it was reduced
+    block.reshard()
+    assert isinstance(block.up.weight, DTensor)
+    assert block.up.weight.grad is not None
+
+
 @on_fake_ranks(4)
 def test_classes_names_and_placements_are_those_of_a_plain_model_and_of_torch():
     model = sharded()
-    assert isinstance(model, MlpStack)
-    assert isinstance(model, meshard.FSDPModule)
-    assert isinstance(model, torch.distributed.fsdp.FSDPModule)
+    for cls in (MlpStack, meshard.FSDPModule, torch.distributed.fsdp.FSDPModule):
+        assert isinstance(model, cls)
     assert type(model).__name__ == "FSDPMlpStack"
     stack = meshard.fully_shard(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)))
     assert type(stack[:2]) is nn.Sequential
@@ -180,35 +190,3 @@ def test_units_without_parameters_communicate_nothing():
         meshard.onload(model)
         model.reshard()
     assert ledger.events == []
-
-
-@on_threads(2)
-def test_reductions_may_outlast_a_backward_that_is_not_the_last():
-    model, plain = shard_blocks(IntegerModel()), IntegerModel()
-    model.set_gradient_divide_factor(1.0)
-    for step in range(3):
-        model.set_is_last_backward(step == 2)
-        integer_loss(model(integer_batch(step, dist.get_rank()))).backward()
-        for rank in range(2):
-            integer_loss(plain(integer_batch(step, rank))).backward()
-    assert_same(full_grads(model), full_grads(plain), bitwise=True)
-
-
-@pytest.mark.parametrize("reshards", [False, True])
-@on_fake_ranks(4)
-def test_unshard_lasts_until_a_forward_or_backward_reshards(reshards):
-    model = sharded()
-    block = model.blocks[0]
-    model.set_reshard_after_forward(reshards)
-    model.set_reshard_after_backward(False)
-    block.unshard()
-    unsharded = block.up.weight
-    assert not isinstance(unsharded, DTensor)
-    loss = model(torch.ones(1, 6)).sum()
-    assert (block.up.weight is unsharded) is not reshards
-    loss.backward()
-    assert (block.up.weight is unsharded) is not reshards
-    assert unsharded.grad is None  # it was reduced
-    block.reshard()
-    assert isinstance(block.up.weight, DTensor)
-    assert block.up.weight.grad is not None

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard.api import default_mesh
@@ -19,6 +20,16 @@ def start_world():
 
     yield start
     dist.destroy_process_group()
+
+
+def test_one_rank_without_a_group_or_a_mesh_is_enough(start_world):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    for layer in (*model, model):
+        meshard.fully_shard(layer)
+    assert dist.get_world_size() == 1
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    assert model[0].weight.grad.full_tensor().shape == (4, 4)
 
 
 def test_units_of_one_world_share_a_mesh(start_world):

@@ -1,68 +1,42 @@
-"""A training script that moves over by changing one import.
-
-One script as text is run as it is with torch's library and with ours, on the same ranks.
-"""
+"""A training script that moves over by changing one import: run with torch's library and ours."""
 
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+import torch.distributed.fsdp as torch_fsdp
+from torch import nn
+from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+import meshard
+from tests.peers.both import mesh_of
+from tests.support.models import Made, MlpBlock, seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_ranks
 
-SCRIPT = """
-import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint
 
-from LIBRARY import FSDPModule, MixedPrecisionPolicy, fully_shard
+def recomputed(module, x):
+    return checkpoint(module.inner, x, use_reentrant=False)
 
 
-class Block(nn.Module):
-    def __init__(self, dim, recompute):
-        super().__init__()
-        self.norm = nn.LayerNorm(dim)
-        self.up = nn.Linear(dim, 2 * dim)
-        self.down = nn.Linear(2 * dim, dim)
-        self.recompute = recompute
-
-    def inner(self, x):
-        return self.down(torch.tanh(self.up(self.norm(x))))
-
-    def forward(self, x):
-        if self.recompute:
-            return x + checkpoint(self.inner, x, use_reentrant=False)
-        return x + self.inner(x)
-
-
-class Model(nn.Module):
-    def __init__(self, recompute):
-        super().__init__()
-        self.embed = nn.Embedding(11, 16)
-        self.blocks = nn.ModuleList(Block(16, recompute) for _ in range(3))
-        self.head = nn.Linear(16, 11)
-
-    def forward(self, tokens):
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def train(mesh, reshard, dtypes, recompute, rank):
-    torch.manual_seed(0)
-    model = Model(recompute)
-    kwargs = dict(
-        mesh=mesh, reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(**dtypes)
+def train(lib, mesh, reshard, dtypes, recompute):
+    """Return losses, gradients and parameters of two steps of three microbatches."""
+    blocks = [MlpBlock(16, 32) for _ in range(3)]
+    model = seeded(
+        Made(
+            lambda m, tokens: m.head(m.blocks[2](m.blocks[1](m.blocks[0](m.embed(tokens))))),
+            embed=nn.Embedding(11, 16),
+            blocks=[Made(recomputed, inner=block) for block in blocks] if recompute else blocks,
+            head=nn.Linear(16, 11),
+        )
     )
-    for block in model.blocks:
-        fully_shard(block, **kwargs)
-    fully_shard(model, **kwargs)
-    assert isinstance(model, FSDPModule)
+    for unit in (*model.blocks, model):
+        policy = lib.MixedPrecisionPolicy(**dtypes)
+        lib.fully_shard(unit, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    assert isinstance(model, lib.FSDPModule)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     found = []
     for step in range(2):
@@ -70,18 +44,16 @@ def train(mesh, reshard, dtypes, recompute, rank):
             is_last = number == 2
             model.set_is_last_backward(is_last)
             model.set_requires_all_reduce(is_last)
-            generator = torch.Generator().manual_seed(100 * step + 10 * number + rank)
-            tokens = torch.randint(0, 11, (2, 5), generator=generator)
+            seed = 100 * step + 10 * number + dist.get_rank()
+            tokens = torch.randint(0, 11, (2, 5), generator=torch.Generator().manual_seed(seed))
             logits = model(tokens).float()
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
+            loss = functional.cross_entropy(logits.flatten(0, 1), tokens.roll(1, 1).flatten())
             loss.backward()
             found.append(loss.detach())
         found += [param.grad.full_tensor() for param in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    found += [param.full_tensor().detach() for param in model.parameters()]
-    return found
-"""
+    return found + [param.full_tensor().detach() for param in model.parameters()]
 
 
 class Collectives(TorchDispatchMode):
@@ -108,14 +80,6 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def run_script(library, mesh, reshard, dtypes, recompute):
-    namespace = {"__name__": "script"}
-    exec(SCRIPT.replace("LIBRARY", library), namespace)  # the script is ours
-    with Collectives() as collectives:
-        found = namespace["train"](mesh, reshard, dtypes, recompute, dist.get_rank())
-    return found, collectives
-
-
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
 
@@ -133,14 +97,13 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 def test_one_changed_import_gives_the_same_training_with_no_more_communication(
     mesh_shape, sends, reshard, dtypes, recompute
 ):
-    names = ("replicate", "shard")[-len(mesh_shape) :]
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
-    with warnings.catch_warnings():
+    args = (mesh_of(*mesh_shape), reshard, dtypes, recompute)
+    with warnings.catch_warnings(), Collectives() as peer:
         warnings.simplefilter("ignore")  # the peer warns of outputs that are views
-        theirs, peer = run_script("torch.distributed.fsdp", mesh, reshard, dtypes, recompute)
-    with pytest.MonkeyPatch.context() as patch:
+        theirs = train(torch_fsdp, *args)
+    with pytest.MonkeyPatch.context() as patch, Collectives() as mine:
         patch.setenv("MESHARD_SHARED_MEMORY", str(int(not sends)))
-        ours, mine = run_script("meshard", mesh, reshard, dtypes, recompute)
+        ours = train(meshard, *args)
     dtype = torch.bfloat16 if dtypes else torch.float32
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
         assert_same(one, other, dtype, what=f"value {number}")

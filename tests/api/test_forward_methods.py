@@ -1,23 +1,24 @@
 """Direct calls of ``forward`` and of registered methods, against calls of the module."""
 
-import copy
 import inspect
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.fsdp as torch_fsdp
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger
+from tests.support import against_plain
+from tests.support.against_plain import check_gradients, check_training, inputs_of
 from tests.support.insides import unsharded_bytes
 from tests.support.models import MlpBlock, MlpStack, seeded
-from tests.support.parity import assert_same, full_grads
+from tests.support.parity import assert_same
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 
 
 class TwoWays(nn.Module):
@@ -55,57 +56,32 @@ class InATree(nn.Module):
         return self.unit.score(x) + self.unit.all_at_once(x)
 
 
-def shard(model, mesh_shape, inner=True):
-    mesh = init_device_mesh("cpu", mesh_shape)
-    for unit in ([model.unit] if inner else []) + [model]:
-        meshard.fully_shard(unit, mesh)
+def sharded_and_plain(units=("unit",), **kwargs):
+    model, plain = against_plain.sharded_and_plain(InATree(), units, **kwargs)
     for name in ("score", "all_at_once", "fails"):
         meshard.register_fsdp_forward_method(model.unit, name)
-    return model
+    return model, plain
 
 
-@pytest.mark.parametrize(
-    ("how", "mesh_shape"),
-    [
-        ("module", (2, 2)),
-        ("forward", (4,)),
-        ("method", (4,)),
-        ("calls itself", (2, 2)),
-    ],
-)
+CALLS = {
+    "module": lambda m, x: m(x),
+    "forward": lambda m, x: m.forward(x),
+    "method": lambda m, x: m.unit.score(x),
+    "calls itself": lambda m, x: m.unit.all_at_once(x),
+}
+
+
+@spread(how=list(CALLS), mesh_shape=[(2, 2), (4,)])
 @on_threads(4)
 def test_whatever_is_called_trains_like_the_plain_model(how, mesh_shape):
-    plain = seeded(InATree())
-    model = shard(copy.deepcopy(plain), mesh_shape)
-    xs = torch.randn(4, 3, 6, generator=torch.Generator().manual_seed(0))
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, plain)]
-    for _ in range(3):
-        for each, x in ((model, xs[dist.get_rank()]), (plain, xs.flatten(0, 1))):
-            call = {
-                "module": each,
-                "forward": each.forward,
-                "method": each.unit.score,
-                "calls itself": each.unit.all_at_once,
-            }[how]
-            call(x).square().mean().backward()
-        assert_same(full_grads(model), full_grads(plain))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    model, plain = sharded_and_plain(mesh_shape=mesh_shape)
+    check_training(model, plain, lambda m, rank: CALLS[how](m, inputs_of(rank)).square().mean())
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @on_ranks(2)
-def test_the_peer_still_refuses_a_direct_forward():
-    mesh = init_device_mesh("cpu", (2,))
-    model = torch_fsdp.fully_shard(seeded(MlpBlock(6, 9)), mesh=mesh)
-    with pytest.raises(RuntimeError, match=r"got mixed torch\.Tensor and DTensor"):
-        model.forward(torch.ones(1, 6))
-
-
-@on_ranks(2)
 def test_a_direct_call_communicates_and_casts_like_a_call_of_the_module():
-    model = shard(seeded(InATree()), (2,), inner=False)
+    model, _ = sharded_and_plain(units=())
     x = torch.ones(1, 6)
     for call in (model, model.forward, model, model.forward):
         with CommLedger(model) as ledger:
@@ -120,18 +96,14 @@ def test_a_direct_call_communicates_and_casts_like_a_call_of_the_module():
 
 @on_threads(2)
 def test_a_method_that_raises_leaves_everything_sharded():
-    plain = seeded(InATree())
-    model = shard(copy.deepcopy(plain), (2,))
-    x = torch.ones(1, 6)
+    model, plain = sharded_and_plain()
     text = r"of shape|cannot be multiplied|must match"
     for method in (model.unit.fails, lambda x: model.forward(x[:, :5])):
         with pytest.raises((ValueError, RuntimeError), match=text):
-            method(x)
+            method(torch.ones(1, 6))
         assert all(isinstance(param, DTensor) for param in model.parameters())
         assert unsharded_bytes(model) == 0
-    for each in (model, plain):
-        each.unit.score(x).sum().backward()
-    assert_same(full_grads(model), full_grads(plain))
+    check_gradients(model, plain, lambda m, rank: m.unit.score(inputs_of(rank)).sum())
 
 
 @pytest.fixture
@@ -190,9 +162,7 @@ def test_a_forward_that_was_replaced_on_the_class_is_the_one_that_runs(unit, mon
 
 @on_ranks(1)
 def test_containers_without_parameters_of_their_own_are_called_directly_too():
-    model = MlpStack()
-    for block in model.blocks:
-        meshard.fully_shard(block)
-    wrapped = meshard.fully_shard(nn.Sequential(meshard.fully_shard(model)))
+    model = shard_blocks(MlpStack())
+    wrapped = meshard.fully_shard(nn.Sequential(model))
     wrapped.forward(torch.ones(1, 6)).sum().backward()
     assert all(param.grad is not None for param in wrapped.parameters())

@@ -16,38 +16,25 @@ import meshard
 from meshard import CommLedger, CPUOffloadPolicy, GradientReductionHandle, GradientSync
 from tests.support import insides
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
-from tests.support.models import Tables
+from tests.support.models import Tables, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
-from tests.support.spread import spread
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
 
-def sharded(mesh_shape=None, **kwargs):
+def in_the_mode(apply=shard_blocks, mesh_shape=None, **kwargs):
     mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
-    return by_hand(shard_blocks(IntegerModel(), mesh, **kwargs))
-
-
-def replicated(mesh_shape=None):
-    mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
-    return by_hand(meshard.replicate(IntegerModel(), mesh))
-
-
-def offloaded(mesh_shape):
-    return sharded(mesh_shape, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-def by_hand(model):
+    model = apply(IntegerModel(), mesh, **kwargs)
     model.set_gradient_divide_factor(1.0)
     model.set_manual_backward_finalization(True)
     return model
 
 
-def backward(model, place=0, rank=None):
+def backward(model, number=0, rank=None):
     rank = dist.get_rank() if rank is None else rank
-    integer_loss(model(integer_batch(place, rank))).backward()
+    integer_loss(model(integer_batch(number, rank))).backward()
 
 
 def finalize(model, is_async):
@@ -57,55 +44,64 @@ def finalize(model, is_async):
         handle.wait()
 
 
-def window(model, step, schedule, is_async=False):
-    for place, letter in enumerate(schedule):
-        model.set_gradient_sync(MODES[letter])
-        backward(model, 10 * step + place)
-    model.set_gradient_sync(GradientSync.FULL)
-    finalize(model, is_async)
+class Pair:
+    """A model in the mode, and a plain one, which is given what all ranks are given."""
 
+    def __init__(self, *args, **kwargs):
+        self.model, self.plain = in_the_mode(*args, **kwargs), IntegerModel()
 
-def check_window(model, plain, step, schedule):
-    """Compare gradients with those of one process that has run the same window."""
-    for place in range(len(schedule)):
+    def backward(self, number=0):
+        backward(self.model, number)
         for rank in range(dist.get_world_size()):
-            backward(plain, 10 * step + place, rank)
-    assert_same(full_grads(model), full_grads(plain), bitwise=True)
+            backward(self.plain, number, rank)
+
+    def window(self, schedule, is_async=False):
+        for number, letter in enumerate(schedule):
+            self.model.set_gradient_sync(MODES[letter])
+            self.backward(number)
+        self.model.set_gradient_sync(GradientSync.FULL)
+        finalize(self.model, is_async)
+        self.check()
+
+    def check(self):
+        assert_same(full_grads(self.model), full_grads(self.plain), bitwise=True)
+
+    def zero_grad(self):
+        self.model.zero_grad(), self.plain.zero_grad()
 
 
-def steps(make, mesh_shape, schedule, is_async):
-    model, plain = make(mesh_shape), IntegerModel()
-    optimizers = [torch.optim.SGD(each.parameters(), lr=LEARNING_RATE) for each in (model, plain)]
-    for step in range(3):
-        window(model, step, schedule, is_async)
-        check_window(model, plain, step, schedule)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    assert_same(full_state(model), full_state(plain), bitwise=True)
+def train(schedules, *args, **kwargs):
+    """Train by windows of these schedules, each twice, and compare all with one process."""
+    pair = Pair(*args, **kwargs)
+    models = (pair.model, pair.plain)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=LEARNING_RATE) for each in models]
+    for is_async in (False, True):
+        for schedule in schedules.split():
+            pair.window(schedule, is_async)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            assert_same(full_state(pair.model), full_state(pair.plain), bitwise=True)
 
 
-@spread(
-    schedule=["F", "N", "NF", "RF", "FF", "NRN", "RR"],
-    mesh_shape=[(4,), (2, 2)],
-    is_async=[False, True, True],
+@pytest.mark.parametrize(
+    ("schedules", "apply", "mesh_shape"),
+    [
+        ("F RF FF NF", shard_blocks, (4,)),
+        ("N NF RF NRN RR", shard_blocks, (2, 2)),
+        ("F NF NN", meshard.replicate, (4,)),
+    ],
 )
 @on_threads(4)
-def test_gradients_are_those_of_one_process(mesh_shape, schedule, is_async):
-    steps(sharded, mesh_shape, schedule, is_async)
-
-
-@spread(schedule=["F", "NF", "NN"], is_async=[False, True])
-@on_threads(2)
-def test_gradients_of_a_replicated_module_are_those_of_one_process(schedule, is_async):
-    steps(replicated, (2,), schedule, is_async)
+def test_gradients_are_those_of_one_process(schedules, apply, mesh_shape):
+    train(schedules, apply, mesh_shape)
 
 
 @on_ranks(2)
 def test_on_processes_too():
-    steps(sharded, (2,), "NF", True)
-    steps(replicated, (2,), "NF", True)
-    steps(offloaded, (2,), "NF", False)
+    train("NF", shard_blocks)
+    train("NF", meshard.replicate)
+    train("NF", shard_blocks, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
 @on_ranks(2)
@@ -132,62 +128,80 @@ def test_a_unit_that_has_not_run_is_left_to_finalization():
 @pytest.mark.parametrize("mode", ["N", "R"])
 @on_threads(4)
 def test_what_is_not_fully_reduced_stays_pending(mode):
-    model, plain = sharded((2, 2)), IntegerModel()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    model.set_gradient_sync(MODES[mode])
-    backward(model)
-    finalize(model, True)
-    assert meshard.pending_gradients(model)
+    pair = Pair(mesh_shape=(2, 2))
+    optimizer = torch.optim.SGD(pair.model.parameters(), lr=1.0)
+    pair.model.set_gradient_sync(MODES[mode])
+    pair.backward()
+    finalize(pair.model, True)
+    assert meshard.pending_gradients(pair.model)
     with pytest.raises(RuntimeError, match=r"finalize_backward\(\)"):
         optimizer.step()
-    model.set_gradient_sync(GradientSync.FULL)
-    finalize(model, False)
-    check_window(model, plain, 0, "F")
+    pair.model.set_gradient_sync(GradientSync.FULL)
+    finalize(pair.model, False)
+    pair.check()
     optimizer.step()
+
+
+@on_threads(4)
+def test_finalize_gradients_reduces_everything_in_this_mode_too():
+    pair = Pair(mesh_shape=(2, 2))
+    pair.model.set_gradient_sync(GradientSync.NONE)
+    pair.backward()
+    meshard.finalize_gradients(pair.model)
+    pair.check()
+    torch.optim.SGD(pair.model.parameters(), lr=1.0).step()
+    pair.model.finalize_backward()
+
+
+@on_threads(4)
+def test_microbatches_need_one_finalization():
+    pair = Pair(mesh_shape=(2, 2))
+    for number in meshard.microbatches(pair.model, range(3)):
+        pair.backward(number)
+    pair.model.finalize_backward()
+    pair.check()
 
 
 @on_threads(2)
 def test_several_backwards_before_and_after_the_mode_is_changed():
-    model, plain = sharded((2,)), IntegerModel()
+    pair = Pair()
     for is_manual in (True, False, True):
-        model.set_manual_backward_finalization(is_manual)
-        model.zero_grad(), plain.zero_grad()
-        for place in range(2):
-            backward(model, place)
+        pair.model.set_manual_backward_finalization(is_manual)
+        pair.zero_grad()
+        for number in range(2):
+            pair.backward(number)
         if is_manual:
-            model.finalize_backward()
-        check_window(model, plain, 0, "FF")
+            pair.model.finalize_backward()
+        pair.check()
 
 
-@spread(
-    schedule=["F", "NF", "FF", "NF"], is_async=[False, True], make=[sharded, sharded, replicated]
-)
+@pytest.mark.parametrize("apply", [shard_blocks, meshard.replicate])
 @on_threads(2)
-def test_optimizers_step_at_finalization(schedule, is_async, make):
-    ours, theirs = make((2,)), make((2,))
+def test_optimizers_step_at_finalization(apply):
+    models = ours, theirs = in_the_mode(apply), in_the_mode(apply)
     theirs.set_manual_backward_finalization(False)
     optimizers = [
-        meshard.overlap_optimizer(each, torch.optim.SGD, lr=LEARNING_RATE)
-        for each in (ours, theirs)
+        meshard.overlap_optimizer(each, torch.optim.SGD, lr=LEARNING_RATE) for each in models
     ]
-    for step in range(3):
-        before = full_state(ours)
-        for place, letter in enumerate(schedule):
-            theirs.set_is_last_backward(place == len(schedule) - 1)
-            for model in (ours, theirs):
-                model.set_gradient_sync(MODES[letter])
-                backward(model, 10 * step + place)
-        assert_same(full_state(ours), before, bitwise=True)
-        finalize(ours, is_async)
-        for optimizer in optimizers:
-            optimizer.step()
-        assert_same(full_state(ours), full_state(theirs), bitwise=True)
-        assert all(param.grad is None for param in ours.parameters())
+    for is_async in (False, True):
+        for schedule in ("F", "NF", "FF"):
+            before = full_state(ours)
+            for number, letter in enumerate(schedule):
+                theirs.set_is_last_backward(number == len(schedule) - 1)
+                for model in models:
+                    model.set_gradient_sync(MODES[letter])
+                    backward(model, number)
+            assert_same(full_state(ours), before, bitwise=True)
+            finalize(ours, is_async)
+            for optimizer in optimizers:
+                optimizer.step()
+            assert_same(full_state(ours), full_state(theirs), bitwise=True)
+            assert all(param.grad is None for param in ours.parameters())
 
 
 @on_threads(2)
 def test_a_unit_that_is_not_fully_reduced_is_stepped_by_a_later_finalization():
-    models = [sharded((2,)), sharded((2,))]
+    models = [in_the_mode(), in_the_mode()]
     optimizers = [
         meshard.overlap_optimizer(each, torch.optim.SGD, lr=LEARNING_RATE) for each in models
     ]
@@ -203,10 +217,11 @@ def test_a_unit_that_is_not_fully_reduced_is_stepped_by_a_later_finalization():
 
 @on_ranks(2)
 def test_nothing_may_begin_until_the_handle_is_waited_for():
-    model, plain = sharded((2,)), IntegerModel()
+    pair = Pair()
+    model = pair.model
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     early = integer_loss(model(integer_batch(1, dist.get_rank())))
-    backward(model)
+    pair.backward()
     handle = model.finalize_backward(async_op=True)
     for began in (
         lambda: backward(model),
@@ -224,22 +239,22 @@ def test_nothing_may_begin_until_the_handle_is_waited_for():
         model.blocks[1](torch.ones(1, 5))
     handle.wait()
     handle.wait()
-    check_window(model, plain, 0, "F")
+    pair.check()
     optimizer.step()
 
 
-@pytest.mark.parametrize("make", [sharded, replicated])
-def test_a_reset_invalidates_the_handle(make):
+@pytest.mark.parametrize("apply", [shard_blocks, meshard.replicate])
+def test_a_reset_invalidates_the_handle(apply):
     def run():
-        model, plain = make((2,)), IntegerModel()
+        pair = Pair(apply)
+        model = pair.model
         backward(model)
         handle = model.finalize_backward(async_op=True)
         model.reset_iter_state()
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"reset_iter_state\(\) was called"):
                 handle.wait()
-        window(model, 0, "F", True)  # the mode is still there
-        check_window(model, plain, 0, "F")
+        pair.window("F", True)  # the mode is still there
         handle = model.finalize_backward(async_op=True)
         handle.wait()
         model.reset_iter_state()
@@ -249,54 +264,34 @@ def test_a_reset_invalidates_the_handle(make):
     run_threads(run, 2, may_leave_unwaited=True)
 
 
-@on_threads(4)
-def test_microbatches_need_one_finalization():
-    model, plain = sharded((2, 2)), IntegerModel()
-    for place in meshard.microbatches(model, range(3)):
-        backward(model, place)
-    model.finalize_backward()
-    check_window(model, plain, 0, "FFF")
-
-
-@on_threads(4)
-def test_finalize_gradients_reduces_everything_in_this_mode_too():
-    model, plain = sharded((2, 2)), IntegerModel()
-    model.set_gradient_sync(GradientSync.NONE)
-    backward(model)
-    meshard.finalize_gradients(model)
-    check_window(model, plain, 0, "F")
-    torch.optim.SGD(model.parameters(), lr=1.0).step()
-    model.finalize_backward()
-
-
 @on_threads(2)
 def test_units_whose_backward_is_to_come_stay_unsharded():
-    model, plain = sharded((2,), reshard_after_forward=False), IntegerModel()
-    backward(model, 0)
-    loss = integer_loss(model(integer_batch(1, dist.get_rank())))
-    finalize(model, True)
-    assert not any(isinstance(param, DTensor) for param in model.parameters())
+    pair = Pair(reshard_after_forward=False)
+    pair.backward()
+    loss = integer_loss(pair.model(integer_batch(1, dist.get_rank())))
+    finalize(pair.model, True)
+    assert not any(isinstance(param, DTensor) for param in pair.model.parameters())
     loss.backward()
-    finalize(model, True)
-    check_window(model, plain, 0, "FF")
+    finalize(pair.model, True)
+    for rank in range(2):
+        backward(pair.plain, 1, rank)
+    pair.check()
 
 
 @on_threads(2)
 def test_zero_grad_drops_what_is_not_finalized():
-    model, plain = sharded((2,)), IntegerModel()
-    for schedule in ("F", "N"):
-        model.set_gradient_sync(MODES[schedule])
-        backward(model, 5)
-        model.zero_grad()
-        window(model, 0, "NF")
-        check_window(model, plain, 0, "NF")
-        model.zero_grad(), plain.zero_grad()
+    pair = Pair()
+    for letter in "FN":
+        pair.model.set_gradient_sync(MODES[letter])
+        backward(pair.model, 5)
+        pair.zero_grad()
+        pair.window("NF")
+        pair.zero_grad()
 
 
 @on_threads(2)
 def test_a_unit_around_the_root_keeps_the_mode():
-    layer = nn.Linear(4, 4, bias=False)
-    nn.init.ones_(layer.weight)
+    layer = seeded(nn.Linear(4, 4, bias=False))
     outer = nn.Sequential(meshard.fully_shard(layer))
     layer.set_manual_backward_finalization(True)
     meshard.fully_shard(outer)
@@ -309,7 +304,7 @@ def test_a_unit_around_the_root_keeps_the_mode():
 
 @on_ranks(1)
 def test_before_the_first_backward_there_is_nothing_to_finalize():
-    model = sharded()
+    model = in_the_mode()
     model.finalize_backward()
     handle = model.finalize_backward(async_op=True)
     backward(model)  # although the handle is not waited for
@@ -324,13 +319,12 @@ def test_before_the_first_backward_there_is_nothing_to_finalize():
 
 @on_ranks(1)
 def test_only_the_root_is_finalized_and_only_in_the_mode():
-    model = sharded()
+    model = in_the_mode()
     inner = model.blocks[0]
-    with pytest.raises(RuntimeError, match=r"on the root, and unit 'blocks.0'"):
-        inner.set_manual_backward_finalization(True)
     backward(model)
-    with pytest.raises(RuntimeError, match=r"on the root, and unit 'blocks.0'"):
-        inner.finalize_backward()
+    for call in (lambda: inner.set_manual_backward_finalization(True), inner.finalize_backward):
+        with pytest.raises(RuntimeError, match=r"on the root, and unit 'blocks.0'"):
+            call()
     model.finalize_backward()
     copied = copy.deepcopy(model)
     copied.finalize_backward()
@@ -343,11 +337,11 @@ def test_only_the_root_is_finalized_and_only_in_the_mode():
 
 @on_ranks(1)
 def test_nothing_is_finalized_inside_a_step():
-    model = sharded()
-    model.blocks[0].register_forward_hook(lambda *_: model.finalize_backward())
+    model = in_the_mode()
+    hook = model.blocks[0].register_forward_hook(lambda *_: model.finalize_backward())
     with pytest.raises(RuntimeError, match="called inside the forward or backward"):
         backward(model)
-    model.blocks[0]._forward_hooks.popitem()
+    hook.remove()
     output = model(integer_batch(0, 0))
     output.register_hook(lambda _: model.finalize_backward())
     with pytest.raises(RuntimeError, match="called inside the forward or backward"):
@@ -360,7 +354,7 @@ def test_nothing_is_finalized_inside_a_step():
 
 @on_ranks(1)
 def test_the_mode_stays_as_it_is_until_a_backward_is_finalized():
-    model = sharded()
+    model = in_the_mode()
 
     def check_refused(change):
         with pytest.raises(RuntimeError, match="cannot change the mode"):
@@ -384,7 +378,7 @@ def test_the_mode_stays_as_it_is_until_a_backward_is_finalized():
 
 @on_ranks(1)
 def test_a_forward_that_raises_drops_what_is_not_finalized():
-    model = sharded()
+    model = in_the_mode()
     for is_finalized in (False, True):
         backward(model)
         if is_finalized:
@@ -397,7 +391,7 @@ def test_a_forward_that_raises_drops_what_is_not_finalized():
 
 @on_ranks(1)
 def test_uneven_batches_do_not_work_with_it():
-    model = replicated()
+    model = in_the_mode(meshard.replicate)
     with pytest.raises(RuntimeError, match="uneven_batches does not work with set_manual"):
         next(meshard.uneven_batches(model, [1]))
     model.set_manual_backward_finalization(False)
@@ -409,8 +403,7 @@ def test_uneven_batches_do_not_work_with_it():
 
 @on_ranks(1)
 def test_units_are_resharded_as_their_settings_say():
-    model = sharded()
-
+    model = in_the_mode()
     for reshards in (False, True):
         model.set_reshard_after_backward(reshards)
         backward(model)

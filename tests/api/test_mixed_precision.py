@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchPolicy
 
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
-from tests.support.models import MlpStack, Ones, seeded
+from tests.support.models import Made, MlpStack, Ones, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
@@ -126,13 +126,12 @@ def test_float16_neither_overflows_nor_loses_what_it_could_keep(mesh_shape):
 def test_inputs_and_outputs_are_cast_wherever_they_are():
     seen = []
 
-    class Look(nn.Linear):
-        def forward(self, x, *, scale, extra):
-            seen.append((x.dtype, scale.dtype, extra["ids"].dtype, self.weight.dtype))
-            return {"out": super().forward(x) * scale, "ids": extra["ids"]}
+    def look(module, x, *, scale, extra):
+        seen.append((x.dtype, scale.dtype, extra["ids"].dtype, module.inner.weight.dtype))
+        return {"out": module.inner(x) * scale, "ids": extra["ids"]}
 
     policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=FP64)
-    layer = meshard.fully_shard(Look(3, 3), mp_policy=policy)
+    layer = meshard.fully_shard(Made(look, inner=nn.Linear(3, 3)), mp_policy=policy)
     extra = {"ids": torch.arange(3)}
     out = layer(torch.ones(1, 3), scale=torch.ones(1), extra=extra)
     assert seen == [(BF16, BF16, torch.int64, BF16)]

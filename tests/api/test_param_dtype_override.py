@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import CommLedger, MixedPrecisionPolicy
 from tests.support.extensions import Wrapper, linear
-from tests.support.models import Ones
+from tests.support.models import Made, Ones
 from tests.support.parity import full_grads
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
@@ -23,19 +23,17 @@ if hasattr(torch_fsdp.MixedPrecisionPolicy(), "param_dtype_override_fn"):  # sin
     POLICIES.append(torch_fsdp.MixedPrecisionPolicy)
 
 
-class Net(nn.Module):
+def net():
     """A matrix in the dtype of the policy, and a norm that keeps its own."""
 
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4, bias=False)
-        self.norm = nn.LayerNorm(4)
-        nn.init.constant_(self.linear.weight, 1.0)
+    def forward(module, x):
+        module.dtypes = [param.dtype for param in module.parameters()]
+        hidden = module.linear(x)
+        return hidden.sum() + module.norm(hidden.float()).sum()
 
-    def forward(self, x):
-        self.dtypes = [param.dtype for param in self.parameters()]
-        hidden = self.linear(x)
-        return hidden.sum() + self.norm(hidden.float()).sum()
+    model = Made(forward, linear=nn.Linear(4, 4, bias=False), norm=nn.LayerNorm(4))
+    nn.init.ones_(model.linear.weight)
+    return model
 
 
 def keep_vectors(param):
@@ -52,7 +50,7 @@ def policy(fn=keep_vectors, **kwargs):
 )
 @on_threads(2)
 def test_each_computes_in_its_dtype_and_gradients_are_sent_in_the_widest(apply, mesh_shape):
-    model = apply(Net(), init_device_mesh("cpu", mesh_shape), mp_policy=policy())
+    model = apply(net(), init_device_mesh("cpu", mesh_shape), mp_policy=policy())
     with CommLedger(model) as ledger:
         model(torch.full((2, 4), 1.0 + dist.get_rank())).backward()
     assert model.dtypes == [BF16, FP32, FP32]
@@ -128,7 +126,7 @@ def test_tensor_subclasses_are_told_their_own_dtype(chosen, expected):
 @on_ranks(1)
 def test_the_table_says_how_many_keep_theirs(cls):
     theirs = cls(param_dtype=BF16, param_dtype_override_fn=keep_vectors)
-    model = meshard.fully_shard(Net(), mp_policy=theirs)
+    model = meshard.fully_shard(net(), mp_policy=theirs)
     assert "param_dtype=bfloat16 (2 keep their own)" in meshard.describe(model)
     model(torch.ones(1, 4))
     assert model.dtypes == [BF16, FP32, FP32]

@@ -61,16 +61,10 @@ def replicated(model):
 
 
 def sharded(model):
-    for inner in (model[1], model[2]):
+    for inner in (model[1], model[2], model):
         meshard.fully_shard(inner, unshard_on_access=inner is model[1])
-    meshard.fully_shard(model)
     meshard.register_fsdp_forward_method(model[1], "scores")
     return model
-
-
-def flat(model):
-    """One unit, with modules inside that are no unit but have its parameters."""
-    return meshard.fully_shard(model)
 
 
 def mixed(model):
@@ -100,7 +94,9 @@ def by_torch(model):
     return loaded["model"]
 
 
-@spread(apply=[replicated, sharded, flat, mixed], way=[by_pickle, by_torch, by_torch])
+@spread(
+    apply=[replicated, sharded, meshard.fully_shard, mixed], way=[by_pickle, by_torch, by_torch]
+)
 @on_ranks(2)
 def test_a_pickled_module_is_a_plain_one(apply, way):
     plain, model = net(), apply(net())
@@ -166,7 +162,7 @@ def test_what_would_be_a_part_of_a_model_is_refused():
             if hasattr(each, "reset_iter_state"):
                 with pytest.raises(TypeError, match=r"needs copy\.deepcopy, not copy\.copy"):
                     copy.copy(each)
-    model = flat(net())
+    model = meshard.fully_shard(net())
     for each in (model, model[0], nn.Sequential(model)):  # shards at rest
         with pytest.raises(TypeError, match=r"inside meshard\.unsharded_params\(module\)"):
             pickle.dumps(each)

@@ -1,5 +1,6 @@
 """Units of many modules: the work grows with the number of modules, not with its square."""
 
+import copy
 import sys
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from torch import nn
 
 import meshard
+from tests.support.against_plain import check_gradients
+from tests.support.models import Made, seeded
+from tests.support.parity import assert_same
 from tests.support.ranks import on_fake_ranks, on_ranks
 
 
@@ -30,6 +34,10 @@ def layers(count):
     return [nn.Linear(2, 2, bias=False) for _ in range(count)]
 
 
+def units(count):
+    return [meshard.fully_shard(layer) for layer in layers(count)]
+
+
 def sharding(count):
     modules = layers(count)
     return lambda: meshard.fully_shard(modules)
@@ -37,9 +45,7 @@ def sharding(count):
 
 def a_step(count):
     """Of a root around one unit of many layers."""
-    modules = layers(count)
-    meshard.fully_shard(modules)
-    model = meshard.fully_shard(nn.Sequential(*modules))
+    model = meshard.fully_shard(nn.Sequential(*meshard.fully_shard(layers(count))))
 
     def step():
         model(torch.ones(1, 2)).sum().backward()
@@ -51,31 +57,28 @@ def a_step(count):
 
 
 def an_overlapped_optimizer_per_unit(count):
-    modules = [meshard.fully_shard(layer) for layer in layers(count)]
-    optim = torch.optim.SGD
-    return lambda: [meshard.overlap_optimizer(each, optim, lr=0.0) for each in modules]
-
-
-class Appending(nn.Linear):
-    def forward(self, x, found):
-        found.append(super().forward(x))
-        return found[-1]
+    modules = units(count)
+    return lambda: [meshard.overlap_optimizer(each, torch.optim.SGD, lr=0.0) for each in modules]
 
 
 def a_forward_with_a_list(count):
-    model = [meshard.fully_shard(Appending(2, 2, bias=False)) for _ in range(count)]
+    model = [
+        meshard.fully_shard(
+            Made(lambda m, x, found: found.append(m.layer(x)) or found[-1], layer=layer)
+        )
+        for layer in layers(count)
+    ]
 
     def forward():
         x, found = torch.ones(1, 2), []
         for layer in model:
             x = layer(x, found)
-        return x
 
     return forward
 
 
 def a_backward_of_frozen_units(count):
-    model = nn.Sequential(*[meshard.fully_shard(layer) for layer in layers(count)])
+    model = nn.Sequential(*units(count))
     model[: count // 2].requires_grad_(False)
     meshard.fully_shard(model)
     loss = model(torch.ones(1, 2, requires_grad=True)).sum()
@@ -98,25 +101,20 @@ def test_work_is_linear_in_the_number_of_modules(prepare):
     assert python_events(prepare(200)) < 5 * python_events(prepare(50))
 
 
-@on_ranks(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_ranks(2)
 def test_edits_between_two_forwards_of_a_list_of_modules_take_effect(reshard_after_forward):
-    modules = [nn.Linear(4, 4, bias=False) for _ in range(3)]
-    meshard.fully_shard(modules, reshard_after_forward=reshard_after_forward)
-    model = meshard.fully_shard(nn.Sequential(*modules))
-    model(torch.ones(1, 4)).sum().backward()
-    model.zero_grad()
-
+    plain, x = seeded(nn.Sequential(*layers(3))), torch.ones(1, 2)
+    model = copy.deepcopy(plain)
+    meshard.fully_shard([*model], reshard_after_forward=reshard_after_forward)
+    meshard.fully_shard(model)
+    check_gradients(model, plain, lambda each, rank: each(x).sum())
     with torch.no_grad():
-        model(torch.ones(1, 4))
-    modules[1].weight.requires_grad_(False)
-    # Also one that is not the first to run: it finds what the first has installed.
-    modules[2].weight = nn.Parameter(torch.eye(4))
-    modules[0].weight = nn.Parameter(2 * torch.eye(4))
-    y = model(torch.ones(1, 4))
-    y.sum().backward()
-
-    expected = 2 * torch.ones(1, 4) @ modules[1].weight.full_tensor().T
-    torch.testing.assert_close(y.detach(), expected)
-    assert modules[1].weight.grad is None
-    assert modules[0].weight.grad is not None and modules[2].weight.grad is not None
+        model(x)
+    for each in (model, plain):
+        each[1].weight.requires_grad_(False)
+        # Also one that is not the first to run: it finds what the first has installed.
+        each[2].weight = nn.Parameter(torch.eye(2))
+        each[0].weight = nn.Parameter(2 * torch.eye(2))
+    check_gradients(model, plain, lambda each, rank: each(x).sum(), times=1)
+    assert_same(model(x), plain(x))
