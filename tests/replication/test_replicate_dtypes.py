@@ -69,10 +69,10 @@ def test_copies_follow_what_is_done_to_parameters():
     pair = Pair(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
     ways = run_wide, computing_in(BF16)
     pair.steps(range(2), *ways)
-    for model in (pair.ours, pair.plain):
+    for model in pair.both:
         model.blocks[0].requires_grad_(False)
     pair.step(2, *ways)
-    for model in (pair.ours, pair.plain):
+    for model in pair.both:
         with torch.no_grad():
             model.shift.add_(1)
             model.blocks[1].linear.bias.data.mul_(2)

@@ -18,7 +18,7 @@ from tests.support.replicated import Pair
 def test_a_gradient_that_is_left_when_a_parameter_is_frozen_was_not_replaced():
     pair = Pair(bucket_cap_mb=25)
     pair.backward(0)
-    for model in (pair.ours, pair.plain):
+    for model in pair.both:
         model.blocks[1].linear.weight.requires_grad_(False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -35,7 +35,7 @@ def test_a_replaced_gradient_is_counted_when_it_is_taken_over():
     pair.backward(0)
     for param in pair.ours.parameters():
         param.grad.detach_()  # some training loops do: it is the same tensor
-    for model in (pair.ours, pair.plain):
+    for model in pair.both:
         model.shift.grad = model.shift.grad * 2
         model.blocks[0].linear.bias.grad = None
     with pair.ours.no_sync():
@@ -56,8 +56,8 @@ def test_a_gradient_of_an_earlier_step_may_come_back():
     pair = Pair()
     pair.steps(range(2))  # buckets are final
     pair.backward(2)
-    earlier = [[param.grad for param in m.parameters()] for m in (pair.ours, pair.plain)]
-    for model in (pair.ours, pair.plain):
+    earlier = [[param.grad for param in m.parameters()] for m in pair.both]
+    for model in pair.both:
         model.zero_grad()
     losses = [integer_loss(pair.ours(integer_batch(3, dist.get_rank())))]
     losses += [integer_loss(pair.plain(integer_batch(3, r))) for r in range(dist.get_world_size())]
@@ -72,7 +72,7 @@ def test_a_gradient_of_an_earlier_step_may_come_back():
 @on_ranks(2)
 def test_a_sparse_gradient_of_the_user_is_added():
     pair = Pair()
-    for model in (pair.ours, pair.plain):
+    for model in pair.both:
         model.shift.grad = torch.tensor([0.0, 3.0, 0.0, 1.0])
     pair.ours.shift.grad = pair.ours.shift.grad.to_sparse()
     pair.backward(0)

@@ -68,7 +68,7 @@ def test_parameters_may_be_replaced(when):
     pair = Pair()
     for number in range(4):
         if number == when:
-            for model in (pair.ours, pair.plain):
+            for model in pair.both:
                 old = model.blocks[1].linear.weight
                 model.blocks[1].linear.weight = nn.Parameter(-old.detach())
                 model.blocks[2].linear.bias.data = -model.blocks[2].linear.bias.data
@@ -94,7 +94,7 @@ def test_state_dicts_are_those_of_the_plain_module(assign, when):
     for number in range(4):
         if number == when:
             state = IntegerModel(seed=5).state_dict()
-            for model in (pair.ours, pair.plain):
+            for model in pair.both:
                 model.load_state_dict(copy.deepcopy(state), assign=assign)
             if assign:
                 pair.renew_optimizers()
@@ -109,7 +109,7 @@ def test_modules_may_be_cast(when, keep_grads):
     pair = Pair()
     for number in range(4):
         if number == when:
-            for model in (pair.ours, pair.plain):
+            for model in pair.both:
                 model.to(torch.float64)
         kwargs = {}
         if number >= when:
@@ -150,7 +150,7 @@ def test_deep_copies_train_by_themselves(when, as_views):
 def test_gradients_may_be_exchanged():
     """Gradients of two parameters are exchanged: each lies where the other belongs."""
     pair = Pair(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), bucket_cap_mb=25)
-    for model in (pair.ours, pair.plain):
+    for model in pair.both:
         for param in model.parameters():
             param.data = param.data.mul(4).round()
 
@@ -159,14 +159,13 @@ def test_gradients_may_be_exchanged():
 
     for number in range(3):
         pair.backward(2 * number, forward, forward)
-        for model in (pair.ours, pair.plain):
+        for model in pair.both:
             one, two = model[0].weight, model[1].weight
             one.grad, two.grad = two.grad, one.grad
         with pytest.warns(UserWarning, match="replaced") if not number else nullcontext():
             pair.backward(2 * number + 1, forward, forward)
         pair.compare()
-        pair.ours.zero_grad()
-        pair.plain.zero_grad()
+        pair.zero_grad()
     assert pair.ours.num_replaced_gradients == 6
 
 
@@ -207,7 +206,7 @@ def test_a_submodule_may_be_cast(when, keep_grads, cap):
     pair = Pair(CastInPart(), bucket_cap_mb=cap)
     for number in range(5):
         if number == when:
-            for model in (pair.ours, pair.plain):
+            for model in pair.both:
                 model.blocks[1].double()
             # Gradients that are there are cast too, by torch; so they are others now.
         if keep_grads and number == when:

@@ -2,52 +2,49 @@
 
 import copy
 import warnings
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
+from tests.support.against_plain import check_gradients, inputs_of
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
-from tests.support.models import seeded
+from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import Pair, run
 from tests.support.spread import spread
 
 
-class Interrupted(IntegerModel):
-    """Raises in its forward or its backward, if it is told to."""
+@contextmanager
+def failing(pair, where):
+    """Let the second block of the replicated model raise in its forward or its backward."""
 
-    raises_in = ""
+    def fail(*_):
+        raise ValueError(f"in {where}")
 
-    def forward(self, x):
-        for place, block in enumerate(self.blocks):
-            x = block(x)
-            if place == 1 and self.raises_in == "forward":
-                raise ValueError("in forward")
-            if place == 1 and self.raises_in == "backward" and x.requires_grad:
-                x.register_hook(_fail)
-        return x + self.shift
+    def fail_later(module, args, output):
+        output.register_hook(fail)
 
-
-def _fail(_):
-    raise ValueError("in backward")
+    hook = fail if where == "forward" else fail_later
+    handle = pair.ours.blocks[1].register_forward_hook(hook)
+    with pytest.raises(ValueError, match=f"in {where}"):
+        yield
+    handle.remove()
 
 
 @on_ranks(2)
 @spread(when=[0, 1, 2, 1], where=["forward", "backward"])
 def test_after_an_exception_the_next_step_has_the_same_bits(where, when):
-    pair = Pair(Interrupted())
+    pair = Pair()
     for number in range(4):
         if number == when:
-            pair.ours.raises_in = where
-            with pytest.raises(ValueError, match=f"in {where}"):
+            with failing(pair, where):
                 run(pair.ours, integer_batch(number, dist.get_rank()))
-            pair.ours.raises_in = ""
             if where == "backward":
                 with pytest.raises(RuntimeError, match=r"the last backward .* raised"):
                     pair.optimizers[0].step()
@@ -59,44 +56,34 @@ def test_after_an_exception_the_next_step_has_the_same_bits(where, when):
 
 @on_ranks(2)
 def test_gradients_stay_after_a_forward_that_raised():
-    pair = Pair(Interrupted())
+    pair = Pair()
     pair.step(0)
     pair.backward(1)
-    pair.ours.raises_in = "forward"
-    with pytest.raises(ValueError, match="in forward"):
+    with failing(pair, "forward"):
         pair.ours(integer_batch(1, 0))
-    pair.ours.raises_in = ""
     pair.compare()
     pair.backward(2)
     pair.compare()
 
 
-class RecomputedBlocks(IntegerModel):
-    """Recomputes its blocks in backward."""
-
-    use_reentrant = False
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=self.use_reentrant)
-        return x + self.shift
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
-def test_recomputation_inside_and_around(use_reentrant, whole):
-    model = IntegerModel() if whole else RecomputedBlocks()
-    model.use_reentrant = use_reentrant
+def test_blocks_or_the_whole_module_may_be_recomputed(use_reentrant, whole):
+    def recomputed(module, x):
+        return checkpoint(module, x, use_reentrant=use_reentrant)
 
-    def needs(x):
-        return x.requires_grad_() if use_reentrant else x
+    def forward(model, x):
+        for block in model.blocks:
+            x = recomputed(block, x)
+        return x + model.shift
 
-    def run_whole(model, x):
-        integer_loss(checkpoint(model, needs(x), use_reentrant=use_reentrant)).backward()
+    def way(model, x):
+        x.requires_grad_(use_reentrant)
+        integer_loss(recomputed(model, x) if whole else model(x)).backward()
 
-    pair = Pair(model)
-    way = run_whole if whole else lambda model, x: run(model, needs(x))
+    model = IntegerModel()
+    pair = Pair(model if whole else Made(forward, blocks=[*model.blocks], shift=model.shift))
     pair.steps(range(4), way, way)
     pair.backward(4, way, way)
     pair.assert_views()
@@ -127,9 +114,7 @@ def one_loss_of_two_forwards(model, x):
 
 def with_a_regulariser(model, x):
     loss = integer_loss(model(x))
-    for param in model.parameters():
-        loss = loss + 3 * param.sum()
-    loss.backward()
+    (loss + 3 * sum(param.sum() for param in model.parameters())).backward()
 
 
 def with_an_early_regulariser(model, x):
@@ -151,9 +136,13 @@ def after_a_forward_alone(model, x):
     run(model, x)
 
 
-WAYS = {
-    way.__name__: way
-    for way in (
+def forward_called_directly(model, x):
+    integer_loss(model.forward(x)).backward()
+
+
+@on_ranks(2)
+@spread(
+    way=[
         two_forwards,
         two_forwards_in_order,
         several_backwards,
@@ -162,17 +151,15 @@ WAYS = {
         with_an_early_regulariser,
         after_evaluation,
         after_a_forward_alone,
-    )
-}
-
-
-@on_ranks(2)
-@spread(name=[*WAYS], as_views=[True, False])
-def test_ways_to_run_a_step(name, as_views):
+        forward_called_directly,
+    ],
+    as_views=[True, False],
+)
+def test_ways_to_run_a_step(way, as_views):
     pair = Pair(gradient_as_bucket_view=as_views)
-    pair.steps(range(4), WAYS[name], WAYS[name])
+    pair.steps(range(4), way, way)
     for number in (4, 5):  # added to what is there
-        pair.backward(number, WAYS[name], WAYS[name])
+        pair.backward(number, way, way)
         pair.compare()
     if as_views:
         pair.assert_views()
@@ -199,8 +186,7 @@ def test_reductions_may_outlast_a_backward_that_is_not_the_last():
 
 
 @on_ranks(2)
-def test_gradients_from_outside_of_any_forward():
-    """A backward that no forward belongs to: a penalty of the parameters, not of the data."""
+def test_a_penalty_of_parameters_may_have_a_backward_without_a_forward():
     pair = Pair()
     pair.step(0)
 
@@ -210,19 +196,15 @@ def test_gradients_from_outside_of_any_forward():
     for number in range(1, 4):
         penalty(pair.ours, 2.0)
         penalty(pair.plain, 4.0)  # of both ranks
-        pair.backward(number)
-        pair.compare()
-        pair.update()
+        pair.step(number)
     pair.backward(4)
     with pytest.raises(RuntimeError, match="outside the forward of the replicated module"):
         penalty(pair.ours, 2.0)
 
 
 @on_ranks(2)
-def test_two_replicated_modules_in_one_graph():
-    """Two replicated modules, one after the other in one graph, as of a GAN."""
-    first, second = IntegerModel(), IntegerModel(seed=3)
-    pairs = Pair(first), Pair(second)
+def test_two_replicated_modules_may_be_in_one_graph():
+    pairs = Pair(), Pair(IntegerModel(seed=3))
 
     def chain(one, two, x):
         integer_loss(two(torch.cat([one(x), x[:, :3]], dim=1))).backward()
@@ -237,8 +219,7 @@ def test_two_replicated_modules_in_one_graph():
 
 
 @on_ranks(2)
-def test_one_rank_alone_may_evaluate():
-    """What a module returns in evaluation, on one rank alone, is that of the plain one."""
+def test_one_rank_alone_may_evaluate_with_the_outputs_of_the_plain_module():
     pair = Pair()
     for number in range(3):
         pair.step(number)
@@ -252,17 +233,17 @@ def test_one_rank_alone_may_evaluate():
 
 
 def smooth():
-    return seeded(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)), 0)
+    return seeded(nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)))
 
 
 def penalty_of_inputs(model, x):
-    x = x.requires_grad_()
+    x = x.double().requires_grad_()
     (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
     slope.square().sum().backward()
 
 
 def penalty_of_parameters(model, x):
-    output = model(x)
+    output = model(x.double())
     slopes = torch.autograd.grad(output.square().sum(), [*model.parameters()], create_graph=True)
     (output.sum() + sum(slope.square().sum() for slope in slopes)).backward()
 
@@ -271,15 +252,10 @@ def penalty_of_parameters(model, x):
 @pytest.mark.parametrize("way", [penalty_of_inputs, penalty_of_parameters])
 def test_gradients_of_gradients(way):
     pair = Pair(smooth().double())
-
-    def double(model, x):
-        way(model, x.double())
-
     for number in range(4):
-        pair.backward(number, double, double)
+        pair.backward(number, way, way)
         assert_same(full_grads(pair.ours), full_grads(pair.plain), torch.float64)
-        pair.ours.zero_grad()
-        pair.plain.zero_grad()
+        pair.zero_grad()
     assert pair.ours.num_replaced_gradients == 0
 
 
@@ -307,52 +283,33 @@ def test_compiled(what):
         for number in range(4):
             pair.backward(number, way, way)
             assert_same(full_grads(pair.ours), full_grads(pair.plain))
-            pair.ours.zero_grad()
-            pair.plain.zero_grad()
+            pair.zero_grad()
         pair.backward(4, way, way)
     pair.assert_views()
-
-
-@on_ranks(2)
-def test_forward_may_be_called_directly():
-    pair = Pair()
-
-    def way(model, x):
-        integer_loss(model.forward(x)).backward()
-
-    pair.steps(range(3), way, way)
 
 
 @on_ranks(2)
 def test_hooks_may_return_other_tensors():
     pair, seen = Pair(), []
     pair.ours.shift.register_post_accumulate_grad_hook(seen.append)
-    for model in (pair.ours, pair.plain):
+    for model in pair.both:
         for param in model.parameters():
             param.register_hook(lambda grad: grad.clone() * 2)
     pair.steps(range(3))
     assert len(seen) == 3  # of this rank alone
 
 
-class Around(nn.Module):
-    """A plain module around a replicated one."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-        self.shift = nn.Parameter(torch.zeros(4))
-
-    def forward(self, x):
-        return self.inner(x) + self.shift
-
-
 @on_ranks(2)
-def test_modules_around_may_be_copied():
+def test_a_module_around_a_replicated_one_may_be_copied():
+    def around(inner):
+        shift = nn.Parameter(torch.zeros(4))
+        return Made(lambda m, x: m.inner(x) + m.shift, inner=inner, shift=shift)
+
     pair = Pair()
     pair.steps(range(2))
-    twin = copy.deepcopy(Around(pair.ours))
+    twin = copy.deepcopy(around(pair.ours))
     assert isinstance(twin.inner, meshard.ReplicateModule)
-    plain = Around(copy.deepcopy(pair.plain))
+    plain = around(copy.deepcopy(pair.plain))
     for number in range(3):
         run(twin, integer_batch(number, dist.get_rank()))
         for rank in range(2):
@@ -364,8 +321,8 @@ def test_modules_around_may_be_copied():
 @on_ranks(2)
 def test_parts_of_a_model_may_be_replicated_by_themselves():
     model = IntegerModel()
-    meshard.replicate(model.blocks[0])
-    meshard.replicate(model.blocks[1])
+    for block in model.blocks[:2]:
+        meshard.replicate(block)
     run(model, integer_batch(0, dist.get_rank()))
     for block in model.blocks[:2]:
         weight = block.linear.weight.grad.clone()
@@ -373,33 +330,22 @@ def test_parts_of_a_model_may_be_replicated_by_themselves():
         assert torch.equal(weight, block.linear.weight.grad)
 
 
-class Recomputed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x, *, recomputes):
-        x = self.first(x)
-        return checkpoint(self.second, x, use_reentrant=True) if recomputes else self.second(x)
-
-
 @on_threads(2)
 def test_a_recomputation_does_not_rebuild_buckets():
     """The first backward recorded the order; the next forward is one that a backward runs again."""
-    plain = seeded(Recomputed())
-    model = copy.deepcopy(plain)
-    mesh = init_device_mesh("cpu", (2,))
-    for unit in (model.second, model):
-        meshard.replicate(unit, mesh)
 
-    def step(module, rank, share):
-        x = torch.randn(5, 4, generator=torch.Generator().manual_seed(rank))
-        outputs = [module(x, recomputes=False), module(x + 1, recomputes=True)]
+    def forward(m, x, recomputes):
+        x = m.first(x)
+        return checkpoint(m.second, x, use_reentrant=True) if recomputes else m.second(x)
+
+    def step(module, rank):
+        x = inputs_of(rank)
+        outputs = module(x, recomputes=False), module(x + 1, recomputes=True)
         for output in outputs:
-            (output.square().sum() * share).backward()
+            output.square().sum().backward()
 
-    for _ in range(2):
-        step(model, dist.get_rank(), 1.0)
-        for rank in range(2):
-            step(plain, rank, 0.5)
-    assert_same(full_grads(model), full_grads(plain))
+    plain = seeded(Made(forward, first=nn.Linear(6, 6), second=nn.Linear(6, 6)))
+    model = copy.deepcopy(plain)
+    for unit in (model.second, model):
+        meshard.replicate(unit)
+    check_gradients(model, plain, step)

@@ -82,8 +82,7 @@ def test_clipping(norm_type, narrow):
             if max_norm > 1:  # nothing was clipped
                 grads = [param.grad for param in pair.ours.parameters()]
                 assert torch.equal(ours, meshard.get_total_norm(grads, norm_type))
-            pair.ours.zero_grad()
-            pair.plain.zero_grad()
+            pair.zero_grad()
 
 
 @on_threads(2)
@@ -91,13 +90,12 @@ def test_torchs_functions_change_gradients_in_place():
     pair = Pair()
     for number in range(3):
         pair.backward(number)
-        for model in (pair.ours, pair.plain):
+        for model in pair.both:
             nn.utils.clip_grad_value_(model.parameters(), 2.0)
         pair.compare()
         pair.backward(number + 10)
         pair.compare()
-        pair.ours.zero_grad(set_to_none=False)
-        pair.plain.zero_grad(set_to_none=False)
+        pair.zero_grad(set_to_none=False)
     pair.assert_views()
 
 

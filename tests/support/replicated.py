@@ -44,9 +44,13 @@ class Pair:
     def renew_optimizers(self) -> None:
         """Build both optimizers again: parameters are others now."""
         self.optimizers = [
-            torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-            for model in (self.ours, self.plain)
+            torch.optim.SGD(model.parameters(), lr=LEARNING_RATE) for model in self.both
         ]
+
+    @property
+    def both(self) -> tuple[Any, nn.Module]:
+        """The replicated model and the plain one."""
+        return self.ours, self.plain
 
     def backward(self, number: int, ours: Run = run, plain: Run = run) -> None:
         """Run both once, and compare nothing."""
@@ -62,13 +66,18 @@ class Pair:
                 assert param.grad.dtype == param.dtype, name
                 assert param.grad.stride() == param.stride(), name
 
-    def update(self, *, set_to_none: bool = True) -> None:
+    def update(self) -> None:
         """Step both, compare parameters, and clear gradients."""
         for optimizer in self.optimizers:
             optimizer.step()
         assert_same(full_state(self.ours), full_state(self.plain), bitwise=True)
         for optimizer in self.optimizers:
-            optimizer.zero_grad(set_to_none=set_to_none)
+            optimizer.zero_grad()
+
+    def zero_grad(self, *, set_to_none: bool = True) -> None:
+        """Clear the gradients of both."""
+        for model in self.both:
+            model.zero_grad(set_to_none=set_to_none)
 
     def step(self, number: int, ours: Run = run, plain: Run = run) -> None:
         """Train both by one step."""
