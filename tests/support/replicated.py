@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import meshard
 from meshard import CommLedger, register_reduce_hook
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.strategies import MODES
 
 Run = Callable[[nn.Module, torch.Tensor], None]
 SMALL = 2e-4  # MiB: several buckets of an IntegerModel
@@ -30,14 +32,22 @@ class Pair:
     Args:
         model: Its copy is kept plain. None: an ``IntegerModel``.
         device: Where both are.
+        make: Replicates or shards a model in another way than ``replicate`` does.
         **kwargs: Of ``replicate``.
     """
 
-    def __init__(self, model: nn.Module | None = None, device: str = "cpu", **kwargs: Any) -> None:
+    def __init__(
+        self,
+        model: nn.Module | None = None,
+        device: str = "cpu",
+        make: Callable[[nn.Module], Any] | None = None,
+        **kwargs: Any,
+    ) -> None:
         model = (IntegerModel() if model is None else model).to(device)
+        make = make or partial(meshard.replicate, **{"bucket_cap_mb": SMALL, **kwargs})
         self.device = device
         self.plain = copy.deepcopy(model)
-        self.ours: Any = meshard.replicate(model, **{"bucket_cap_mb": SMALL, **kwargs})
+        self.ours = make(model)
         self.ours.set_gradient_divide_factor(1.0)
         self.renew_optimizers()
 
@@ -57,6 +67,12 @@ class Pair:
         ours(self.ours, integer_batch(number, dist.get_rank()).to(self.device))
         for rank in range(dist.get_world_size()):
             plain(self.plain, integer_batch(number, rank).to(self.device))
+
+    def window(self, schedule: str, number: int = 0) -> None:
+        """Run both once in the mode of each letter (N, R or F), and compare nothing."""
+        for place, letter in enumerate(schedule):
+            self.ours.set_gradient_sync(MODES[letter])
+            self.backward(10 * number + place)
 
     def compare(self, *, bitwise: bool = True) -> None:
         """Compare gradients, values and strides."""
