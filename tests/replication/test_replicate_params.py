@@ -1,7 +1,9 @@
 """Replicated modules: the parameters they may have, and what may become of them."""
 
 import copy
+import itertools
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from torch.nn import functional
 
 import meshard
 from tests.support.integer_model import IntegerModel, integer_batch, ternary
+from tests.support.models import Made
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import SMALL, Pair, run
 from tests.support.spread import spread
@@ -62,17 +65,28 @@ def test_all_sorts_of_parameters(memory_format, as_views):
         pair.assert_views()
 
 
+def replace(model):
+    old = model.blocks[1].linear.weight
+    model.blocks[1].linear.weight = nn.Parameter(-old.detach())
+    model.blocks[2].linear.bias.data = -model.blocks[2].linear.bias.data
+
+
+def load(model, *, assign=False):
+    model.load_state_dict(copy.deepcopy(IntegerModel(seed=5).state_dict()), assign=assign)
+
+
 @on_threads(2)
 @pytest.mark.parametrize("when", [0, 1, 2])
-def test_parameters_may_be_replaced(when):
+@pytest.mark.parametrize("change", [replace, load, partial(load, assign=True)])
+def test_parameters_may_be_replaced_and_loaded(change, when):
     pair = Pair()
+    assert list(pair.ours.state_dict()) == list(pair.plain.state_dict())
     for number in range(4):
         if number == when:
             for model in pair.both:
-                old = model.blocks[1].linear.weight
-                model.blocks[1].linear.weight = nn.Parameter(-old.detach())
-                model.blocks[2].linear.bias.data = -model.blocks[2].linear.bias.data
-            pair.renew_optimizers()
+                change(model)
+            if change is not load:
+                pair.renew_optimizers()
         pair.step(number)
     pair.backward(4)
     pair.assert_views()
@@ -86,21 +100,8 @@ def test_a_replacement_of_another_shape_is_refused():
         model(integer_batch(0, 0))
 
 
-@on_threads(2)
-@spread(when=[0, 1, 2], assign=[True, False])
-def test_state_dicts_are_those_of_the_plain_module(assign, when):
-    pair = Pair()
-    assert list(pair.ours.state_dict()) == list(pair.plain.state_dict())
-    for number in range(4):
-        if number == when:
-            state = IntegerModel(seed=5).state_dict()
-            for model in pair.both:
-                model.load_state_dict(copy.deepcopy(state), assign=assign)
-            if assign:
-                pair.renew_optimizers()
-        pair.step(number)
-    pair.backward(4)
-    pair.assert_views()
+def run_double(model, x):
+    run(model, x.double())
 
 
 @on_threads(2)
@@ -111,10 +112,8 @@ def test_modules_may_be_cast(when, keep_grads):
         if number == when:
             for model in pair.both:
                 model.to(torch.float64)
-        kwargs = {}
-        if number >= when:
-            kwargs = dict.fromkeys(("ours", "plain"), lambda m, x: run(m, x.double()))
-        pair.backward(number, **kwargs)
+        way = run if number < when else run_double
+        pair.backward(number, way, way)
         pair.compare()
         if not keep_grads:
             pair.update()
@@ -147,12 +146,12 @@ def test_deep_copies_train_by_themselves(when, as_views):
 
 
 @on_ranks(2)
-def test_gradients_may_be_exchanged():
-    """Gradients of two parameters are exchanged: each lies where the other belongs."""
-    pair = Pair(nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7)), bucket_cap_mb=25)
-    for model in pair.both:
-        for param in model.parameters():
-            param.data = param.data.mul(4).round()
+def test_gradients_of_two_parameters_may_be_exchanged():
+    """Each then lies where the other belongs."""
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    for param in model.parameters():
+        param.data = param.data.mul(4).round()
+    pair = Pair(model, bucket_cap_mb=25)
 
     def forward(model, x):
         model(x).sum().backward()
@@ -172,29 +171,18 @@ def test_gradients_may_be_exchanged():
 @on_threads(2)
 def test_sparse_gradients_become_dense():
     """An embedding with sparse gradients, of which each rank uses other rows."""
-    table = nn.Embedding(10, 3, sparse=True)
-    nn.init.constant_(table.weight, 1.0)
-    model = nn.Sequential(table, nn.Linear(3, 2, bias=False))
-    nn.init.constant_(model[1].weight, 2.0)
-    plain = copy.deepcopy(model)
-    plain[0].sparse = False
-    meshard.replicate(model, bucket_cap_mb=SMALL).set_gradient_divide_factor(1.0)
-    rank = dist.get_rank()
+    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2, bias=False))
+    for number, layer in enumerate(model, 1):
+        nn.init.constant_(layer.weight, float(number))
+    pair = Pair(model)
+    pair.plain[0].sparse = False
+
+    def way(model, x):  # the batch chooses the rows
+        model(x[:, 0].long() + 2).sum().backward()
+
     for number in range(3):
-        model(torch.tensor([number, number, rank])).sum().backward()
-        for each in range(2):
-            plain(torch.tensor([number, number, each])).sum().backward()
-        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(ours.grad, theirs.grad)
-
-
-class CastInPart(IntegerModel):
-    """Computes each block in the dtype of its weight."""
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x.to(block.linear.weight.dtype))
-        return x.to(self.shift.dtype) + self.shift
+        pair.backward(number, way, way)
+        pair.compare()
 
 
 @on_ranks(2)
@@ -203,16 +191,20 @@ class CastInPart(IntegerModel):
     [(1, False, SMALL), (1, True, 25), (3, False, 25), (3, True, SMALL)],
 )
 def test_a_submodule_may_be_cast(when, keep_grads, cap):
-    pair = Pair(CastInPart(), bucket_cap_mb=cap)
+    def forward(model, x):
+        for block in model.blocks:
+            x = block(x.to(block.linear.weight.dtype))
+        return x.to(model.shift.dtype) + model.shift
+
+    inner = IntegerModel()
+    pair = Pair(Made(forward, blocks=[*inner.blocks], shift=inner.shift), bucket_cap_mb=cap)
     for number in range(5):
         if number == when:
             for model in pair.both:
                 model.blocks[1].double()
-            # Gradients that are there are cast too, by torch; so they are others now.
-        if keep_grads and number == when:
-            with pytest.warns(UserWarning, match="replaced by another tensor"):
-                pair.backward(number)
-        else:
+        # Gradients that are there are cast too, by torch; so they are others now.
+        warns = keep_grads and number == when
+        with pytest.warns(UserWarning, match="replaced by another") if warns else nullcontext():
             pair.backward(number)
         pair.compare()
         if not keep_grads:
@@ -272,27 +264,19 @@ def test_ignored_parameters_are_left_alone():
         model.zero_grad()
 
 
-class InAnotherOrder(nn.Module):
-    """Uses its parameters in the order in which it lists them backwards."""
-
-    def __init__(self):
-        super().__init__()
-        dtypes = [torch.float32, torch.bfloat16] * 4
-        sizes = [3, 40, 50, 5, 20, 60, 70, 9]
-        self.params = nn.ParameterList(
-            nn.Parameter(torch.ones(size, dtype=dtype))
-            for size, dtype in zip(sizes, dtypes, strict=True)
-        )
-
-    def forward(self, x):
-        for param in reversed(list(self.params)):
+@on_threads(2)
+def test_buckets_made_anew_have_one_dtype_each():
+    def forward(model, x):
+        """Use parameters in the order in which they are listed backwards."""
+        for param in reversed(list(model.params)):
             x = x + (param.float() * x.detach().mean()).sum()
         return x
 
-
-@on_threads(2)
-def test_buckets_made_anew_have_one_dtype_each():
-    model = meshard.replicate(InAnotherOrder(), bucket_cap_mb=2e-4)
+    dtypes_of = itertools.cycle([torch.float32, torch.bfloat16])
+    params = nn.ParameterList(
+        torch.ones(numel, dtype=next(dtypes_of)) for numel in (3, 40, 50, 5, 20, 60, 70, 9)
+    )
+    model = meshard.replicate(Made(forward, params=params), bucket_cap_mb=SMALL)
 
     def dtypes():
         groups = [unit.group for unit in model._meshard_buckets.units if unit.params]
