@@ -15,188 +15,170 @@ import meshard
 from meshard import GradientSync
 from tests.support.insides import large_from
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
-from tests.support.models import Table
+from tests.support.models import Made, Table
+from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks
-from tests.support.replicated import Pair, compressed, run
-from tests.support.spread import spread
-
-WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
+from tests.support.replicated import Pair, run
 
 
 @on_ranks(2)
+@large_from(1)
 def test_large_gradients_do_not_wait_for_the_bucket():
     """While the first layer computes, the largest gradient is no tensor of its own any more."""
-    with large_from(1):
-        pair = Pair(bucket_cap_mb=25)
-        pair.steps(range(2))
-        largest, seen = pair.ours.blocks[1].linear.weight, []
+    pair = Pair(bucket_cap_mb=25)
+    pair.steps(range(2))
+    largest, seen = pair.ours.blocks[1].linear.weight, []
 
-        def watched(model, x):
-            output = model(x)
-            first = model.blocks[0].linear.bias
-            handle = first.register_hook(lambda _: seen.append(largest.grad))
-            integer_loss(output).backward()
-            handle.remove()
+    def watched(model, x):
+        output = model(x)
+        first = model.blocks[0].linear.bias
+        handle = first.register_hook(lambda _: seen.append(largest.grad))
+        integer_loss(output).backward()
+        handle.remove()
 
-        pair.step(2, ours=watched)
-        with pair.ours.no_sync():
-            pair.backward(3, ours=watched)
-            pair.backward(4, ours=watched)
-        pair.backward(5, ours=watched)
-        assert seen == [None] * 4
-        pair.compare()
-        pair.assert_views()
+    pair.step(2, ours=watched)
+    with pair.ours.no_sync():
+        pair.backward(3, ours=watched)
+        pair.backward(4, ours=watched)
+    pair.backward(5, ours=watched)
+    assert seen == [None] * 4
+    pair.compare()
+    pair.assert_views()
 
 
-class InParts(nn.Module):
-    """A part that is used in two reentrant checkpoints, and outside of them."""
+@on_ranks(2)
+@large_from(1)
+@pytest.mark.parametrize("mode", GradientSync)
+def test_gradients_may_arrive_in_parts(mode):
+    """Those of a part that is used in two reentrant checkpoints, and outside of them."""
 
-    def __init__(self):
-        super().__init__()
-        self.inner = IntegerModel(1)
-        self.widen = nn.Linear(4, 7, bias=False)
-        with torch.no_grad():
-            self.widen.weight.copy_(torch.eye(7)[:, :4])
+    def forward(m, x):
+        def recomputed(x):
+            return checkpoint(m.inner, x, use_reentrant=True)
 
-    def forward(self, x):
         x = (x + 0.0).requires_grad_()
-        for run_inner in (self._checkpointed, self.inner, self._checkpointed):
-            x = self.widen(run_inner(x))
+        for run_inner in (recomputed, m.inner, recomputed):
+            x = m.widen(run_inner(x))
         return x[:, :4]
 
-    def _checkpointed(self, x):
-        return checkpoint(self.inner, x, use_reentrant=True)
+    widen = nn.Linear(4, 7, bias=False)
+    widen.weight.data = torch.eye(7)[:, :4].clone()
+    pair = Pair(Made(forward, inner=IntegerModel(1), widen=widen), bucket_cap_mb=25)
+    for window in range(3):
+        for number in range(2):
+            with meshard.gradient_sync(pair.ours, mode):
+                pair.backward(3 * window + number)
+        pair.backward(3 * window + 2)
+        pair.compare()
+        pair.update()
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("mode", GradientSync)
-def test_gradients_that_arrive_in_parts(mode):
-    with large_from(1):
-        pair = Pair(InParts(), bucket_cap_mb=25)
-        for window in range(3):
-            for number in range(2):
-                with meshard.gradient_sync(pair.ours, mode):
-                    pair.backward(3 * window + number)
-            pair.backward(3 * window + 2)
-            pair.compare()
-            pair.update()
+@large_from(1)
+def test_hooks_of_parameters_and_on_arrived_gradients_see_those_of_one_microbatch():
+    pair = Pair(bucket_cap_mb=25)
+    of_params, of_bucket = [], []
+    for param in pair.ours.parameters():
+        param.register_post_accumulate_grad_hook(lambda p: of_params.append(p.grad.sum().item()))
+
+    class Sum:
+        @staticmethod
+        def arrived(flat):
+            of_bucket.append(flat.sum().item())
+
+    for has_hook in (False, True):
+        handle = meshard.register_reduce_hook(pair.ours, Sum()) if has_hook else None
+        for number in range(4):
+            alone = IntegerModel()
+            alone.load_state_dict(pair.plain.state_dict())
+            run(alone, integer_batch(number, dist.get_rank()))
+            wanted = sum(param.grad.sum().item() for param in alone.parameters())
+            with contextlib.nullcontext() if number % 2 else pair.ours.no_sync():
+                pair.backward(number)
+            assert sum(of_params) == wanted
+            assert of_bucket == [wanted] * has_hook
+            of_params.clear()
+            of_bucket.clear()
+            if number % 2:
+                pair.compare()
+                pair.update()
+        if handle is not None:
+            handle.remove()
 
 
 @on_ranks(2)
-def test_hooks_see_one_microbatch():
-    """Hooks of parameters, and those on arrived gradients, see those of one microbatch."""
-    with large_from(1):
-        pair = Pair(bucket_cap_mb=25)
-        of_params, of_bucket = [], []
-        for param in pair.ours.parameters():
-            param.register_post_accumulate_grad_hook(
-                lambda p: of_params.append(p.grad.sum().item())
-            )
-
-        class Sum:
-            @staticmethod
-            def arrived(flat):
-                of_bucket.append(flat.sum().item())
-
-        for has_hook in (False, True):
-            handle = meshard.register_reduce_hook(pair.ours, Sum()) if has_hook else None
-            for number in range(4):
-                alone = IntegerModel()
-                alone.load_state_dict(pair.plain.state_dict())
-                run(alone, integer_batch(number, dist.get_rank()))
-                wanted = sum(param.grad.sum().item() for param in alone.parameters())
-                with contextlib.nullcontext() if number % 2 else pair.ours.no_sync():
-                    pair.backward(number)
-                assert sum(of_params) == wanted
-                assert of_bucket == [wanted] * has_hook
-                of_params.clear()
-                of_bucket.clear()
-                if number % 2:
-                    pair.compare()
-                    pair.update()
-            if handle is not None:
-                handle.remove()
-
-
-@on_ranks(2)
+@large_from(1)
 def test_parameters_that_are_used_late_in_a_window():
-    with large_from(1):
-        model = Table([(4,), (5,), (6,)], [torch.float32] * 3)
-        meshard.replicate(model)
-        seen = []
+    model = meshard.replicate(Table([(4,), (5,), (6,)]))
+    seen = []
 
-        class See:
-            @staticmethod
-            def before(flat):
-                seen.append(flat.clone())
+    class See:
+        @staticmethod
+        def before(flat):
+            seen.append(flat.clone())
 
-        meshard.register_reduce_hook(model, See())
-        ones = [torch.ones_like(param) for param in model.params]
-        for _ in range(2):
-            with model.no_sync():
-                for used in ([0], [2], [1, 2]):
-                    x = torch.zeros((), requires_grad=True)
-                    model(x, [ones[i] if i in used else None for i in range(3)]).backward()
-            model(torch.zeros((), requires_grad=True), [ones[0], None, None]).backward()
-            assert [param.grad.unique().tolist() for param in model.params] == [[2], [1], [2]]
-            assert seen.pop().sum() == 4 * 2 + 5 + 6 * 2
-            model.zero_grad()
+    def backward(*used):
+        ones = [torch.ones_like(p) if i in used else None for i, p in enumerate(model.params)]
+        model(torch.zeros((), requires_grad=True), ones).backward()
 
-
-def divided(kind, large):
-    """Return the gradients after a window in which something decides on the divide factor."""
-    with large_from(large):
-        model = meshard.replicate(IntegerModel(), bucket_cap_mb=25)
-        first = next(model.parameters())
-        for step in range(3):
-            model.zero_grad()
-            if kind == "number":
-                model.set_gradient_divide_factor(8.0)
-            elif kind == "callable":
-                model.set_gradient_divide_factor(lambda step=step: 4.0 + step)
-            elif kind == "mode":  # known only once most gradients have arrived
-                handle = first.register_hook(lambda _: model.set_gradient_sync(GradientSync.NONE))
-                run(model, integer_batch(2 * step, dist.get_rank()))
-                handle.remove()
-                model.set_gradient_sync(GradientSync.FULL)
-            run(model, integer_batch(2 * step + 1, dist.get_rank()))
-        return [param.grad.clone() for param in model.parameters()]
+    meshard.register_reduce_hook(model, See())
+    for _ in range(2):
+        with model.no_sync():
+            backward(0)
+            backward(2)
+            backward(1, 2)
+        backward(0)
+        assert [param.grad.unique().tolist() for param in model.params] == [[2], [1], [2]]
+        assert seen.pop().sum() == 4 * 2 + 5 + 6 * 2
+        model.zero_grad()
 
 
-def divided_early(kind):
-    early, late = divided(kind, 1), divided(kind, 2**60)
-    assert all(map(torch.equal, early, late))
-    assert any(grad.any() for grad in early)
+@on_ranks(3)
+@pytest.mark.parametrize("kind", ["default", "number", "callable", "mode"])
+def test_when_gradients_are_divided_makes_no_difference(kind):
+    """Also where the divide factor is known only once most gradients have arrived."""
 
+    def backward(model, step):
+        if kind == "number":
+            model.set_gradient_divide_factor(8.0)
+        elif kind == "callable":
+            model.set_gradient_divide_factor(lambda: 4.0 + step)
+        elif kind == "mode":
+            first = next(model.parameters())
+            handle = first.register_hook(lambda _: model.set_gradient_sync(GradientSync.NONE))
+            run(model, integer_batch(2 * step, dist.get_rank()))
+            handle.remove()
+            model.set_gradient_sync(GradientSync.FULL)
+        run(model, integer_batch(2 * step + 1, dist.get_rank()))
 
-@spread(kind=["default", "number", "callable", "mode"], world=[3, 2])
-def test_when_gradients_are_divided_makes_no_difference(run_ranks, kind, world):
-    run_ranks(divided_early, world, kind)
-
-
-@on_ranks(2)
-def test_gradients_that_travel_compressed():
-    with large_from(1):
-        compressed(bucket_cap_mb=25)
+    grads = []
+    for large in (1, 2**60):
+        with large_from(large):
+            model = meshard.replicate(IntegerModel(), bucket_cap_mb=25)
+            for step in range(3):
+                model.zero_grad()
+                backward(model, step)
+            grads.append(full_grads(model))
+    assert_same(*grads, bitwise=True)
+    assert any(grad.any() for grad in grads[0].values())
 
 
 @on_ranks(2)
-def test_a_backward_that_fails_leaves_nothing():
-
+@large_from(1)
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_backward_that_fails_leaves_nothing(accumulates):
     def fail(_):
         raise ZeroDivisionError
 
-    with large_from(1):
-        pair = Pair(bucket_cap_mb=25)
-        pair.steps(range(2))
-        for accumulates in (False, True):
-            if accumulates:
-                with pair.ours.no_sync():
-                    run(pair.ours, integer_batch(2, dist.get_rank()))
-            handle = pair.ours.blocks[0].linear.bias.register_hook(fail)
-            with pytest.raises(ZeroDivisionError):
-                run(pair.ours, integer_batch(3, dist.get_rank()))
-            handle.remove()
-            pair.ours.zero_grad()
-            pair.steps(range(4, 6))
-            pair.assert_views()
+    pair = Pair(bucket_cap_mb=25)
+    pair.steps(range(2))
+    if accumulates:
+        with pair.ours.no_sync():
+            run(pair.ours, integer_batch(2, dist.get_rank()))
+    handle = pair.ours.blocks[0].linear.bias.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        run(pair.ours, integer_batch(3, dist.get_rank()))
+    handle.remove()
+    pair.ours.zero_grad()
+    pair.steps(range(4, 6))
+    pair.assert_views()
