@@ -8,6 +8,7 @@ from torch.func import functional_call
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss, ternary
+from tests.support.models import Made
 from tests.support.ranks import on_threads
 from tests.support.replicated import SMALL, Pair, run
 from tests.support.spread import spread
@@ -64,8 +65,7 @@ def test_inputs_and_outputs_are_cast_as_the_policy_says():
 
 
 @on_threads(2)
-def test_copies_follow_what_is_done_to_parameters():
-    """What computes in another dtype sees what is done to what it is a copy of."""
+def test_copies_for_compute_follow_what_is_done_to_parameters():
     pair = Pair(mp_policy=MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32))
     ways = run_wide, computing_in(BF16)
     pair.steps(range(2), *ways)
@@ -87,10 +87,9 @@ def test_copies_follow_what_is_done_to_parameters():
     ("dtype", "reduce_dtype", "accumulate_dtype", "as_views"),
     [(BF16, FP32, None, True), (FP16, None, FP32, True), (BF16, None, FP32, False)],
 )
-def test_narrow_gradients_are_added_up_in_more_bits(
+def test_gradients_of_narrow_parameters_are_added_up_in_more_bits(
     dtype, reduce_dtype, accumulate_dtype, as_views
 ):
-    """Parameters of few bits: gradients of a window are added up in more."""
     model = nn.Linear(3, 2, bias=False, dtype=dtype)
     policy = MixedPrecisionPolicy(reduce_dtype=reduce_dtype, accumulate_dtype=accumulate_dtype)
     meshard.replicate(model, mp_policy=policy, gradient_as_bucket_view=as_views)
@@ -103,8 +102,7 @@ def test_narrow_gradients_are_added_up_in_more_bits(
 
 
 @on_threads(2)
-def test_changes_of_narrow_gradients_count():
-    """A copy of the sum that was changed (clipped, unscaled) counts as changed."""
+def test_changes_of_narrow_gradients_reach_the_sum_that_they_are_copies_of():
     model = nn.Linear(3, 2, bias=False, dtype=BF16)
     meshard.replicate(model)
     ones = torch.ones(1, 3, dtype=BF16)
@@ -121,35 +119,31 @@ def test_changes_of_narrow_gradients_count():
 
 
 @on_threads(4)
-def test_a_half_precision_wire_does_not_overflow():
-    """Sums of float16 that overflow, if they are divided after it."""
+def test_sums_in_float16_are_divided_before_they_overflow():
     model = nn.Linear(2, 2, bias=False)
     meshard.replicate(model, mp_policy=MixedPrecisionPolicy(reduce_dtype=FP16))
-    (model(torch.full((1, 2), 20000.0))).sum().backward()
+    model(torch.full((1, 2), 20000.0)).sum().backward()
     assert (model.weight.grad == 20000).all()
-
-
-class Mixed(IntegerModel):
-    """Blocks of three dtypes, and activations between them in float32."""
-
-    def __init__(self):
-        super().__init__()
-        for block, dtype in zip(self.blocks, (FP64, FP32, BF16), strict=True):
-            block.to(dtype)
-        self.blocks[1].linear.bias.data = self.blocks[1].linear.bias.data.double()
-
-    def forward(self, x):
-        for block in self.blocks:
-            weight, bias = block.linear.weight, block.linear.bias
-            x = x.to(weight.dtype) @ weight.t()
-            x = ternary(x.float() + bias.float())
-        return ternary(x + self.shift)
 
 
 @on_threads(2)
 @spread(as_views=[True, False], cap=[SMALL, 25])
-def test_parameters_of_several_dtypes(as_views, cap):
-    pair = Pair(Mixed(), gradient_as_bucket_view=as_views, bucket_cap_mb=cap)
+def test_parameters_may_have_several_dtypes(as_views, cap):
+    def forward(model, x):
+        """Compute in the dtype of each weight, with float32 in between."""
+        params = iter(model.params)
+        for weight, bias in zip(params, params, strict=True):
+            x = x.to(weight.dtype) @ weight.t()
+            x = ternary(x.float() + bias.float())
+        return ternary(x + model.shift)
+
+    inner = IntegerModel()
+    for block, dtype in zip(inner.blocks, (FP64, FP32, BF16), strict=True):
+        block.to(dtype)
+    inner.blocks[1].linear.bias.data = inner.blocks[1].linear.bias.data.double()
+    params = nn.ParameterList(inner.blocks.parameters())
+    model = Made(forward, params=params, shift=inner.shift)
+    pair = Pair(model, gradient_as_bucket_view=as_views, bucket_cap_mb=cap)
     for unit in pair.ours._meshard_buckets.units:
         assert len({param.sharded.dtype for param in unit.group.params}) == 1
     pair.steps(range(4))
@@ -161,8 +155,7 @@ def test_parameters_of_several_dtypes(as_views, cap):
 
 
 @on_threads(2)
-def test_autocast():
-    """Under autocast parameters and gradients stay wide, as of the plain module."""
+def test_under_autocast_parameters_and_gradients_stay_wide():
     pair = Pair()
 
     def way(model, x):
