@@ -19,6 +19,7 @@ from tests.support.models import Made, Table
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair, run
+from tests.support.threads import run_threads
 
 
 @on_ranks(2)
@@ -133,10 +134,10 @@ def test_parameters_that_are_used_late_in_a_window():
         model.zero_grad()
 
 
-@on_ranks(3)
+@pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("kind", ["default", "number", "callable", "mode"])
-def test_when_gradients_are_divided_makes_no_difference(kind):
-    """Also where the divide factor is known only once most gradients have arrived."""
+def test_when_gradients_are_divided_makes_no_difference(kind, world):
+    """Two ranks divide while they pack, unless a factor is set, which is read at the end."""
 
     def backward(model, step):
         if kind == "number":
@@ -151,16 +152,20 @@ def test_when_gradients_are_divided_makes_no_difference(kind):
             model.set_gradient_sync(GradientSync.FULL)
         run(model, integer_batch(2 * step + 1, dist.get_rank()))
 
-    grads = []
-    for large in (1, 2**60):
-        with large_from(large):
-            model = meshard.replicate(IntegerModel(), bucket_cap_mb=25)
-            for step in range(3):
-                model.zero_grad()
-                backward(model, step)
-            grads.append(full_grads(model))
-    assert_same(*grads, bitwise=True)
-    assert any(grad.any() for grad in grads[0].values())
+    def train():
+        model = meshard.replicate(IntegerModel(), bucket_cap_mb=25)
+        for step in range(3):
+            model.zero_grad()
+            backward(model, step)
+        return full_grads(model)
+
+    with large_from(1):
+        early = run_threads(train, world)
+    with large_from(2**60):
+        late = run_threads(train, world)
+    for ours, theirs in zip(early, late, strict=True):
+        assert_same(ours, theirs, bitwise=True)
+        assert any(grad.any() for grad in ours.values())
 
 
 @on_ranks(2)
