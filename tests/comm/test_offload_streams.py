@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
+from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from meshard._comm.communicator import DONE
 from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
@@ -14,43 +13,42 @@ from tests.support import insides
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
 from tests.support.spread import spread
-from tests.support.stream_steps import MIXED, make_model
-
-SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
-CHECK = CPUOffloadPolicy(pin_memory=False)
+from tests.support.stream_steps import MIXED, StreamRun
 
 
-class Run:
-    """A model on a fake device, with its shards in what the device takes for pinned memory."""
+class Run(StreamRun):
+    """A model with its shards in what the device takes for pinned memory."""
 
-    def __init__(self, monkeypatch, mesh_shape=(4,), **kwargs):
-        self.device = FakeDevice()
-        self.host = FakeHost(self.device)
-        self.recorder = Recorder(self.device)
-        insides.use_communicator(monkeypatch, lambda _: StreamCommunicator(self.device))
+    def __init__(self, monkeypatch, mesh_shape, **kwargs):
+        device = FakeDevice()
+        self.host = FakeHost(device)
         monkeypatch.setattr(MemoryLocation, "host_memory", lambda device, *, pin: self.host)
-        mesh = init_device_mesh("cpu", mesh_shape)
-        self.model = make_model()
-        for block in self.model[1:4]:
-            meshard.fully_shard(block, mesh, offload_policy=CHECK, **kwargs)
-        meshard.fully_shard(self.model, mesh, offload_policy=CHECK, **kwargs)
+        policy = CPUOffloadPolicy(pin_memory=False)
+        super().__init__(monkeypatch, mesh_shape, device, offload_policy=policy, **kwargs)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-
-    def window(self, schedule, *, is_last=True):
-        for place, mode in enumerate(schedule):
-            self.model.set_is_last_backward(is_last or place == len(schedule) - 1)
-            self.model.set_gradient_sync(SYNC[mode])
-            self.model(torch.ones(2, 5)).sum().backward()
 
     def step(self, *, set_to_none=True):
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=set_to_none)
+
+    def edit(self):
+        with torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(2)
 
 
 @pytest.fixture
 def run(monkeypatch):
     with fake_group(4):
         yield Run(monkeypatch, (2, 2))
+
+
+@pytest.fixture
+def recorded(run):
+    """Record what the test does, which must have no race."""
+    with run.recorder:
+        yield run
+    assert run.device.races == []
 
 
 @spread(
@@ -88,41 +86,32 @@ def test_the_host_waits_at_the_end_of_backward_only(monkeypatch, run):
         before = run.device.num_host_waits
         run.recorder.num_blocking = 0  # the ranks have compared what they brought
         monkeypatch.setattr(HostCopies, "wait", look)
-        run.window("FRF", is_last=False)
+        run.window("FRF")
     assert waits == [0] * 4  # one per unit, once, when everything has been queued
     assert run.device.num_host_waits - before <= 8
     assert run.recorder.num_blocking == 0
 
 
-@spread(is_last=[True, False], schedules=[("FF", "NRF", "FFF")])
-def test_a_window_allocates_host_memory_once_per_unit(run, schedules, is_last):
-    with run.recorder:
-        for schedule in schedules:
-            before = run.host.num_allocated
-            run.window(schedule, is_last=is_last)
-            assert run.host.num_allocated - before == 4
-            run.step()
-    assert run.device.races == []
-
-
-def scratch(run):
-    """Return the bytes that the device holds for gradients that are on their way to the host."""
-    return sum(
-        tensor.nbytes
-        for unit in insides.units(run.model)
-        for copy in [unit.gradients.sharded._host_copies._writing]
-        if copy is not DONE
-        for tensor in copy._keep
-    )
+@pytest.mark.parametrize("is_last", [True, False])
+def test_a_window_allocates_host_memory_once_per_unit(recorded, is_last):
+    for schedule in ("FF", "NRF", "FFF"):
+        before = recorded.host.num_allocated
+        recorded.window(schedule, is_last=is_last)
+        assert recorded.host.num_allocated - before == 4
+        recorded.step()
 
 
 def test_the_device_keeps_one_gradient_on_its_way_and_none_after(monkeypatch, run):
     held = []
     store = HostCopies.store
 
+    def bytes_on_the_way():
+        copies = [unit.gradients.sharded._host_copies._writing for unit in insides.units(run.model)]
+        return sum(tensor.nbytes for copy in copies if copy is not DONE for tensor in copy._keep)
+
     def look(self, host, source, comm, **options):
         queued = store(self, host, source, comm, **options)
-        held.append((scratch(run), source.nbytes))
+        held.append((bytes_on_the_way(), source.nbytes))
         return queued
 
     monkeypatch.setattr(HostCopies, "store", look)
@@ -131,7 +120,7 @@ def test_the_device_keeps_one_gradient_on_its_way_and_none_after(monkeypatch, ru
     # The copy before goes as soon as the next one is queued.
     pairs = zip(held[1:], held, strict=False)
     assert all(now <= mine + before for (now, mine), (_, before) in pairs)
-    assert scratch(run) == 0
+    assert bytes_on_the_way() == 0
 
 
 def test_a_gradient_is_added_on_the_host_after_one_from_another_stream():
@@ -149,84 +138,62 @@ def test_a_gradient_is_added_on_the_host_after_one_from_another_stream():
     assert device.races == [] and recorder.num_checked > 0
 
 
-def edit(run):
+def test_shards_may_be_edited_after_evaluations_and_one_that_fails(recorded):
     with torch.no_grad():
-        for param in run.model.parameters():
-            param.mul_(2)
-
-
-def test_shards_may_be_edited_after_evaluations_and_one_that_fails(run):
-    with run.recorder, torch.no_grad():
         for _ in range(2):
-            run.model(torch.ones(2, 5))
-            edit(run)
-        run.model[3].register_forward_hook(lambda *_: 1 // 0)
+            recorded.forward()
+            recorded.edit()
+        recorded.model[3].register_forward_hook(lambda *_: 1 // 0)
         with pytest.raises(ZeroDivisionError):
-            run.model(torch.ones(2, 5))
-        edit(run)
-    assert run.device.races == []
+            recorded.forward()
+        recorded.edit()
 
 
-def test_shards_may_be_edited_after_a_reshard_by_hand(run):
-    with run.recorder:
-        run.model(torch.ones(2, 5)).sum()
-        for module in run.model[:0:-1]:
-            if isinstance(module, meshard.FSDPModule):
-                module.reshard()
-        run.model.reshard()
-        edit(run)
-    assert run.device.races == []
+def test_shards_may_be_edited_after_a_reshard_by_hand(recorded):
+    recorded.forward()
+    for module in (*recorded.model[3:0:-1], recorded.model):
+        module.reshard()
+    recorded.edit()
 
 
-def test_an_optimizer_may_step_after_a_forward_that_has_no_backward(run):
-    with run.recorder:
-        run.window("F")
-        run.model(torch.ones(2, 5)).sum()
-        run.step()
-    assert run.device.races == []
+def test_an_optimizer_may_step_after_a_forward_that_has_no_backward(recorded):
+    recorded.window("F")
+    recorded.forward()
+    recorded.step()
 
 
-def test_finalizing_waits_too(run):
-    with run.recorder:
-        run.model.set_is_last_backward(False)
-        run.model(torch.ones(2, 5)).sum().backward()
-        meshard.finalize_gradients(run.model)
-        with torch.no_grad():
-            for param in run.model.parameters():
-                param.grad.mul_(0.5)
-        run.step()
-    assert run.device.races == []
+def test_finalizing_waits_too(recorded):
+    recorded.model.set_is_last_backward(False)
+    recorded.forward().backward()
+    meshard.finalize_gradients(recorded.model)
+    with torch.no_grad():
+        for param in recorded.model.parameters():
+            param.grad.mul_(0.5)
+    recorded.step()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_on_their_way_may_be_cleared(run, set_to_none):
-    with run.recorder:
-        run.window("F")
-        run.model.set_is_last_backward(False)
-        for _ in range(2):
-            run.model(torch.ones(2, 5)).sum().backward()
-        run.optimizer.zero_grad(set_to_none=set_to_none)
-        run.window("FF")
-        run.step(set_to_none=set_to_none)
-        run.window("F")
-        run.step()
-    assert run.device.races == []
+def test_gradients_on_their_way_may_be_cleared(recorded, set_to_none):
+    recorded.window("F")
+    recorded.model.set_is_last_backward(False)
+    for _ in range(2):
+        recorded.forward().backward()
+    recorded.optimizer.zero_grad(set_to_none=set_to_none)
+    recorded.window("FF", is_last=True)
+    recorded.step(set_to_none=set_to_none)
+    recorded.window("F")
+    recorded.step()
 
 
-def test_a_backward_that_fails_leaves_nothing_on_its_way(run):
-    def fail(_):
-        raise ValueError("on purpose")
-
-    with run.recorder:
-        run.window("F")
-        run.step()
-        hidden = run.model[1].register_full_backward_hook(lambda *_: fail(_))
-        with pytest.raises(ValueError, match="on purpose"):
-            run.window("F")
-        hidden.remove()
-        run.window("F")
-        run.step()
-    assert run.device.races == []
+def test_a_backward_that_fails_leaves_nothing_on_its_way(recorded):
+    recorded.window("F")
+    recorded.step()
+    handle = recorded.model[1].register_full_backward_hook(lambda *_: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        recorded.window("F")
+    handle.remove()
+    recorded.window("F")
+    recorded.step()
 
 
 def test_a_host_that_does_not_wait_is_found_out(monkeypatch, run):
@@ -237,10 +204,10 @@ def test_a_host_that_does_not_wait_is_found_out(monkeypatch, run):
     assert any("on stream -1 is not ordered" in race for race in run.device.races)
 
 
-def test_a_shard_written_too_early_is_found_out(monkeypatch, run):
+def test_a_shard_written_too_early_is_found_out(run):
     with run.recorder:
-        run.model(torch.ones(2, 5)).sum()
-        edit(run)
+        run.forward()
+        run.edit()
     assert any("write by aten.mul" in race for race in run.device.races)
 
 
@@ -248,7 +215,7 @@ def test_a_gradient_dropped_too_early_is_found_out(monkeypatch, run):
     queued = StreamCommunicator.record
     monkeypatch.setattr(StreamCommunicator, "record", lambda self, *keep: queued(self))
     with run.recorder:
-        run.window("FF")
+        run.window("FF", is_last=True)
     assert any("reuse of memory" in race for race in run.device.races)
 
 
@@ -256,14 +223,10 @@ def test_a_copy_that_does_not_wait_for_the_reduction_is_found_out(monkeypatch, r
     store = HostCopies.store
 
     def too_early(self, host, source, comm, **options):
-        compute, fresh = run.device.compute, run.device.Stream()
-        run.device._current.stream = fresh
-        try:
+        with run.device.stream(run.device.Stream()):
             return store(self, host, source, comm, **options)
-        finally:
-            run.device._current.stream = compute
 
     monkeypatch.setattr(HostCopies, "store", too_early)
     with run.recorder:
-        run.window("FF")
+        run.window("FF", is_last=True)
     assert run.device.races
