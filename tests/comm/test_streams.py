@@ -4,10 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-import meshard._engine.lifecycle
 from meshard import MixedPrecisionPolicy
 from meshard._comm import streams
 from meshard._comm.communicator import CommStream
@@ -16,14 +14,19 @@ from tests.support import insides
 from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
 from tests.support.spread import spread
-from tests.support.stream_steps import MIXED, make_model, run_steps
+from tests.support.stream_steps import MIXED, StreamRun, make_model, run_steps
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
 
 
-@spread(mesh_shape=[(4,), (2, 2), (1,), (4, 1)], mp_policy=[MixedPrecisionPolicy(), MIXED, HALF])
-def test_a_step_has_no_race(monkeypatch, mesh_shape, mp_policy):
-    device, recorder = run_steps(monkeypatch, mesh_shape, mp_policy=mp_policy)
+@spread(
+    mesh_shape=[(4,), (2, 2), (1,), (4, 1), (4,), (4,), (4,)],
+    mp_policy=[MixedPrecisionPolicy(), MIXED, HALF],
+    reshard=[None, None, None, None, True, False, 2],
+)
+def test_a_step_has_no_race(monkeypatch, mesh_shape, mp_policy, reshard):
+    kwargs = {"mp_policy": mp_policy, "reshard_after_forward": reshard}
+    device, recorder = run_steps(monkeypatch, mesh_shape, **kwargs)
     assert device.races == []
     assert recorder.num_checked > 1000
     # A shard group of one rank may have nothing to do on the gather and scatter streams.
@@ -58,9 +61,7 @@ def test_a_shard_group_of_one_rank_gathers_nothing(monkeypatch):
 @pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
 def test_replicated_gradients_are_reduced_in_their_bucket(monkeypatch, mp_policy):
     device = FakeDevice()
-    monkeypatch.setattr(
-        meshard._engine.lifecycle, "make_communicator", lambda _: StreamCommunicator(device)
-    )
+    insides.use_communicator(monkeypatch, lambda _: StreamCommunicator(device))
     with fake_group(4):
         model = meshard.replicate(make_model(), mp_policy=mp_policy)
         with Recorder(device):
@@ -74,12 +75,6 @@ def test_replicated_gradients_are_reduced_in_their_bucket(monkeypatch, mp_policy
     assert device.races == []
 
 
-@pytest.mark.parametrize("reshard_after_forward", [True, False, 2])
-def test_every_way_of_resharding_has_no_race(monkeypatch, reshard_after_forward):
-    device, _ = run_steps(monkeypatch, (4,), reshard_after_forward=reshard_after_forward)
-    assert device.races == []
-
-
 def test_a_gather_runs_beside_the_compute_before_it(monkeypatch):
     """The gather of block 3 waits for nothing that block 2 computes."""
     device, log = FakeDevice(), []
@@ -89,13 +84,12 @@ def test_a_gather_runs_beside_the_compute_before_it(monkeypatch):
         log.append(("gather", label, device.current_stream().clock[device.compute.number]))
         return start(self, output, source, group, label)
 
-    monkeypatch.setattr(StreamCommunicator, "_start_all_gather", start_all_gather)
-
     def watch(model):
         model[2][0].register_forward_pre_hook(
             lambda *_: log.append(("compute", "2", device.compute.clock[device.compute.number]))
         )
 
+    monkeypatch.setattr(StreamCommunicator, "_start_all_gather", start_all_gather)
     run_steps(monkeypatch, (4,), device, prepare=watch)
     last = max(place for place, entry in enumerate(log) if entry[0] == "compute")
     gathers = [entry for entry in log[:last] if entry[:2] == ("gather", "3")]
@@ -105,40 +99,28 @@ def test_a_gather_runs_beside_the_compute_before_it(monkeypatch):
 
 @pytest.mark.parametrize("from_optimizer", [True, False])
 def test_a_gather_can_wait_for_the_optimizer_alone(monkeypatch, from_optimizer):
-    device, comm = FakeDevice(), []
-    monkeypatch.setattr(
-        meshard._engine.lifecycle,
-        "make_communicator",
-        lambda _: comm.append(StreamCommunicator(device)) or comm[-1],
-    )
     with fake_group(4):
-        model = meshard.fully_shard(make_model(), init_device_mesh("cpu", (4,)))
+        run = StreamRun(monkeypatch)
+        model, device = run.model, run.device
         stream = device.Stream()
-        with Recorder(device):
+        with run.recorder:
             for _ in range(3):
-                model(torch.ones(2, 5)).sum().backward()
+                run.window()
                 stream.wait_event(device.current_stream().record_event())
                 with device.stream(stream), torch.no_grad():
                     for param in model.parameters():
                         param.to_local().sub_(param.grad.to_local())
                 model.zero_grad()
                 if from_optimizer:
-                    comm[-1].gather_after(stream.record_event())
+                    run.comm.gather_after(stream.record_event())
                 unrelated = torch.ones(64).mul_(2)
                 ticks = device.compute.clock[device.compute.number]
                 model.unshard(async_op=True)
-                comm_stream = comm[-1]._streams[CommStream.GATHER]
+                comm_stream = run.comm._streams[CommStream.GATHER]
                 assert comm_stream.has_seen(device.compute.number, ticks) is not from_optimizer
                 assert unrelated.sum() == 128
     # Without the event, nothing tells the gather to wait for what the optimizer writes.
     assert bool(device.races) is not from_optimizer
-
-
-class NeverWaits(Stream):
-    """A stream on which waiting has no effect."""
-
-    def wait_event(self, event):
-        pass
 
 
 def test_work_that_is_dropped_orders_the_stream_that_queued_it_and_no_other():
@@ -156,10 +138,11 @@ def test_work_that_is_dropped_orders_the_stream_that_queued_it_and_no_other():
     assert device.compute.has_seen(scatter.number, ticks)
 
 
-def test_a_lane_that_does_not_wait_for_compute_is_found_out(monkeypatch):
+def test_a_stream_that_does_not_wait_for_compute_is_found_out(monkeypatch):
     device = FakeDevice()
-    device.Stream = lambda priority=0: (
-        device.streams.append(NeverWaits(device, len(device.streams))) or device.streams[-1]
+    wait = Stream.wait_event
+    monkeypatch.setattr(
+        Stream, "wait_event", lambda self, event: self is device.compute and wait(self, event)
     )
     run_steps(monkeypatch, (4,), device)
     assert any("read by" in race for race in device.races)
@@ -180,13 +163,8 @@ def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
         return reducing
 
     monkeypatch.setattr(StreamCommunicator, "reduce_scatter", drop_early)
-    monkeypatch.setattr(
-        streams.StreamCommunicator,
-        "record",
-        lambda self, *keep: streams._EventInFlight(
-            self._device_module, self._device_module.current_stream().record_event(), (), None
-        ),
-    )
+    record = StreamCommunicator.record
+    monkeypatch.setattr(StreamCommunicator, "record", lambda self, *keep: record(self))
     device, _ = run_steps(monkeypatch, (4,))
     assert any("reuse of memory" in race for race in device.races)
 
