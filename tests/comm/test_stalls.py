@@ -56,21 +56,34 @@ def come_late(rank, seconds=4 * SHORT):
         time.sleep(seconds)
 
 
+@contextmanager
+def reported(*texts, late=1):
+    """Let a rank run the block late, which each of the others reports once, with all ``texts``."""
+    with reports() as found:
+        come_late(late)
+        yield found
+    assert len(found) == (dist.get_rank() != late)
+    for report in found:
+        assert all(text in report for text in texts), report
+
+
 @on_ranks(3)
 def test_a_wait_names_collective_unit_line_and_the_ranks_that_have_not_come():
     model = warm_model()
-    with reports() as found:
-        come_late(2)
+    with reported("as many microbatches", "MESHARD_STALL_SECONDS", late=2) as found:
         model(torch.ones(1, 4))
-        if dist.get_rank() == 2:
-            assert not found
-            return
-        (text,) = found
-        happens, remedy = text.split("\n")
-        pattern = rf"rank {dist.get_rank()} has waited [\d.]+ s for the all_gather of unit "
-        pattern += rf"'\(root\)' \(root \d+\), in {re.escape(__file__)}:\d+: rank 2 has not come\."
+    pattern = rf"rank {dist.get_rank()} has waited [\d.]+ s for the all_gather of unit "
+    pattern += rf"'\(root\)' \(root \d+\), in {re.escape(__file__)}:\d+: rank 2 has not come\."
+    for happens, _ in (text.split("\n") for text in found):
         assert re.fullmatch(pattern, happens), happens
-        assert "as many microbatches" in remedy and "MESHARD_STALL_SECONDS" in remedy
+
+
+@on_ranks(3)
+def test_through_sockets_a_wait_names_the_ranks_of_the_group():
+    model = warm_model("0")
+    named = "s for the all_gather of unit '(root)'", "not all of ranks 0, 1, 2 have come"
+    with reported(*named):
+        model(torch.ones(1, 4))
 
 
 @on_ranks(2)
@@ -79,16 +92,13 @@ def test_a_wait_names_collective_unit_line_and_the_ranks_that_have_not_come():
 def test_the_line_is_that_of_the_user_and_not_of_an_installed_package(is_alone, folder):
     model, library, path = warm_model(), {}, f"/home/user/lib/{folder}/trainer.py"
     exec(compile("def step(model, x):\n    return model(x)", path, "exec"), library)
-    with reports() as found:
-        come_late(1)
+    with reported(f", in {path if is_alone else __file__}:"):
         if is_alone:  # there the package is all there is
             thread = threading.Thread(target=library["step"], args=(model, torch.ones(1, 4)))
             thread.start()
             thread.join()
         else:
             library["step"](model, torch.ones(1, 4))
-        assert len(found) == 1 - dist.get_rank()
-        assert all(f", in {path if is_alone else __file__}:" in text for text in found)
 
 
 @on_ranks(2)
@@ -124,30 +134,28 @@ def test_a_wait_for_a_collective_that_is_given_up_is_reported_too():
         assert ("of unit '1'" in text) is (dist.get_rank() == 0), text
 
 
-@on_ranks(3)
-def test_through_sockets_a_wait_names_the_ranks_of_the_group():
-    model = warm_model("0")
-    with reports() as found:
-        come_late(1)
-        model(torch.ones(1, 4))
-        if dist.get_rank() == 1:
-            assert not found
-            return
-        (text,) = found
-        assert "s for the all_gather of unit '(root)'" in text
-        assert "not all of ranks 0, 1, 2 have come" in text
-
-
 @pytest.mark.parametrize("shared_memory", ["0", "1"])
 @on_ranks(2)
 def test_a_reduction_that_waits_is_named_too(shared_memory):
     model = warm_model(shared_memory)
-    with reports() as found:
+    with reports():  # the seconds are read when a step begins
         loss = model(torch.ones(1, 4)).sum()
-        come_late(1)
+    with reported("reduce_scatter of unit '(root)'"):
         loss.backward()
-        assert len(found) == 1 - dist.get_rank()
-        assert all("reduce_scatter of unit '(root)'" in text for text in found)
+
+
+@on_ranks(2)
+def test_a_rank_that_alone_asks_for_unsharded_parameters_is_told():
+    model = warm_model()
+    with reported("of unit '(root)'", __file__), meshard.unsharded_params(model):
+        pass
+
+
+@on_ranks(2)
+def test_a_rank_that_alone_saves_is_told(tmp_path):
+    model, store = warm_model(), Checkpointer(tmp_path)
+    with reported("checkpoint"):
+        store.save(1, model)
 
 
 @on_ranks(2)
@@ -157,10 +165,9 @@ def test_each_stall_is_reported_once_and_short_waits_are_not():
         come_late(1, SHORT / 4)
         model(torch.ones(1, 4))
         assert not found
-        for _ in range(2):
-            come_late(1)
+    for _ in range(2):
+        with reported():
             model(torch.ones(1, 4))
-        assert len(found) == 2 * (1 - dist.get_rank())
 
 
 @on_ranks(2)
@@ -176,28 +183,6 @@ def test_zero_seconds_turn_it_off():
 def test_a_number_of_seconds_that_is_none_is_refused_by_name():
     with reports("soon"), pytest.raises(ValueError, match="MESHARD_STALL_SECONDS must be a number"):
         warm_model()
-
-
-@on_ranks(2)
-def test_a_rank_that_alone_asks_for_unsharded_parameters_is_told():
-    model = warm_model()
-    with reports() as found:
-        come_late(1)
-        with meshard.unsharded_params(model):
-            pass
-        assert len(found) == 1 - dist.get_rank()
-        assert all("of unit '(root)'" in text and __file__ in text for text in found)
-
-
-@on_ranks(2)
-def test_a_rank_that_alone_saves_is_told(tmp_path):
-    model = warm_model()
-    with reports() as found:
-        store = Checkpointer(tmp_path)
-        come_late(1)
-        store.save(1, model)
-        assert len(found) == 1 - dist.get_rank()
-        assert all("checkpoint" in text for text in found)
 
 
 class Slow:
