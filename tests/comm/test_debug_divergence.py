@@ -1,7 +1,8 @@
-"""Ways in which ranks diverge: each ends in an error, after which the model still trains."""
+"""MESHARD_DEBUG=1: ranks that diverge get an error, after which the model still trains."""
 
 import os
 import time
+from functools import partial
 
 import pytest
 import torch
@@ -9,15 +10,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import GradientSync
-from tests.support.models import ChosenBlocks, seeded
+from meshard import CommLedger, GradientSync
+from tests.support.against_plain import check_gradients, sharded_and_plain
+from tests.support.models import ChosenBlocks, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
-from tests.support.spread import spread
 
 SECONDS = 2.0  # the patience of tests in which it ends
 LONG = 30.0  # of those in which it must not
-MESHES = {2: (2,), 4: (2, 2)}
+MESHES = {2: (2,), 3: (3,), 4: (2, 2)}
 
 
 @pytest.fixture(autouse=True)
@@ -88,6 +90,21 @@ def other_number_of_microbatches(model, _):
     meshard.clip_grad_norm_(model, 1.0)
 
 
+def one_microbatch_more(until_last, model, _):
+    """Otherwise it would be added to the first one of the other rank's next window."""
+    for count in [2, 3] if is_odd() else [3, 2]:
+        for _ in meshard.microbatches(model, range(count), until_last=until_last):
+            step(model)
+
+
+def clip_alone(model, _):
+    step(model, (0, 1))
+    if dist.get_rank() == 0:
+        meshard.clip_grad_norm_(model, 1.0)
+    else:
+        step(model, (0, 1))
+
+
 def pause_between_steps(model, _):
     step(model)
     if is_odd():
@@ -117,42 +134,46 @@ def diverge(how, patience=LONG, param_dtype=None):
     return str(error.value), seconds
 
 
-def test_a_unit_that_one_rank_does_not_run(run_ranks):
-    for message, seconds in run_ranks(diverge, 2, other_unit_in_forward):
-        assert "rank 0: all_gather of unit 'blocks.1' (root " in message
-        assert "rank 1: all_gather of unit 'blocks.2' (root " in message
-        assert seconds < LONG  # all came: nobody waits for the timeout
+GATHER, REDUCTION = "all_gather of unit 'blocks.", "the reduction of unit 'blocks."
+
+
+@pytest.mark.parametrize(
+    ("how", "num_ranks", "of_first", "of_last"),
+    [
+        (other_unit_in_forward, 2, GATHER + "1' (root ", GATHER + "2' (root "),
+        (other_factor, 2, REDUCTION + "1', divided by 2.0", REDUCTION + "1', divided by 3.0"),
+        # The fourth and the eighth call of fully_shard.
+        (other_order_of_roots, 2, GATHER + "0' (root 4, ", GATHER + "0' (root 8, "),
+        (other_order_on_shared_streams, 2, GATHER + "0' (root 4, ", GATHER + "0' (root 8, "),
+        (other_number_of_microbatches, 2, GATHER + "0'", REDUCTION + "2'"),
+        (clip_alone, 3, "all_gather (norm)", GATHER + "0'"),
+    ],
+)
+def test_the_error_names_what_each_rank_was_about_to_do(
+    run_ranks, how, num_ranks, of_first, of_last
+):
+    param_dtype = torch.bfloat16 if how is other_order_on_shared_streams else None
+    for message, seconds in run_ranks(diverge, num_ranks, how, param_dtype=param_dtype):
+        assert f"rank 0: {of_first}" in message
+        assert f"rank {num_ranks - 1}: {of_last}" in message
+        assert seconds < LONG  # all came: no rank waits for the timeout
+
+
+@pytest.mark.parametrize("until_last", [GradientSync.REDUCE_SCATTER, GradientSync.FULL])
+def test_a_rank_with_one_microbatch_more_is_told(run_ranks, until_last):
+    for message, _ in run_ranks(diverge, 2, partial(one_microbatch_more, until_last)):
+        assert message.count("the last of its window") == 1
+        assert "with as many microbatches" in message
 
 
 @pytest.mark.slow
 def test_a_rank_that_comes_late_gets_the_error_that_the_others_had(run_ranks):
     punctual, tardy = run_ranks(diverge, 2, late, SECONDS)
+    assert punctual[1] < 5 * SECONDS
     for message, _ in (punctual, tardy):
         assert "rank 0: all_gather of unit 'blocks.0'" in message
         assert "rank 1: nothing within 2 s; its last was " in message
     assert "This is rank 1, which came later: all_gather of unit 'blocks.0'" in tardy[0]
-
-
-def test_a_divide_factor_that_differs(run_ranks):
-    for message, _ in run_ranks(diverge, 2, other_factor):
-        assert "rank 0: the reduction of unit 'blocks.1', divided by 2.0" in message
-        assert "rank 1: the reduction of unit 'blocks.1', divided by 3.0" in message
-
-
-@spread(
-    param_dtype=[None, torch.bfloat16], how=[other_order_of_roots, other_order_on_shared_streams]
-)
-def test_two_models_in_another_order(run_ranks, how, param_dtype):
-    for message, _ in run_ranks(diverge, 2, how, LONG, param_dtype):
-        # The fourth and the eighth call of fully_shard.
-        assert "rank 0: all_gather of unit 'blocks.0' (root 4, " in message
-        assert "rank 1: all_gather of unit 'blocks.0' (root 8, " in message
-
-
-def test_another_number_of_microbatches(run_ranks):
-    for message, _ in run_ranks(diverge, 2, other_number_of_microbatches):
-        assert "rank 0: all_gather of unit 'blocks.0'" in message
-        assert "rank 1: the reduction of unit 'blocks.2'" in message
 
 
 @pytest.mark.slow
@@ -186,3 +207,28 @@ def test_replicas_that_reduce_to_different_depths(run_ranks):
         waited = [f"rank {late}: nothing within 2 s; its last was " in message for late in (2, 3)]
         assert waited[first] or (any(waited) and f"rank {first + 2}: nothing yet\n" in message)
         assert "among ranks 2, 3" in message
+
+
+def train():
+    model = shard_blocks(seeded(MlpStack()))
+    with CommLedger(model) as ledger:
+        for sync in (GradientSync.NONE, GradientSync.FULL):
+            model.set_gradient_sync(sync)
+            step(model)
+        meshard.clip_grad_norm_(model, 1e6)
+    return full_grads(model), ledger.counts
+
+
+def test_checks_change_neither_numbers_nor_counts(run_ranks, monkeypatch):
+    checked = run_ranks(train, 3)
+    monkeypatch.setenv("MESHARD_DEBUG", "0")
+    for (grads, counts), (expected, expected_counts) in zip(
+        checked, run_ranks(train, 3), strict=True
+    ):
+        assert_same(grads, expected, bitwise=True)
+        assert counts == expected_counts
+
+
+@on_ranks(2)
+def test_what_is_sent_where_there_is_one_shard_stays():
+    check_gradients(*sharded_and_plain(MlpStack(), mesh_shape=(2, 1)), times=3)
