@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
+from tests.support import insides
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
@@ -53,30 +54,24 @@ class Copies(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def all_unsharded(model):
-    return [
-        param.unsharded
-        for module in model.modules()
-        if (unit := vars(module).get("_meshard_unit"))
-        for param in unit.params
-    ]
-
-
-def num_copies(rows, bias):
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("rows", "bias", "expected"),
+    [
+        (8, False, [0]),
+        # With a second parameter, or padding, there is something to take apart; not of the table.
+        (8, True, [2]),
+        (7, False, range(1, 99)),
+    ],
+)
+def test_nothing_is_copied_out_of_a_unit_of_one_even_parameter(rows, bias, expected):
     model, _ = sent_between(init_device_mesh("cpu", (2,)), rows, bias=bias)
     ids = torch.arange(4)
     with torch.no_grad():
         model(ids)
         with Copies() as copies:
             model(ids)
-    return copies.count
-
-
-def test_nothing_is_copied_out(run_ranks):
-    assert run_ranks(num_copies, 2, 8, False) == [0, 0]
-    # With a second parameter, or padding, there is something to take apart; not of the table.
-    assert min(run_ranks(num_copies, 2, 8, True)) == 2
-    assert min(run_ranks(num_copies, 2, 7, False)) >= 1
+    assert copies.count in expected
 
 
 def trains(mesh_shape, reshard):
@@ -123,10 +118,10 @@ def test_a_gather_that_is_given_up():
     expected = plain(ids)
     for layer in (model.table, *model.layers):
         layer.unshard(async_op=True)
-    assert all(each.untyped_storage().nbytes() for each in all_unsharded(model))
+    assert all(each.nbytes() for each in insides.unsharded_storages(model))
     for layer in (model.table, *model.layers):
         layer.reshard()
-    assert not any(each.untyped_storage().nbytes() for each in all_unsharded(model))
+    assert not any(each.nbytes() for each in insides.unsharded_storages(model))
     assert torch.equal(model(ids), expected)
     # The next unit is on its way when this one raises.
     handle = model.layers[0].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -134,6 +129,6 @@ def test_a_gather_that_is_given_up():
         with pytest.raises(ZeroDivisionError):
             model(ids)
         model.reset_iter_state()
-        assert not any(each.untyped_storage().nbytes() for each in all_unsharded(model))
+        assert not any(each.nbytes() for each in insides.unsharded_storages(model))
     handle.remove()
     assert torch.equal(model(ids), expected)

@@ -4,14 +4,15 @@ import multiprocessing
 import os
 import socket
 import time
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from meshard._comm import divergence
 from tests.support.models import MlpStack, seeded
+from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
 
 
@@ -22,58 +23,41 @@ def debug(monkeypatch):
 
 
 class CountingStore:
-    """Counts what a store is asked."""
+    """Keeps the names of the requests to a store."""
 
-    def __init__(self, store, counts):
-        self._store, self._counts = store, counts
+    def __init__(self, store, requests):
+        self._store, self._requests = store, requests
 
     def __getattr__(self, name):
-        self._counts.append(name)
+        self._requests.append(name)
         return getattr(self._store, name)
 
 
-def train(num_steps):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = seeded(MlpStack())
-    shard_blocks(model, mesh)
-    for _ in range(num_steps):
-        model(torch.ones(1, 6)).sum().backward()
-
-
-def most_requests():
-    original, counts = divergence._store_of, []
-    divergence._store_of = lambda group: CountingStore(original(group), counts)
-    most = 0
-    try:
-        for _ in range(20):
-            dist.barrier()
-            counts.clear()
+@on_ranks(4)
+def test_a_rank_asks_the_store_ten_times_at_most_however_many_ranks_there_are():
+    """Five times for each rank, nine for the last to come; a slow machine may look twice."""
+    original, requests = divergence._store_of, []
+    counting = mock.patch.object(
+        divergence, "_store_of", lambda group: CountingStore(original(group), requests)
+    )
+    for _ in range(20):
+        dist.barrier()
+        requests.clear()
+        with counting:
             divergence.check_fingerprint("something", dist.group.WORLD)
-            most = max(most, len(counts))
-    finally:
-        divergence._store_of = original
-    return most
+        assert len(requests) <= 10
 
 
-def test_a_rank_asks_the_store_equally_often_however_many_ranks_there_are(run_ranks):
-    for num_ranks in (2, 4):
-        # Five for each rank, nine for the last to come; a slow machine may look twice.
-        assert max(run_ranks(most_requests, num_ranks)) <= 10
-
-
-def num_keys_after_steps():
-    train(2)
-    dist.barrier()
-    before = dist.group.WORLD.get_group_store().num_keys()
-    dist.barrier()
-    train(6)
-    dist.barrier()
-    return before, dist.group.WORLD.get_group_store().num_keys()
-
-
-def test_the_store_does_not_grow(run_ranks):
-    for before, after in run_ranks(num_keys_after_steps, 3):
-        assert before == after
+@on_ranks(3)
+def test_the_store_does_not_grow():
+    model, num_keys = shard_blocks(seeded(MlpStack())), []
+    for num_steps in (2, 6):
+        for _ in range(num_steps):
+            model(torch.ones(1, 6)).sum().backward()
+        dist.barrier()
+        num_keys.append(dist.group.WORLD.get_group_store().num_keys())
+        dist.barrier()
+    assert num_keys[0] == num_keys[1]
 
 
 # --- a store that lives in rank 0 ----------------------------------------------------------

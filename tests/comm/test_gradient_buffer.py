@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from meshard._comm.cpu import sum_rows
 from meshard._comm.gradient_buffer import GradientLayout, as_operand
 from meshard._mesh.layout import ParamLayout
-from tests.support.spread import spread
 
 CPU = torch.device("cpu")
 
@@ -87,20 +86,20 @@ def test_adding_equals_packing_the_sum(params, data):
     layout.reduce_scatter_copy_in([buffer], batches[0])
     for batch in batches[1:]:
         layout.add(buffer, batch)
-    sums = []
-    for column in zip(*batches, strict=True):
-        present = [gradient for gradient in column if gradient is not None]
-        sums.append(sum(present) if present else None)
+    present = [
+        [gradient for gradient in column if gradient is not None]
+        for column in zip(*batches, strict=True)
+    ]
+    sums = [sum(each) if each else None for each in present]
     expected = layout.allocate(torch.float32)
     layout.reduce_scatter_copy_in([expected], sums)
     assert torch.equal(buffer, expected)
-    unused = [i for i, total in enumerate(sums) if total is None]
-    for index in unused:
-        slot = layout.ranges[index]
-        assert torch.signbit(buffer[:, slot.offset : slot.offset + slot.numel]).all()
+    for index, total in enumerate(sums):
+        if total is None:
+            assert torch.signbit(layout.range_of(buffer, index)).all()
 
 
-def test_gradients_of_a_large_unit_are_let_go_as_they_are_added():
+def test_gradients_of_a_large_unit_are_freed_as_they_are_added():
     layout = GradientLayout((ParamLayout(torch.Size((512, 512)), 0, 2),), (0,), CPU)
     assert layout.is_large
     buffer = layout.allocate(torch.float32)
@@ -139,31 +138,34 @@ def test_a_mark_survives_a_division_that_underflows():
     assert marks.used_after(marks.read(flat)) == {0}
 
 
-@spread(count=[1, 2, 5], dtypes=[("float32",) * 3, ("bfloat16", "float32", "bfloat16")])
-def test_a_rank_may_own_one_element_of_each(count, dtypes):
-    shapes = [((count,), 0), ((1, count), 1), ((count, 1, 1), 0)]
-    params = [ParamLayout(torch.Size(shape), dim, count) for shape, dim in shapes]
-    layout = GradientLayout(params, (0, 1, 2), CPU)
-    gradients = [
-        torch.arange(count).add(10 * i).view(shape).to(getattr(torch, dtype))
-        for i, ((shape, _), dtype) in enumerate(zip(shapes, dtypes, strict=True))
-    ]
+MIXED_DIMS = [((-1,), 0), ((1, -1), 1), ((-1, 1, 1), 0)]
+FLAT = MIXED_DIMS[:1]
+
+
+@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16, torch.float32]], ids=str)
+@pytest.mark.parametrize(
+    ("count", "num_params", "shapes"),
+    [
+        (1, 3, MIXED_DIMS),
+        (2, 3, MIXED_DIMS),
+        (5, 3, MIXED_DIMS),
+        (8, 3, FLAT),
+        (2048, 3, FLAT),
+        (512, 20, FLAT),
+    ],
+)
+def test_a_rank_may_own_one_element_of_each(count, num_params, shapes, dtypes):
+    gradients, params = [], []
+    for index in range(num_params):
+        shape, dim = shapes[index % len(shapes)]
+        gradients.append(torch.randn(count).to(dtypes[index % len(dtypes)]).view(shape))
+        params.append(ParamLayout(gradients[-1].shape, dim, count))
+    layout = GradientLayout(params, tuple(range(num_params)), CPU)
+    expected = torch.stack([gradient.flatten().float() for gradient in gradients], dim=1)
     for dtype in (torch.float32, torch.bfloat16):
         buffer = layout.allocate(dtype).fill_(float("nan"))
         layout.reduce_scatter_copy_in([buffer], list(gradients))
-        for rank in range(count):
-            for index in range(3):
-                assert local_of(layout, buffer[rank], index, rank).item() == 10 * index + rank
-
-
-@pytest.mark.parametrize(("count", "num_params"), [(8, 3), (2048, 3), (512, 20)])
-def test_one_element_of_each_parameter_for_every_rank(count, num_params):
-    params = [ParamLayout(torch.Size([count]), 0, count)] * num_params
-    layout = GradientLayout(params, tuple(range(num_params)), CPU)
-    gradients = [torch.randn(count) for _ in params]
-    buffer = layout.allocate(torch.float32).fill_(float("nan"))
-    layout.reduce_scatter_copy_in([buffer], list(gradients))
-    assert torch.equal(buffer, torch.stack(gradients, dim=1))
+        assert torch.equal(buffer, expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
