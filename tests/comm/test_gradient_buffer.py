@@ -1,5 +1,7 @@
 """Gradients, and their absence, in the buffer that is reduced."""
 
+import math
+
 import pytest
 import torch
 from hypothesis import given
@@ -138,34 +140,41 @@ def test_a_mark_survives_a_division_that_underflows():
     assert marks.used_after(marks.read(flat)) == {0}
 
 
-MIXED_DIMS = [((-1,), 0), ((1, -1), 1), ((-1, 1, 1), 0)]
-FLAT = MIXED_DIMS[:1]
+FEW_SHAPES = {  # with the dim that is cut, in which the size is that of the shard group
+    "one element": [((-1,), 0), ((1, -1), 1), ((-1, 1, 1), 0)],
+    "one element along 0": [((-1,), 0)],
+    "two elements": [((-1, 2), 0), ((1, -1, 2), 1)],
+}
+BF16, FP32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("dtypes", [[torch.float32], [torch.bfloat16, torch.float32]], ids=str)
+@pytest.mark.parametrize("dtypes", [[FP32], [BF16], [BF16, FP32]], ids=str)
 @pytest.mark.parametrize(
-    ("count", "num_params", "shapes"),
+    ("count", "num_params", "kind"),
     [
-        (1, 3, MIXED_DIMS),
-        (2, 3, MIXED_DIMS),
-        (5, 3, MIXED_DIMS),
-        (8, 3, FLAT),
-        (2048, 3, FLAT),
-        (512, 20, FLAT),
+        (1, 3, "one element"),
+        (2, 3, "one element"),
+        (5, 3, "one element"),
+        (8, 3, "one element along 0"),
+        (2048, 3, "one element along 0"),
+        (512, 20, "one element along 0"),
+        (4, 3, "two elements"),
     ],
 )
-def test_a_rank_may_own_one_element_of_each(count, num_params, shapes, dtypes):
+def test_a_rank_may_own_few_elements_of_each(count, num_params, kind, dtypes):
     gradients, params = [], []
     for index in range(num_params):
-        shape, dim = shapes[index % len(shapes)]
-        gradients.append(torch.randn(count).to(dtypes[index % len(dtypes)]).view(shape))
-        params.append(ParamLayout(gradients[-1].shape, dim, count))
+        shape, dim = FEW_SHAPES[kind][index % len(FEW_SHAPES[kind])]
+        values = torch.randn(count * abs(math.prod(shape))).view(shape)
+        gradients.append(values.to(dtypes[index % len(dtypes)]))
+        params.append(ParamLayout(values.shape, dim, count))
     layout = GradientLayout(params, tuple(range(num_params)), CPU)
-    expected = torch.stack([gradient.flatten().float() for gradient in gradients], dim=1)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype in (FP32, BF16):
         buffer = layout.allocate(dtype).fill_(float("nan"))
         layout.reduce_scatter_copy_in([buffer], list(gradients))
-        assert torch.equal(buffer, expected.to(dtype))
+        for index, (gradient, param) in enumerate(zip(gradients, params, strict=True)):
+            owned = torch.stack(gradient.to(dtype).chunk(count, param.shard_dim))
+            assert torch.equal(layout.range_of(buffer, index), owned.flatten(1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
