@@ -12,6 +12,7 @@ from tests.support import insides
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
+from tests.support.strategies import MODES
 
 
 class Chain(nn.Module):
@@ -74,23 +75,21 @@ def test_nothing_is_copied_out_of_a_unit_of_one_even_parameter(rows, bias, expec
     assert copies.count in expected
 
 
-def trains(mesh_shape, reshard):
-    """Integers, so that the order of sums does not matter."""
-    mesh = init_device_mesh("cpu", mesh_shape)
-    model, plain = sent_between(mesh, reshard=reshard)
-    for module in (model, plain):
-        with torch.no_grad():
-            for param in module.parameters():
-                param.copy_(param.mul(4).round())
+def train(mesh_shape, reshard):
+    """Compare integers, so that the order of sums does not matter."""
+    model, plain = sent_between(init_device_mesh("cpu", mesh_shape), reshard=reshard)
+    model.set_gradient_divide_factor(1.0)
+    with torch.no_grad():
+        for param in (*model.parameters(), *plain.parameters()):
+            param.copy_(param.mul(4).round())
     optimizers = [torch.optim.SGD(each.parameters(), lr=1.0) for each in (model, plain)]
-    count = dist.get_world_size()
     for step in range(3):
-        everybody = [(torch.arange(3) + step * rank) % 8 for rank in range(count)]
-        for k in range(2):
-            model.set_is_last_backward(k == 1)
-            model.set_gradient_sync(meshard.GradientSync.FULL if k else meshard.GradientSync.NONE)
-            model(everybody[dist.get_rank()]).sum().mul(count).backward()
-            for ids in everybody:
+        of_ranks = [(torch.arange(3) + step * rank) % 8 for rank in range(dist.get_world_size())]
+        for mode in "NF":
+            model.set_is_last_backward(mode == "F")
+            model.set_gradient_sync(MODES[mode])
+            model(of_ranks[dist.get_rank()]).sum().backward()
+            for ids in of_ranks:
                 plain(ids).sum().backward()
         assert_same(full_grads(model), full_grads(plain), bitwise=True)
         for each, optimizer in zip((model, plain), optimizers, strict=True):
@@ -106,13 +105,12 @@ def trains(mesh_shape, reshard):
     ("mesh_shape", "reshard"),
     [((2,), None), ((2,), False), ((4,), True), ((4,), 2), ((2, 2), True)],
 )
-def test_trains_as_one_process(run_ranks, mesh_shape, reshard):
-    run_ranks(trains, 4 if mesh_shape != (2,) else 2, mesh_shape, reshard)
+def test_training_is_that_of_one_process(run_ranks, mesh_shape, reshard):
+    run_ranks(train, torch.Size(mesh_shape).numel(), mesh_shape, reshard)
 
 
 @on_ranks(2)
-def test_a_gather_that_is_given_up():
-    """A gather that nobody waits for leaves no memory, and the next one is right."""
+def test_a_gather_that_is_given_up_leaves_no_memory_and_the_next_one_is_right():
     model, plain = sent_between(init_device_mesh("cpu", (2,)))
     ids = torch.arange(4)
     expected = plain(ids)

@@ -1,6 +1,7 @@
 """Communication that runs beside compute."""
 
 import pytest
+import torch
 
 from tests.comm.delays import (
     BLOCKS,
@@ -12,13 +13,11 @@ from tests.comm.delays import (
 
 
 @pytest.mark.slow
-def test_gathers_that_take_20_ms_hide_behind_20_ms_of_compute(run_ranks):
-    for plain, delayed in run_ranks(step_times, 2, DelayedCommunicator, (2,)):
+@pytest.mark.parametrize(
+    ("delayed", "mesh_shape"), [(DelayedCommunicator, (2,)), (DelayedReductions, (2, 2))]
+)
+def test_collectives_that_take_20_ms_hide_behind_20_ms_of_compute(run_ranks, delayed, mesh_shape):
+    num_ranks = torch.Size(mesh_shape).numel()
+    for plain, late in run_ranks(step_times, num_ranks, delayed, mesh_shape):
         assert plain >= 2 * BLOCKS * COMPUTE
-        assert delayed <= 1.3 * plain
-
-
-@pytest.mark.slow
-def test_reductions_that_take_20_ms_hide_behind_compute_too(run_ranks):
-    for plain, delayed in run_ranks(step_times, 4, DelayedReductions, (2, 2)):
-        assert delayed <= 1.3 * plain
+        assert late <= 1.3 * plain
