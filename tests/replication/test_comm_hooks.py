@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -93,6 +94,7 @@ def no_state():
     return None
 
 
+batched_state = partial(power_state, batch_tensors_with_same_shape=True)
 allreduce, power = default_hooks.allreduce_hook, powerSGD_hook.powerSGD_hook
 HOOKS = {  # how a state is made, the hook, and the dtype that it sends
     "allreduce": (no_state, allreduce, FP32),
@@ -101,11 +103,7 @@ HOOKS = {  # how a state is made, the hook, and the dtype that it sends
     "bf16": (no_state, bf16, BF16),
     "post_localSGD": (local_state, post_localSGD_hook.post_localSGD_hook, FP32),
     "batched_powerSGD": (power_state, powerSGD_hook.batched_powerSGD_hook, FP32),
-    "powerSGD of equal shapes": (
-        lambda: power_state(batch_tensors_with_same_shape=True),
-        power,
-        FP32,
-    ),
+    "powerSGD of equal shapes": (batched_state, power, FP32),
     "powerSGD in fp16": (power_state, default_hooks.fp16_compress_wrapper(power), FP16),
     "noop": (no_state, debugging_hooks.noop_hook, FP32),
 }
@@ -283,10 +281,7 @@ def test_uneven_batches_with_a_hook():
 )
 def test_a_bucket_has_the_dtype_of_reductions(policy, dtype):
     hook, policy = Recorder(), MixedPrecisionPolicy(**policy)
-    models = [
-        meshard.replicate(seeded(MlpStack()), mp_policy=policy)  # in one bucket
-        for _ in range(2)
-    ]
+    models = [meshard.replicate(seeded(MlpStack()), mp_policy=policy) for _ in range(2)]
     models[0].register_comm_hook(None, hook)
     for model in models:
         model(torch.full((2, 6), 1.0 + dist.get_rank())).sum().backward()

@@ -4,11 +4,11 @@ import inspect
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 PAGE = Path(__file__).parents[2] / "docs" / "migrate" / "from-ddp.md"
-OF_JOIN = set(inspect.signature(DistributedDataParallel.join).parameters) - {"self"}
 # There are rows for them, also where torch is older.
 SINCE = {
     "batched_grad_copy": "2.12",
@@ -20,24 +20,18 @@ SINCE = {
 }
 CELLS = re.findall(r"^\| ([^|]+) \|", PAGE.read_text(), re.MULTILINE)  # first columns
 ROWS = re.findall(r"`(\w+)`", " ".join(CELLS))
+ARGUMENTS = set(inspect.signature(DistributedDataParallel).parameters)
+OF_JOIN = set(inspect.signature(DistributedDataParallel.join).parameters) - {"self"}
+METHODS = {name for name in vars(DistributedDataParallel) if not name.startswith("_")}
 
 
-def test_every_argument_has_a_row():
-    arguments = list(inspect.signature(DistributedDataParallel).parameters)
-    assert sorted(set(arguments) - set(ROWS)) == []
-
-
-def test_every_argument_of_join_has_a_row():
-    assert sorted(OF_JOIN - set(ROWS)) == []
-
-
-def test_every_public_method_has_a_row():
-    names = [name for name in vars(DistributedDataParallel) if not name.startswith("_")]
-    assert sorted(set(names) - set(ROWS)) == []
+@pytest.mark.parametrize("names", [ARGUMENTS, OF_JOIN, METHODS], ids=["of init", "join", "methods"])
+def test_every_argument_and_public_method_has_a_row(names):
+    assert sorted(names - set(ROWS)) == []
 
 
 def test_every_row_is_about_something_that_is_there():
-    known = {*inspect.signature(DistributedDataParallel).parameters, *dir(DistributedDataParallel)}
+    known = {*ARGUMENTS, *dir(DistributedDataParallel)}
     for name, since in SINCE.items():
         assert (name in known) == (torch.__version__ >= since), name
     assert sorted(set(ROWS) - known - set(SINCE) - OF_JOIN) == []
