@@ -267,14 +267,14 @@ def test_ignored_parameters_are_left_alone():
 @on_threads(2)
 def test_buckets_made_anew_have_one_dtype_each():
     def forward(model, x):
-        """Use parameters in the order in which they are listed backwards."""
-        for param in reversed(list(model.params)):
-            x = x + (param.float() * x.detach().mean()).sum()
+        """Use parameters in an order that would fill one bucket more than there are."""
+        for index in (4, 6, 3, 1, 5, 7, 0, 2):
+            x = x + (model.params[index].float() * x.detach().mean()).sum()
         return x
 
     dtypes_of = itertools.cycle([torch.float32, torch.bfloat16])
     params = nn.ParameterList(
-        torch.ones(numel, dtype=next(dtypes_of)) for numel in (3, 40, 50, 5, 20, 60, 70, 9)
+        torch.ones(numel, dtype=next(dtypes_of)) for numel in (50, 3, 5, 3, 20, 5, 3, 40)
     )
     model = meshard.replicate(Made(forward, params=params), bucket_cap_mb=SMALL)
 
