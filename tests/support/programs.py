@@ -631,7 +631,7 @@ class Player:
             # Not by torch's clip_grad_norm_, which rounds the norm of each gradient to its dtype.
             grads = [p.grad.double() for p in self.oracle.net.parameters() if p.grad is not None]
             wanted = nn.utils.get_total_norm(grads)
-            torch.testing.assert_close(norm.double(), wanted, rtol=1e-6, atol=0.0)
+            torch.testing.assert_close(norm.double(), wanted.double(), rtol=1e-6, atol=0.0)
 
     def do_evaluate(self, grad_mode: str) -> None:
         if self.program.is_replicated and self.rank > 0:
