@@ -224,7 +224,7 @@ class Buckets:
             unit.group.unit_params.unhook()
         self._fill(order)
         for unit in self.units:
-            unit.group.failure = unit.root.failure
+            unit.group.failure, unit.group.modules = unit.root.failure, unit.modules
             unit.group.unit_params.label = unit.label
             unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 

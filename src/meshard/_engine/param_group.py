@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
@@ -144,6 +145,7 @@ class ParamGroup:
         self.was_resharded_between = False  # whether this step's forward resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
         self.failure: Failure  # shared by all units of a root; ``Root`` sets it
+        self.modules: list[weakref.ref[nn.Module]] = []  # of the unit; ``Root`` sets it
         self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
         # Set while modules keep the unsharded parameters of a forward that has ended.
         self._kept: InstalledParams | None = None

@@ -244,6 +244,7 @@ class Root:
         for number, unit in enumerate(units):
             unit.root, unit.number, unit.reduced_in = self, number, -1
             unit.group.unit_params.label, unit.group.failure = unit.label, self.failure
+            unit.group.modules = unit.modules
 
     def make_lifecycle(self) -> Lifecycle:
         """Return the lifecycle; make it if there is none. Two threads get the same one."""

@@ -38,7 +38,7 @@ from meshard._engine.param_group import (
     owners_of,
     sharded_params_of,
 )
-from meshard._engine.unit import units_in
+from meshard._engine.unit import alive
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
@@ -125,10 +125,11 @@ def warn_about_strays(
 
     They are in no unit. ``owners`` are the groups of the other ``params``; if none of these is on
     a mesh of several ranks, there is no warning. If there are no others, as where adapters were
-    added to a frozen model, the models that hold ``params`` are searched for units. ``names`` has
-    the known names of parameters, by id. Under ``MESHARD_DEBUG=1`` this raises a RuntimeError.
+    added to a frozen model, they are looked for inside units. ``names`` has the known names of
+    parameters, by id. Under ``MESHARD_DEBUG=1`` this raises a RuntimeError.
     """
-    if not any(map(_is_on_several_ranks, owners or all_owners())):
+    around = owners or all_owners()
+    if all(owner.spec.mesh_info.mesh.size() == 1 for owner in around):
         return
     strays = [
         param
@@ -141,7 +142,8 @@ def warn_about_strays(
         and param.grad.any()  # torch.distributed.checkpoint steps by zeros to make a state
     ]
     if strays and not owners:
-        strays = _beside_units(strays)
+        inside = {id(param) for owner in around for param in _params_inside(owner)}
+        strays = [param for param in strays if id(param) in inside]
     if not strays:
         return
     known = {**_names_in_models(strays), **names}
@@ -150,8 +152,9 @@ def warn_about_strays(
         f"ranks drift apart: trainable parameters {listed(shown)} are in no unit "
         f"({len(strays)} in all), so each rank steps them by its own gradients, and norms differ.\n"
         "Apply fully_shard to the module around them too, usually the root, after its layers "
-        "(print(meshard.describe(model)) lists what is in no unit). If something else reduces "
-        "their gradients, as DDP does or a loop of yours, pass them in ignored_params."
+        "(print(meshard.describe(model)) lists what is in no unit). Adapters such as LoRA's must "
+        "be added before fully_shard. If something else reduces their gradients, as DDP does or "
+        "a loop of yours, pass them in ignored_params."
     )
     if is_debugging():
         raise RuntimeError(text)
@@ -166,33 +169,19 @@ def _names_in_models(params: Sequence[torch.Tensor]) -> dict[int, str]:
     Units do not know the modules around them, so this searches all objects, for one warning.
     """
     wanted, found = set(map(id, params)), dict[int, str]()
-    for module in _all_modules():
-        for name, param in module.named_parameters(remove_duplicate=False):
-            if id(param) in wanted and len(name) > len(found.get(id(param), "")):
-                found[id(param)] = name
+    for each in gc.get_objects():
+        if issubclass(type(each), nn.Module) and each.__dict__.get("_parameters") is not None:
+            for name, param in each.named_parameters(remove_duplicate=False):
+                if id(param) in wanted and len(name) > len(found.get(id(param), "")):
+                    found[id(param)] = name
     return found
 
 
-def _beside_units(params: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return those of ``params`` that are in one model with units of several ranks."""
-    found = set[int]()
-    for module in _all_modules():
-        held = set(map(id, module.parameters()))
-        are_new = any(id(param) in held and id(param) not in found for param in params)
-        if are_new and any(_is_on_several_ranks(unit.group) for unit in units_in(module)):
-            found |= held
-    return [param for param in params if id(param) in found]
-
-
-def _all_modules() -> Iterator[nn.Module]:
-    """Iterate over all modules that there are. It takes long."""
-    for each in gc.get_objects():
-        if issubclass(type(each), nn.Module) and each.__dict__.get("_parameters") is not None:
-            yield each
-
-
-def _is_on_several_ranks(owner: ParamGroup) -> bool:
-    return owner.spec.mesh_info.mesh.size() > 1
+def _params_inside(owner: ParamGroup) -> Iterator[nn.Parameter]:
+    """Iterate over all parameters inside the modules of a unit of several ranks."""
+    if owner.spec.mesh_info.mesh.size() > 1:
+        for module in alive(owner.modules):
+            yield from module.parameters()
 
 
 _NEVER_TRAINED = {
