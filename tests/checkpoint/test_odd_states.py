@@ -200,6 +200,27 @@ def test_a_part_that_is_missing_or_of_another_kind_is_refused(tmp_path):
     assert checkpointer.load(model, tokens=0, strict=False).missing == ["tokens"]
 
 
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda m: torch.optim.SGD(m.parameters(), lr=0.1), "another kind than SGD.*'betas'"),
+        (
+            lambda m: torch.optim.AdamW([{"params": [m.weight]}, {"params": [m.bias], "lr": 1.0}]),
+            "such as 'weight', are in groups of the AdamW with other hyperparameters",
+        ),
+    ],
+)
+def test_hyperparameters_of_other_groups_are_refused(tmp_path, make, text):
+    model = nn.Linear(2, 2)
+    checkpointer, optimizer = Checkpointer(tmp_path), torch.optim.AdamW(model.parameters())
+    checkpointer.save(1, model, optimizer)
+    other = make(model)
+    before = [dict(group) for group in other.param_groups]
+    with pytest.raises(CheckpointError, match=text):
+        checkpointer.load(model, other)
+    assert other.param_groups == before
+
+
 @on_ranks(2)
 def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path):
     checkpointer, rank, model = Checkpointer(tmp_path), dist.get_rank(), nn.Linear(1, 1)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -143,9 +144,11 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     """Return a tree of ``optimizer_tree``, perhaps of other groups, for ``load_state_dict``.
 
     Raises:
-        CheckpointError: Parameters of one group were saved with different hyperparameters.
+        CheckpointError: The tree is of another kind of optimizer, or the hyperparameters of its
+            groups cannot be those of these groups.
     """
     order = [names_of(group, names, optimizer) for group in optimizer.param_groups]
+    _check_groups(optimizer, order, tree["param_groups"])
     numbers = {name: number for number, name in enumerate(n for own in order for n in own)}
     saved = {name: group for group in tree["param_groups"] for name in group["params"]}
     groups = []
@@ -168,6 +171,46 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     state = {numbers[name]: each for name, each in tree["state"].items() if name in numbers}
     others = {key: value for key, value in tree.items() if key not in ("state", "param_groups")}
     return {"state": state, "param_groups": groups, **others}
+
+
+def _check_groups(
+    optimizer: Optimizer, order: list[list[str]], saved: list[dict[str, Any]]
+) -> None:
+    """Raise if hyperparameters would be overwritten by those of other groups, or be missing."""
+    own = [
+        {key: value for key, value in group.items() if key not in _NAMES}
+        for group in optimizer.param_groups
+    ]
+    kind = type(optimizer).__name__
+    for group in saved:
+        # A key on one side alone may be that of a scheduler, or of another version of torch.
+        here, there = own[0].keys() - group.keys(), group.keys() - own[0].keys() - {*_NAMES}
+        if here and there:
+            raise CheckpointError(
+                f"the optimizer was saved as another kind than {kind}: it has {_listed(there)} and "
+                f"lacks {_listed(here)}; load into an optimizer of the class that was saved."
+            )
+    for group in saved:
+        held = {*group["params"]}
+        parts = [each for each, names in zip(own, order, strict=True) if held & {*names}]
+        if any(_differ(each, parts[0]) for each in parts[1:]):
+            raise CheckpointError(
+                f"parameters that were saved in one param group, such as {group['params'][0]!r}, "
+                f"are in groups of the {kind} with other hyperparameters, which would be lost; "
+                "build the optimizer with the groups that it had."
+            )
+
+
+def _listed(keys: Iterable[str]) -> str:
+    return ", ".join(map(repr, sorted(keys)))
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    numbers = [
+        {key: value for key, value in each.items() if not isinstance(value, torch.Tensor)}
+        for each in (one, other)
+    ]
+    return numbers[0] != numbers[1]
 
 
 def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int]) -> None:
