@@ -201,7 +201,8 @@ def uneven_batches(
     A rank without a batch takes part in the reductions of the others with a gradient of zero, and
     gradients are divided by the number of ranks that had a batch when they were reduced (unless
     ``set_gradient_divide_factor`` was called). ``.grad`` is there also where the batch is None, so
-    every rank steps its optimizer every time, and ranks stay equal.
+    every rank steps its optimizer every time, and ranks stay equal: call ``step()`` for None too,
+    and ``zero_grad()`` only after it.
 
     Each batch needs a backward. At most one backward per iteration may reduce fully. Under
     ``no_sync`` none does; ranks with a batch must enter it in the same iterations, and the ranks
@@ -221,9 +222,9 @@ def uneven_batches(
         throw_on_early_termination: Raise on all ranks once one has no batch left.
 
     Raises:
-        RuntimeError: On all ranks. A batch was skipped, two backwards of an iteration reduced, or
-            only some ranks with a batch reduced; or with ``throw_on_early_termination``, one rank
-            has no batch left.
+        RuntimeError: On all ranks. A batch was skipped, two backwards of an iteration reduced, only
+            some ranks with a batch reduced, or only some ranks stepped; or with
+            ``throw_on_early_termination``, one rank has no batch left.
         ValueError: ``module`` is not replicated, or some of it is sharded.
 
     >>> import torch, meshard
@@ -275,6 +276,7 @@ def _uneven_batches(
             has_batch = batch is not _END
             loop.begin(has_batch=has_batch)
             buckets.prepare(module)
+            loop.count_steps_from_here()  # preparing may have made the parameter groups anew
             if not loop.having:
                 return
             if has_batch:
@@ -309,6 +311,9 @@ class _Report(enum.IntEnum):
     LEFT = enum.auto()  # it had a batch, and has left the loop before any reduction
 
 
+_BASE = 16  # more than the largest report: a report is sent in one number with a count of steps
+
+
 class _UnevenLoop:
     """What a rank knows of the others in ``uneven_batches``.
 
@@ -327,6 +332,13 @@ class _UnevenLoop:
         self._has_failed = False  # whether something failed after the second exchange
         self._began_at = 0  # ``backward_number`` when the iteration began
         self._reduces_in: int | None = None  # ``backward_number`` of the backward that reduces
+        self.count_steps_from_here()
+
+    def count_steps_from_here(self) -> None:
+        self._steps_before = self._num_steps()
+
+    def _num_steps(self) -> int:
+        return max(unit.group.num_effective_steps for unit in self._units)
 
     def begin(self, *, has_batch: bool) -> None:
         """Learn which ranks have a batch; raise if an earlier iteration has failed on any rank.
@@ -334,7 +346,8 @@ class _UnevenLoop:
         **Collective:** all ranks.
         """
         report = _Report.HAS_BATCH if has_batch else _Report.NO_BATCH
-        ranks = self._exchange(_Report.FAILED if self._has_failed else report)
+        steps = self._num_steps() - self._steps_before
+        ranks = self._exchange(_Report.FAILED if self._has_failed else report, steps)
         self.having, without = ranks[_Report.HAS_BATCH], ranks[_Report.NO_BATCH]
         if self._ends_early and self.having and without:
             self._raise(
@@ -345,18 +358,30 @@ class _UnevenLoop:
             self.lifecycle.usual_divide_factor = float(len(self.having))
         self._began_at, self._reduces_in = self.lifecycle.backward_number, None
 
-    def _exchange(self, report: _Report) -> dict[_Report, list[int]]:
-        """Return the ranks by what they report; raise if one has failed."""
-        own = torch.tensor([report], dtype=torch.int32, device=self._device)
-        reports = gather_from_all(own, self._pg, label="(uneven batches)").view(-1).tolist()
+    def _exchange(self, report: _Report, steps: int = 0) -> dict[_Report, list[int]]:
+        """Return the ranks by what they report; raise if one has failed, or stepped alone.
+
+        ``steps`` are those of the last iteration.
+        """
+        own = torch.tensor([report + _BASE * steps], dtype=torch.int32, device=self._device)
+        numbers = gather_from_all(own, self._pg, label="(uneven batches)").view(-1).tolist()
         ranks: dict[_Report, list[int]] = {each: [] for each in _Report}
-        for rank, number in enumerate(reports):
-            ranks[_Report(number)].append(rank)
+        for rank, number in enumerate(numbers):
+            ranks[_Report(number % _BASE)].append(rank)
         if ranks[_Report.FAILED]:
             self._raise(
                 f"rank(s) {ranks[_Report.FAILED]} skipped a batch of uneven_batches, or reduced "
                 "twice for one. Run one backward under GradientSync.FULL for each batch, or one "
                 "under no_sync, and multiply the loss by 0 instead of skipping a batch."
+            )
+        counts = [number // _BASE for number in numbers]
+        behind = [rank for rank, count in enumerate(counts) if count < max(counts)]
+        if behind and ranks[_Report.HAS_BATCH] + ranks[_Report.NO_BATCH]:
+            self._raise(
+                f"ranks drift apart: in the last iteration of uneven_batches, rank(s) {behind} did "
+                "not step their optimizer, or had no gradient to step by, and others did. Call "
+                "step() also where the batch is None, and zero_grad() only after it: .grad holds "
+                "the gradients of the other ranks when such an iteration begins."
             )
         return ranks
 

@@ -28,6 +28,8 @@ class FirstValues(NamedTuple):
 
     which: tuple[int, ...]  # the indices of the parameters that were not on the meta device
     total: torch.Tensor  # the sum of their samples
+    # Whether this rank has written to its shards since; None: they have no elements.
+    is_written: bool | None = False
 
 
 def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -48,26 +50,35 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
-    """Warn if ranks brought different values to units.
+    """Warn if ranks brought different values to units, or if only some have loaded weights since.
 
-    ``brought`` has the mesh and the sample of each unit. The sample is None if the unit was written
-    to since ``fully_shard``.
-    **Collective:** all ranks of the meshes, with the same number of units; each rank sends two
+    ``brought`` has the mesh and the sample of each unit; None: its parameters were on the meta
+    device.
+    **Collective:** all ranks of the meshes, with the same number of units; each rank sends five
     numbers per process group.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[FirstValues | None]]] = {}
     for mesh_info, values in brought:
         by_groups.setdefault(tuple(mesh_info.groups), (mesh_info, []))[1].append(values)
     for mesh_info, samples in by_groups.values():
-        total = sum(int(values.total) for values in samples if values is not None)
-        which = zlib.crc32(repr([values and values.which for values in samples]).encode())
-        rows = [[total % 2**62, which]]
+        kept = [values if values and not values.is_written else None for values in samples]
+        totals = [
+            sum(int(values.total) for values in each if values is not None) % 2**62
+            for each in (kept, samples)
+        ]
+        which = zlib.crc32(repr([values and values.which for values in kept]).encode())
+        written, unwritten = (
+            sum(values is not None and values.is_written is each for values in samples)
+            for each in (True, False)
+        )
+        rows = [[totals[0], which, totals[1], written, unwritten]]
         for group in mesh_info.groups:
             rows = _of_all_ranks(rows, group, device_of(mesh_info.mesh))
-        if any(row[1] != which for row in rows):
-            continue  # samples of different parameters cannot be compared
         ranks = ranks_of(mesh_info)
-        others = [str(r) for r, row in zip(ranks, rows, strict=False) if row != rows[0]]
+        if any(row[1] != which for row in rows):  # samples of different parameters
+            _warn_if_some_loaded(dict(zip(ranks, rows, strict=False)))
+            continue
+        others = [str(r) for r, row in zip(ranks, rows, strict=False) if row[0] != rows[0][0]]
         if others:
             warn_user(
                 f"the ranks brought different values to fully_shard: rank(s) {', '.join(others)} "
@@ -79,17 +90,33 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
             )
 
 
+def _warn_if_some_loaded(rows: dict[int, list[int]]) -> None:
+    """Warn if ranks were alike, and then some have written to all their units, others to none."""
+    if len({brought for _, _, brought, *_ in rows.values()}) > 1:
+        return  # values may have been loaded everywhere that one rank has brought
+    loaded = [str(r) for r, (*_, written, unwritten) in rows.items() if written and not unwritten]
+    others = [str(r) for r, (*_, written, unwritten) in rows.items() if unwritten and not written]
+    if loaded and others:
+        warn_user(
+            f"rank(s) {', '.join(loaded)} have loaded or changed their weights since fully_shard, "
+            f"and rank(s) {', '.join(others)} have not, so what is trained is a mixture of models. "
+            "Each rank loads its own part: call load_state_dict or load_pretrained on every rank, "
+            "or torch's set_model_state_dict with broadcast_from_rank0=True, which all ranks call "
+            "too."
+        )
+
+
 def _of_all_ranks(
     rows: list[list[int]], group: dist.ProcessGroup, device: torch.device
 ) -> list[list[int]]:
     # torch's fake backend leaves outputs unfilled, so there is nothing to compare.
     if group.size() == 1 or backend_name(group, device) == "fake":
         return rows
-    own = [number for row in rows for number in row]
+    width, own = len(rows[0]), [number for row in rows for number in row]
     purpose = "comparison of initial values, before the first reduction"
     of_all = exchange_numbers(own, group, device, purpose=purpose)
     gathered = [number for each in of_all for number in each]
-    return [gathered[start : start + 2] for start in range(0, len(gathered), 2)]
+    return [gathered[start : start + width] for start in range(0, len(gathered), width)]
 
 
 def ranks_of(mesh_info: MeshInfo) -> list[int]:

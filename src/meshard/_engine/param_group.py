@@ -141,6 +141,7 @@ class ParamGroup:
         self.num_trainable = 0
         # Counts steps of optimizers, because foreach kernels do not raise the version of a DTensor.
         self.num_steps = 0
+        self.num_effective_steps = 0  # those that found a gradient
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.was_resharded_between = False  # whether this step's forward resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
@@ -243,13 +244,16 @@ class ParamGroup:
             self._first = FirstValues(which, total), sharded
 
     def take_first_values(self) -> FirstValues | None:
-        """Return the recorded sample, at the first call; None if shards were written to since."""
+        """Return the recorded sample, at the first call; later, and without one, None."""
         if self._first is None:
             return None
         (values, sharded), self._first = self._first, None
+        shards = self._shards(values.which)
         # Values are compared, because writes through ``param.data`` raise no version.
-        now = sum_of_samples(self._shards(values.which))
-        return values if now is not None and int(now) == int(sharded) else None
+        now = sum_of_samples(shards)
+        is_written = now is None or int(now) != int(sharded)
+        has_elements = is_written or any(shard.numel() for shard in shards)
+        return values._replace(is_written=is_written if has_elements else None)
 
     def _shards(self, which: Sequence[int]) -> list[torch.Tensor]:
         return [plain_of(self.params[index].sharded).detach() for index in which]
@@ -314,6 +318,7 @@ class ParamGroup:
         log_event("step", self.unit_params.label)
         self.install_sharded()  # a copy that a forward has left installed is stale now
         self.num_steps += 1
+        self.num_effective_steps += any(p.sharded.grad is not None for p in self.params)
         self.was_resharded_between = False
         self.gradients.end_window()
 
