@@ -68,6 +68,16 @@ def test_without_it_an_error_names_the_buffers_and_what_helps(apply, case):
     assert text.count("that is the cause") == 1
 
 
+@on_fake_ranks(1)
+def test_units_inside_to_which_no_policy_was_passed_are_named():
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    fully_shard(model[1])
+    fully_shard(model, mp_policy=POLICY)
+    with pytest.raises(RuntimeError, match="pass the same mp_policy to every call") as caught:
+        model(torch.ones(2, 6))
+    assert "units inside it in another dtype: '1 (torch.float32)'. If" in str(caught.value)
+
+
 @pytest.mark.parametrize("case", CASES)
 @on_fake_ranks(1)
 def test_units_around_and_inside_add_nothing_to_the_error(case):

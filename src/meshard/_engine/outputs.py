@@ -289,9 +289,24 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
 
 
 def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
-    """Return which buffers of ``unit`` are in another dtype than its parameters, if any are."""
+    """Return which buffers of ``unit``, or units inside, are in another dtype than its parameters.
+
+    If there are none, the text is empty.
+    """
     casts = zip(unit.group.unit_params.compute_dtypes, unit.params, strict=True)
     dtype = next((to for to, param in casts if to != param.sharded.dtype), unit.input_dtype)
+    others = [
+        f"{each.label} ({computes[0]})"
+        for each in units_in(module)
+        if (computes := list(each.group.unit_params.compute_dtypes)) and dtype not in computes
+    ]
+    if dtype is None:
+        return ""
+    text = (
+        f"unit {unit.label!r} computes in {dtype}, but units inside it in another dtype: "
+        f"{listed(others)}. If that is not what you want, pass the same mp_policy to every call of "
+        "fully_shard.\n"
+    ) * bool(others)
     named = _outermost(module, unit).named_modules()
     prefix = next((fqn for fqn, each in named if each is module), unit.fqn)
     held = {
@@ -306,9 +321,9 @@ def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
     running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     first = dict.fromkeys([*reversed(running), *held])
     names = [name for inner in first for name in held.get(inner, ())]
-    if dtype is None or not names:
-        return ""
-    return (
+    if not names:
+        return text
+    return text + (
         f"unit {unit.label!r} computes in {dtype}, but buffers of it have another dtype: "
         f"{listed(names)}. If that is the cause, one of these helps:\n"
         f"* MixedPrecisionPolicy(..., buffer_dtype={dtype}) casts them once; from then on they are "
