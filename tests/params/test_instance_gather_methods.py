@@ -70,24 +70,19 @@ def sharded(fully_shard, rows=4, **kwargs):
     return model
 
 
-def train_with_methods(fully_shard, reshard_after_forward):
-    model = sharded(fully_shard, reshard_after_forward=reshard_after_forward)
-    calls = [set_methods(model[0].weight), set_methods(model[2].weight)]
-    losses = train(model)
-    return losses, full_state(model), calls
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_they_are_called_as_by_torch(run_ranks, reshard_after_forward):
-    ours = run_ranks(train_with_methods, 2, meshard.fully_shard, reshard_after_forward)
-    peers = run_ranks(train_with_methods, 2, torch_fully_shard, reshard_after_forward)
-    for (losses, state, calls), (peer_losses, peer_state, peer_calls) in zip(
-        ours, peers, strict=True
-    ):
-        assert calls[0], "fsdp_pre_all_gather was not called"
-        assert calls == peer_calls
-        assert losses == peer_losses
-        assert_same(state, peer_state, bitwise=True, what="parameters")
+def test_they_are_called_as_by_torch(reshard_after_forward):
+    runs = []
+    for fully_shard in (meshard.fully_shard, torch_fully_shard):
+        model = sharded(fully_shard, reshard_after_forward=reshard_after_forward)
+        calls = [set_methods(model[number].weight) for number in (0, 2)]
+        runs.append((train(model), full_state(model), calls))
+    (losses, state, calls), (peer_losses, peer_state, peer_calls) = runs
+    assert calls[0], "fsdp_pre_all_gather was not called"
+    assert calls == peer_calls
+    assert losses == peer_losses
+    assert_same(state, peer_state, bitwise=True, what="parameters")
 
 
 @on_threads(2)
@@ -103,16 +98,7 @@ def on_other_dim(param):
     return Shard(1) if param.shape == (4, 5) else None
 
 
-def train_uneven(with_methods, kwargs):
-    model = sharded(meshard.fully_shard, rows=5, **kwargs)
-    if with_methods:
-        set_methods(model[0].weight)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(param.bfloat16())  # so that a gather in bfloat16 loses nothing
-    return train(model, 1), full_state(model)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -122,12 +108,18 @@ def train_uneven(with_methods, kwargs):
     ],
     ids=["float32", "bfloat16", "other dims"],
 )
-def test_the_other_parameters_of_the_unit_train_as_before(run_ranks, kwargs):
-    plain = run_ranks(train_uneven, 2, False, kwargs)
-    patched = run_ranks(train_uneven, 2, True, kwargs)
-    for (losses, state), (plain_losses, plain_state) in zip(patched, plain, strict=True):
-        assert losses == plain_losses
-        assert_same(state, plain_state, bitwise=True, what="parameters")
+def test_the_other_parameters_of_the_unit_train_as_before(kwargs):
+    runs = []
+    for with_methods in (False, True):
+        model = sharded(meshard.fully_shard, rows=5, **kwargs)
+        if with_methods:
+            set_methods(model[0].weight)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(param.bfloat16())  # so that a gather in bfloat16 loses nothing
+        runs.append((train(model, 1), full_state(model)))
+    assert runs[1][0] == runs[0][0]
+    assert_same(runs[1][1], runs[0][1], bitwise=True, what="parameters")
 
 
 def shard_layer(**options):
