@@ -111,20 +111,6 @@ def test_a_module_may_be_frozen_between_forward_and_backward(apply):
     assert all(param.grad is None for param in model.parameters())
 
 
-def float_window(mesh_shape, schedule, wire_dtype, seed):
-    """Return the first parameter's gradient and the exact sum, for gradients that are floats."""
-    mesh = init_device_mesh("cpu", mesh_shape)
-    policy = meshard.MixedPrecisionPolicy(reduce_dtype=wire_dtype)
-    model = meshard.fully_shard(Table([(7, 3)]), mesh, mp_policy=policy)
-    generator = torch.Generator().manual_seed(seed)
-    ranks = dist.get_world_size()
-    all_gradients = torch.randn(len(schedule), ranks, 7, 3, generator=generator)
-    for k, sync in enumerate(schedule):
-        model.set_gradient_sync(MODES[sync])
-        model(torch.zeros(()), [all_gradients[k, dist.get_rank()]]).backward()
-    return next(model.parameters()).grad.full_tensor(), all_gradients
-
-
 @pytest.mark.slow
 @given(
     mesh=strategies.meshes(),
@@ -137,20 +123,30 @@ def test_floats_stay_within_the_derived_bound_and_are_deterministic(
 ):
     """(K + log2 D + 2) eps of the accumulate dtype, and one rounding to the wire per collective."""
     ranks = strategies.num_ranks(mesh)
-    args = (mesh, schedule, wire_dtype, seed)
-    first, second = run_threads(float_window, ranks, *args), run_threads(float_window, ranks, *args)
-    for (grad, gradients), (again, _) in zip(first, second, strict=True):
-        assert torch.equal(grad, again)
-        assert torch.equal(grad, first[0][0])  # every replica, bit for bit
-        exact = gradients.double().sum((0, 1)) / ranks
-        magnitude = gradients.double().abs().sum((0, 1)) / ranks
-        sums = len(schedule) + math.ceil(math.log2(ranks)) + 2 + len(mesh)
-        bound = sums * torch.finfo(torch.float32).eps * magnitude
-        if wire_dtype == torch.bfloat16:
-            # To nearest is half an eps: into the reduce-scatter, into the all-reduce, in its sums.
-            roundings = 1 + (len(mesh) == 2) * (1 + mesh[0])
-            bound = bound + roundings * torch.finfo(torch.bfloat16).eps / 2 * magnitude * 1.01
-        assert ((grad.double() - exact).abs() <= bound).all()
+    generator = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(len(schedule), ranks, 7, 3, generator=generator)
+    exact = gradients.double().sum((0, 1)) / ranks
+    magnitude = gradients.double().abs().sum((0, 1)) / ranks
+    num_sums = len(schedule) + math.ceil(math.log2(ranks)) + 2 + len(mesh)
+    bound = num_sums * torch.finfo(torch.float32).eps * magnitude
+    if wire_dtype == torch.bfloat16:
+        # To nearest is half an eps: into the reduce-scatter, into the all-reduce, in its sums.
+        roundings = 1 + (len(mesh) == 2) * (1 + mesh[0])
+        bound = bound + roundings * torch.finfo(torch.bfloat16).eps / 2 * magnitude * 1.01
+    policy = meshard.MixedPrecisionPolicy(reduce_dtype=wire_dtype)
+
+    def gradient():
+        model = meshard.fully_shard(
+            Table([(7, 3)]), init_device_mesh("cpu", mesh), mp_policy=policy
+        )
+        for number, mode in enumerate(schedule):
+            model.set_gradient_sync(MODES[mode])
+            model(torch.zeros(()), [gradients[number, dist.get_rank()]]).backward()
+        return model.params[0].grad.full_tensor()
+
+    first, *others = run_threads(gradient, ranks) + run_threads(gradient, ranks)
+    assert all(torch.equal(first, other) for other in others)  # every replica, bit for bit
+    assert ((first.double() - exact).abs() <= bound).all()
 
 
 @on_threads(2)
