@@ -48,8 +48,7 @@ CLEARS = {
 @pytest.mark.parametrize("how", CLEARS)
 def test_zero_grad_clears_what_is_hidden(how, schedule):
     model = make()
-    for mode in schedule:
-        run(model, mode, 100.0, 7.0)
+    run(model, schedule, 100.0, 7.0)
     CLEARS[how](model)
     assert not meshard.pending_gradients(model)
     run(model, "F", 2.5, None)
@@ -96,8 +95,7 @@ def test_unused_parameters_get_zeros_on_request():
 def test_partial_sums_in_flight_are_added_up():
     model = make()
     model.set_is_last_backward(False)
-    for _ in range(3):
-        run(model, "R", 1.0, 1.0)
+    run(model, "RRR", 1.0, 1.0)
     model.set_is_last_backward(True)
     run(model, "F", 1.0, None)
     assert values(model) == {"a": 4.0, "b": 3.0}
@@ -116,8 +114,7 @@ def test_a_step_in_an_open_window_is_refused(schedule, is_last, text):
     model = make()
     optimizer = torch.optim.AdamW(model.parameters())
     model.set_is_last_backward(is_last)
-    for mode in schedule:
-        run(model, mode, 1.0, 1.0)
+    run(model, schedule, 1.0, 1.0)
     message = rf"unit '\(root\)' holds gradients that are {text}.*finalize_gradients"
     with pytest.raises(RuntimeError, match=message):
         optimizer.step()
@@ -223,8 +220,7 @@ def test_edits_of_grad_between_microbatches_hold(dtype, edit, a, b):
     model = make((2,), dtype=dtype, mp_policy=MixedPrecisionPolicy())
     run(model, "F", 3.0, 1.0)
     EDITS[edit](model)
-    run(model, "F", 1.0, 1.0)
-    run(model, "F", 1.0, 1.0)
+    run(model, "FF", 1.0, 1.0)
     assert values(model) == {"a": a, "b": b}
 
 

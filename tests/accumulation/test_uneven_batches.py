@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-from functools import partial
 
 import pytest
 import torch
@@ -53,6 +52,15 @@ def loss_of(model, batch):
     return model(batch).square().sum()
 
 
+def run_backwards(model, batch, modes):
+    """Run F (which reduces) or N (which does not), and for a dot a forward alone."""
+    for mode in modes:
+        with model.no_sync() if mode == "N" else contextlib.nullcontext():
+            loss = loss_of(model, batch)
+            if mode != ".":
+                loss.backward()
+
+
 def assert_same_on_all_ranks(values):
     for name, value in values.items():
         of_first = value.clone()
@@ -101,8 +109,7 @@ def ends_window(number):
 
 
 def around_both(model, number, batch):
-    with contextlib.nullcontext() if ends_window(number) else model.no_sync():
-        loss_of(model, batch).backward()
+    run_backwards(model, batch, "F" if ends_window(number) else "N")
 
 
 def around_the_backward(model, number, batch):
@@ -188,9 +195,7 @@ def test_buffers_are_sent_once_per_iteration_however_often_the_module_runs_in_it
     meshard.replicate(model, broadcast_buffers=True, bucket_cap_mb=4e-5)
     for batch in meshard.uneven_batches(model, own_batches()):
         if batch is not None:
-            with model.no_sync():
-                model(batch).sum().backward()
-            model(batch).sum().backward()
+            run_backwards(model, batch, "NF")
         model.zero_grad()
     # Counted by the rank that has the most batches, in the end.
     assert model[1].num_batches_tracked == 2 * LONGEST
@@ -198,30 +203,6 @@ def test_buffers_are_sent_once_per_iteration_however_often_the_module_runs_in_it
 
 
 # --- where ranks do not fit together -------------------------------------------------------------
-
-
-def skip(model, loss):
-    pass
-
-
-def run_no_backward(model, loss):
-    loss()
-
-
-def reduce_twice(model, loss):
-    loss().backward()
-    loss().backward()
-
-
-def keep_after_reducing(model, loss):
-    loss().backward()
-    with model.no_sync():
-        loss().backward()
-
-
-def keep(model, loss):
-    with model.no_sync():
-        loss().backward()
 
 
 SKIPPED = r"rank\(s\) \[.*\] skipped a batch of uneven_batches, or reduced twice for one"
@@ -239,16 +220,16 @@ def assert_trains_without_the_loop(model):
 @pytest.mark.parametrize(
     ("wrong", "on_rank", "when", "sends_buffers"),
     [
-        (skip, (0,), 0, False),
-        (skip, (0, 2), 1, True),
-        (run_no_backward, (2,), 1, True),
-        (run_no_backward, (0, 2), 0, False),
-        (reduce_twice, (0, 2), 0, True),
-        (reduce_twice, (0,), 1, False),
-        (keep_after_reducing, (0,), 1, False),
-        (keep_after_reducing, (2,), 0, True),
-        (keep, (2,), 0, False),
-        (keep, (0,), 1, True),
+        ("", (0,), 0, False),
+        ("", (0, 2), 1, True),
+        (".", (2,), 1, True),
+        (".", (0, 2), 0, False),
+        ("FF", (0, 2), 0, True),
+        ("FF", (0,), 1, False),
+        ("FN", (0,), 1, False),
+        ("FN", (2,), 0, True),
+        ("N", (2,), 0, False),
+        ("N", (0,), 1, True),
     ],
 )
 def test_every_rank_raises_if_one_does_not_fit(wrong, on_rank, when, sends_buffers):
@@ -259,12 +240,10 @@ def test_every_rank_raises_if_one_does_not_fit(wrong, on_rank, when, sends_buffe
         for number, batch in enumerate(meshard.uneven_batches(model, own_batches())):
             model.zero_grad()
             if batch is not None:
-                if number == when and dist.get_rank() in on_rank:
-                    wrong(model, partial(loss_of, model, batch))
-                else:
-                    loss_of(model, batch).backward()
+                is_wrong = number == when and dist.get_rank() in on_rank
+                run_backwards(model, batch, wrong if is_wrong else "F")
 
-    with pytest.raises(RuntimeError, match=DIFFERENT if wrong is keep else SKIPPED):
+    with pytest.raises(RuntimeError, match=DIFFERENT if wrong == "N" else SKIPPED):
         loop()
     assert_trains_without_the_loop(model)
 
@@ -281,8 +260,8 @@ def test_a_divide_factor_set_in_the_body_stays_and_a_batch_may_be_none():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("under_no_sync", [False, True])
-def test_all_ranks_may_leave_the_loop_alike(under_no_sync):
+@pytest.mark.parametrize("mode", ["F", "N"])
+def test_all_ranks_may_leave_the_loop_alike(mode):
     """Some have no batch any more, and leave before these can join."""
     model, seen = replicated(), []
     for number, batch in enumerate(meshard.uneven_batches(model, own_batches())):
@@ -291,8 +270,7 @@ def test_all_ranks_may_leave_the_loop_alike(under_no_sync):
         seen.append(batch is not None)
         model.zero_grad()
         if batch is not None:
-            with model.no_sync() if under_no_sync else contextlib.nullcontext():
-                loss_of(model, batch).backward()
+            run_backwards(model, batch, mode)
     assert seen == [number < COUNTS[dist.get_rank()] for number in range(2)]
     assert_trains_without_the_loop(model)
 
