@@ -15,6 +15,7 @@ from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 from tests.support.spread import spread
+from tests.support.strategies import MODES
 
 COUNTS = [3, 0, 5, 1]  # batches of each rank
 LONGEST = max(COUNTS)
@@ -52,10 +53,14 @@ def loss_of(model, batch):
     return model(batch).square().sum()
 
 
+def context(model, mode):
+    return model.no_sync() if mode == "N" else contextlib.nullcontext()
+
+
 def run_backwards(model, batch, modes):
     """Run F (which reduces) or N (which does not), and for a dot a forward alone."""
     for mode in modes:
-        with model.no_sync() if mode == "N" else contextlib.nullcontext():
+        with context(model, mode):
             loss = loss_of(model, batch)
             if mode != ".":
                 loss.backward()
@@ -108,31 +113,25 @@ def ends_window(number):
     return number % 2 == 1
 
 
-def around_both(model, number, batch):
-    run_backwards(model, batch, "F" if ends_window(number) else "N")
-
-
-def around_the_backward(model, number, batch):
+def around_the_backward(model, batch, mode):
     loss = loss_of(model, batch)
-    with contextlib.nullcontext() if ends_window(number) else model.no_sync():
+    with context(model, mode):
         loss.backward()
 
 
-def by_a_setter(model, number, batch):
-    model.set_gradient_sync(GradientSync.FULL if ends_window(number) else GradientSync.NONE)
+def by_a_setter(model, batch, mode):
+    model.set_gradient_sync(MODES[mode])
     loss_of(model, batch).backward()
     model.set_gradient_sync(GradientSync.FULL)
 
 
-def in_parts(model, number, batch):
+def in_parts(model, batch, mode):
     """Microbatches of one batch, of which the last reduces or not."""
-    until_last = GradientSync.REDUCE_SCATTER
-    if ends_window(number):
-        for part in meshard.microbatches(model, batch.chunk(3), until_last=until_last):
-            loss_of(model, part).backward()
-        return
+    until_last, parts = GradientSync.REDUCE_SCATTER, batch.chunk(3)
     with meshard.gradient_sync(model, until_last):
-        for part in batch.chunk(3):
+        if mode == "F":
+            parts = meshard.microbatches(model, parts, until_last=until_last)
+        for part in parts:
             loss_of(model, part).backward()
 
 
@@ -153,14 +152,14 @@ def train_plain_windows(*, counts_all):
 
 
 @on_ranks(4)
-@spread(run=[around_both, around_the_backward, by_a_setter, in_parts], counts_all=[False, True])
+@spread(run=[run_backwards, around_the_backward, by_a_setter, in_parts], counts_all=[False, True])
 def test_a_rank_without_a_batch_accumulates_as_the_others_do(run, counts_all):
     model = replicated()
     optimizer = sgd(model)
     options = {"divide_by_initial_world_size": True} if counts_all else {}
     for number, batch in enumerate(meshard.uneven_batches(model, own_batches(), **options)):
         if batch is not None:
-            run(model, number, batch)
+            run(model, batch, "F" if ends_window(number) else "N")
         if ends_window(number):
             optimizer.step()
             optimizer.zero_grad()
@@ -180,7 +179,7 @@ def test_units_are_stepped_in_the_backward_that_ends_a_window_without_a_batch_to
     optimizer = meshard.overlap_optimizer(model, torch.optim.SGD, lr=1e-2, momentum=0.9)
     for number, batch in enumerate(meshard.uneven_batches(model, own_batches())):
         if batch is not None:
-            around_both(model, number, batch)
+            run_backwards(model, batch, "F" if ends_window(number) else "N")
         if ends_window(number):
             optimizer.step()
     meshard.finalize_gradients(model)
