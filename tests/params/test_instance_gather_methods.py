@@ -11,11 +11,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
+from tests.support import parity
+from tests.support.against_plain import inputs_of
 from tests.support.models import seeded
-from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
-
-STEPS = 3
 
 
 def pre_all_gather(local, calls, mesh, outer_size, outer_stride, module, mp_policy):
@@ -45,25 +44,15 @@ def set_methods(param):
     return calls
 
 
-def build(rows=4):
-    return seeded(nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 4)))
-
-
-def train(model, steps=STEPS):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def train(model, steps=3):
+    """Return losses, gradients and parameters of each step."""
+    batches = [inputs_of(0, step) for step in range(steps)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return parity.train(model, batches, sgd, loss_fn=lambda output: output.square().sum())
 
 
 def sharded(fully_shard, rows=4, **kwargs):
-    model = build(rows)
+    model = seeded(nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 4)))
     mesh = init_device_mesh("cpu", (2,))
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh, **kwargs)
@@ -77,12 +66,11 @@ def test_they_are_called_as_by_torch(reshard_after_forward):
     for fully_shard in (meshard.fully_shard, torch_fully_shard):
         model = sharded(fully_shard, reshard_after_forward=reshard_after_forward)
         calls = [set_methods(model[number].weight) for number in (0, 2)]
-        runs.append((train(model), full_state(model), calls))
-    (losses, state, calls), (peer_losses, peer_state, peer_calls) = runs
+        runs.append((train(model), calls))
+    (steps, calls), (peer_steps, peer_calls) = runs
     assert calls[0], "fsdp_pre_all_gather was not called"
     assert calls == peer_calls
-    assert losses == peer_losses
-    assert_same(state, peer_state, bitwise=True, what="parameters")
+    parity.assert_same_run(steps, peer_steps, bitwise=True)
 
 
 @on_threads(2)
@@ -117,9 +105,8 @@ def test_the_other_parameters_of_the_unit_train_as_before(kwargs):
         with torch.no_grad():
             for param in model.parameters():
                 param.copy_(param.bfloat16())  # so that a gather in bfloat16 loses nothing
-        runs.append((train(model, 1), full_state(model)))
-    assert runs[1][0] == runs[0][0]
-    assert_same(runs[1][1], runs[0][1], bitwise=True, what="parameters")
+        runs.append(train(model, 1))
+    parity.assert_same_run(*runs, bitwise=True)
 
 
 def shard_layer(**options):
