@@ -10,7 +10,6 @@ from tests.support import insides
 from tests.support.ones import make, values
 from tests.support.ranks import on_threads
 from tests.support.spread import spread
-from tests.support.threads import run_threads
 
 
 class Stream(IterableDataset):
@@ -20,7 +19,8 @@ class Stream(IterableDataset):
         return iter([1.0, 2.0, 3.0])
 
 
-def from_a_loader():
+@on_threads(4)
+def test_microbatches_need_no_length():
     model = make()
     model.set_is_last_backward(False)
     lifecycle = insides.units(model)[0].lifecycle
@@ -28,14 +28,13 @@ def from_a_loader():
         model(batch, None).backward()
     assert lifecycle.is_last_backward is False  # as it was before
     assert list(meshard.microbatches(model, [])) == []
-    with pytest.raises(TypeError, match="until_last"):
-        meshard.microbatches(model, [], until_last=True)
+    for until_last in (True, "none"):
+        with pytest.raises(
+            TypeError, match=rf"until_last must be a meshard.GradientSync, got {until_last!r}"
+        ):
+            meshard.microbatches(model, [1], until_last=until_last)
     lifecycle.is_last_backward = True
-    return values(model)["a"]
-
-
-def test_microbatches_need_no_length():
-    assert run_threads(from_a_loader, 4) == [6.0] * 4
+    assert values(model)["a"] == 6.0
 
 
 @on_threads(4)

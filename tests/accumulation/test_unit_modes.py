@@ -1,5 +1,6 @@
 """Modes of single units, and windows that end without a backward of the unit."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,9 +9,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import CommLedger
 from tests.support.models import Made, Tables, seeded
+from tests.support.ranks import on_threads
+from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
 from tests.support.strategies import MODES
-from tests.support.threads import run_threads
 
 
 def make(mesh_shape):
@@ -34,10 +36,14 @@ def grads(model):
     return [None if p.grad is None else p.grad.full_tensor()[0].item() for p in params]
 
 
-def modes_side_by_side():
+@on_threads(4)
+def test_units_in_different_modes_send_and_show_what_theirs_say():
     model = make((2, 2))
-    found = []
-    for modes, number in (("NRF", 1.0), ("RFN", 2.0), ("FFF", 4.0)):
+    for modes, number, expected in (
+        ("NRF", 1.0, ([None, None, 1.0], ["", "s", "sa"], ["unsharded", 1.0])),
+        ("RFN", 2.0, ([None, 3.0, 1.0], ["s", "sa", ""], [3.0, "-"])),
+        ("FFF", 4.0, ([7.0, 7.0, 7.0], ["sa", "sa", "sa"], ["-", "-"])),
+    ):
         with CommLedger(model) as ledger:
             run(model, modes, number, number, number)
         counts = {"units.0": "", "units.1": "", "(root)": ""}
@@ -45,22 +51,18 @@ def modes_side_by_side():
             if event.op != "all_gather":
                 counts[event.unit] += {"reduce_scatter": "s", "all_reduce": "a"}[event.op]
         pending = meshard.pending_gradients(model)
-        states = [pending.get(name, "-") for name in ("units.0.params.0", "units.1.params.0")]
-        held = ["whole" if s is None else s if s == "-" else s.to_local()[0].item() for s in states]
-        found.append((grads(model), list(counts.values()), held))
-    return found
+        partials = [pending.get(f"units.{number}.params.0", "-") for number in range(2)]
+        shown = [
+            "unsharded" if p is None else p if p == "-" else p.to_local()[0].item()
+            for p in partials
+        ]
+        assert (grads(model), list(counts.values()), shown) == expected, modes
 
 
-def test_units_in_different_modes_send_and_show_what_theirs_say():
-    expected = [
-        ([None, None, 1.0], ["", "s", "sa"], ["whole", 1.0]),
-        ([None, 3.0, 1.0], ["s", "sa", ""], [3.0, "-"]),
-        ([7.0, 7.0, 7.0], ["sa", "sa", "sa"], ["-", "-"]),
-    ]
-    assert run_threads(modes_side_by_side, 4) == [expected] * 4
-
-
-def skip_a_unit(mesh_shape, before, end):
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2), (1, 4), (4, 1)])
+@spread(before=["N", "R", "RN", "NR"], end=["full", "finalize"])
+@on_threads(4)
+def test_a_unit_that_is_not_run_on_full_is_flushed_all_the_same(mesh_shape, before, end):
     model = make(mesh_shape)
     for mode in before:
         run(model, mode * 3, 1.0, 1.0, 1.0)
@@ -70,53 +72,37 @@ def skip_a_unit(mesh_shape, before, end):
         meshard.finalize_gradients(model)
     assert not meshard.pending_gradients(model)
     torch.optim.SGD(model.parameters(), lr=1.0).step()  # would refuse while a window is open
-    first = grads(model)
+    num, last = float(len(before)), 4.0 * (end == "full")
+    assert grads(model) == [num, num + last, num + last]
     model.zero_grad()
     run(model, "FFF", 8.0, None, 8.0)  # nothing of the first window is left
-    return first, grads(model)
+    assert grads(model) == [8.0, None, 8.0]
 
 
-@spread(
-    mesh_shape=[(4,), (2, 2), (1, 2), (2, 1)],
-    before=["N", "R", "RN", "NR"],
-    end=["full", "finalize"],
-)
-def test_a_unit_that_is_not_run_on_full_is_flushed_all_the_same(mesh_shape, before, end):
-    num, last = float(len(before)), 4.0 * (end == "full")
-    expected = ([num, num + last, num + last], [8.0, None, 8.0])
-    num_ranks = torch.Size(mesh_shape).numel()
-    assert run_threads(skip_a_unit, num_ranks, mesh_shape, before, end) == [expected] * num_ranks
-
-
-def flush_in_order():
+@on_threads(4)
+def test_units_that_are_flushed_come_after_those_that_ran_in_the_order_of_backward():
     def forward(module, x, count):
-        for layer in module.layers[:count]:
+        for layer in module.blocks[:count]:
             x = layer(x)
         return x
 
-    model = seeded(Made(forward, layers=[nn.Linear(2, 2, bias=False) for _ in range(3)]))
-    mesh = init_device_mesh("cpu", (2, 2))
-    for layer in model.layers:
-        meshard.fully_shard(layer, mesh)
-    meshard.fully_shard(model, mesh)
+    model = seeded(Made(forward, blocks=[nn.Linear(2, 2, bias=False) for _ in range(3)]))
+    shard_blocks(model, init_device_mesh("cpu", (2, 2)))
     x = torch.ones(1, 2)
     with meshard.no_sync(model):
         model(x, 3).sum().backward()
     with CommLedger(model) as ledger:
         model(x, 1).sum().backward()
-    return [(event.op, event.unit) for event in ledger.events if event.op != "all_gather"]
+    events = [(event.op, event.unit) for event in ledger.events if event.op != "all_gather"]
+    units = ["blocks.0", "blocks.2", "blocks.1"]
+    assert [unit for op, unit in events if op == "reduce_scatter"] == units
+    assert sorted(unit for op, unit in events if op == "all_reduce") == sorted(units)
+    assert len(events) == 6
 
 
-def test_units_that_are_flushed_come_after_those_that_ran_in_the_order_of_backward():
-    units = ["layers.0", "layers.2", "layers.1"]
-    for events in run_threads(flush_in_order, 4):
-        assert [unit for op, unit in events if op == "reduce_scatter"] == units
-        assert sorted(events) == sorted(
-            (op, unit) for unit in units for op in ("reduce_scatter", "all_reduce")
-        )
-
-
-def end_without_any_unit(mode, mesh_shape):
+@on_threads(4)
+@spread(mode=["N", "R"], mesh_shape=[(4,), (2, 2)])
+def test_a_last_backward_in_which_no_unit_runs_reduces_all_the_same(mode, mesh_shape):
     mesh = init_device_mesh("cpu", mesh_shape)
     child = nn.Linear(4, 1, bias=False)  # the only unit with parameters, which need not run
     model = seeded(Made(lambda m, x, use: m.child(x) if use else x, child=child))
@@ -126,10 +112,5 @@ def end_without_any_unit(mode, mesh_shape):
     model(torch.full((1, 4), float(dist.get_rank())), True).sum().backward()
     model.set_gradient_sync(MODES["F"])
     model(torch.ones(1, 4, requires_grad=True), False).sum().backward()
-    return bool(meshard.pending_gradients(model)), model.child.weight.grad.full_tensor().tolist()
-
-
-@spread(mode=["N", "R"], mesh_shape=[(4,), (2, 2)])
-def test_a_last_backward_in_which_no_unit_runs_reduces_all_the_same(mode, mesh_shape):
-    found = run_threads(end_without_any_unit, 4, mode, mesh_shape)
-    assert found == [(False, [[1.5] * 4])] * 4
+    assert not meshard.pending_gradients(model)
+    assert model.child.weight.grad.full_tensor().tolist() == [[1.5] * 4]

@@ -4,37 +4,29 @@ import pytest
 import torch
 
 from tests.support.ones import make, run, values
-from tests.support.threads import run_threads
+from tests.support.ranks import on_ranks, on_threads
 
 
-def count_tokens(kind):
-    model = make()
-    tokens = torch.tensor(0.0)
-    model.set_gradient_divide_factor(tokens if kind == "tensor" else lambda: tokens.item())
-    found = []
-    for count in (8.0, 2.0):
-        tokens.fill_(count)
-        model.zero_grad()
-        run(model, "F", 4.0)
-        found.append(values(model)["a"])
-    tokens.fill_(0.0)
-    with pytest.raises(ValueError, match=r"positive and finite, got 0\.0"):
-        run(model, "F", 4.0)
-    return found
-
-
-def deprecated_name():
+@on_ranks(4)  # what Python does to warnings is shared by threads
+def test_the_deprecated_name_of_fsdp2_does_the_same_and_warns():
     model = make()
     with pytest.warns(DeprecationWarning, match="set_gradient_divide_factor"):
         model.set_reduce_scatter_divide_factor(2.0)
     run(model, "F", 4.0)
-    return values(model)["a"]
+    assert values(model)["a"] == 8.0
 
 
-def test_the_deprecated_name_of_fsdp2_does_the_same_and_warns(run_ranks):
-    assert run_ranks(deprecated_name, 4) == [8.0] * 4
-
-
+@on_threads(4)
 @pytest.mark.parametrize("kind", ["tensor", "callable"])
 def test_a_divide_factor_may_be_read_at_each_reduction(kind):
-    assert run_threads(count_tokens, 4, kind) == [[2.0, 8.0]] * 4
+    model = make()
+    tokens = torch.tensor(0.0)
+    model.set_gradient_divide_factor(tokens if kind == "tensor" else lambda: tokens.item())
+    for count in (8.0, 2.0):
+        tokens.fill_(count)
+        model.zero_grad()
+        run(model, "F", 4.0)
+        assert values(model)["a"] == 16.0 / count
+    tokens.fill_(0.0)
+    with pytest.raises(ValueError, match=r"positive and finite, got 0\.0"):
+        run(model, "F", 4.0)

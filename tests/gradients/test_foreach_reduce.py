@@ -17,7 +17,6 @@ from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 from meshard.foreach_reduce import ReducePlan, Reduction, foreach_reduce
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.threads import run_threads
 
 MESHES = [(1,), (2,), (1, 2), (2, 1), (2, 2)]  # (replicas, shards), or shards alone
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -52,42 +51,11 @@ def windows(draw):
     return mesh_shape, shapes, gradients
 
 
-def reduce_window(mesh_shape, shapes, gradients, **options):
-    """Reduce all but the last microbatch to a partial; return the result of this rank."""
-    shard_group, replicate_group = groups_of(mesh_shape)
-    partial = None
-    for number, of_ranks in enumerate(gradients):
-        partial = foreach_reduce(
-            of_ranks[dist.get_rank()],
-            shard_group,
-            replicate_group,
-            shapes=shapes,
-            partial=partial,
-            all_reduce=number == len(gradients) - 1,
-            **options,
-        )
-    return partial
-
-
-def shard_of(tensor, count, rank):
+def exact_shard(tensor, count, rank):
+    """Return the exact value of each element that a rank owns, in its shape."""
     chunks = tensor.chunk(count) if tensor.shape[0] else ()
-    return chunks[rank] if rank < len(chunks) else tensor[:0]
-
-
-def exact_shards(mesh_shape, shapes, gradients, factor, rank):
-    """Return the exact value of each element of each shard of a rank, and the sum of magnitudes."""
-    count = mesh_shape[-1]
-    divisor = Fraction(math.prod(mesh_shape) if factor is None else factor)
-    for index, shape in enumerate(shapes):
-        used = [g[index] for ranks in gradients for g in ranks if g[index] is not None]
-        if not used and math.prod(shape):
-            yield None
-            continue
-        zero = torch.zeros(shape)
-        total, magnitude = sum(used, zero), sum((each.abs() for each in used), zero)
-        own = shard_of(total, count, rank % count)
-        bound = magnitude.max().item() if magnitude.numel() else 0.0
-        yield own.shape, [Fraction(value) / divisor for value in own.flatten().tolist()], bound
+    own = chunks[rank] if rank < len(chunks) else tensor[:0]
+    return own.shape, [Fraction(value) for value in own.flatten().tolist()]
 
 
 @settings(deadline=None, max_examples=60)
@@ -97,59 +65,62 @@ def exact_shards(mesh_shape, shapes, gradients, factor, rank):
     wire=st.sampled_from(DTYPES),
 )
 def test_the_result_is_the_exact_sum_over_the_divide_factor(window, factor, wire):
+    """All microbatches but the last are reduced to a partial."""
     mesh_shape, shapes, gradients = window
-    results = run_threads(
-        reduce_window,
-        math.prod(mesh_shape),
-        *window,
-        divide_factor=factor,
-        reduce_dtype=wire,
-    )
     divisor = Fraction(math.prod(mesh_shape) if factor is None else factor)
     is_dyadic = divisor.numerator.bit_count() == divisor.denominator.bit_count() == 1
     eps = 0.0 if is_dyadic else torch.finfo(wire).eps
-    for rank, result in enumerate(results):
-        expected = exact_shards(mesh_shape, shapes, gradients, factor, rank)
-        for ours, theirs in zip(result, expected, strict=True):
-            if theirs is None or ours is None:
-                assert ours is theirs
+
+    @on_threads(math.prod(mesh_shape))
+    def on_each_rank():
+        groups, rank, result = groups_of(mesh_shape), dist.get_rank(), None
+        for number, of_ranks in enumerate(gradients):
+            result = foreach_reduce(
+                of_ranks[rank],
+                *groups,
+                shapes=shapes,
+                partial=result,
+                all_reduce=number == len(gradients) - 1,
+                divide_factor=factor,
+                reduce_dtype=wire,
+            )
+        for index, (ours, shape) in enumerate(zip(result, shapes, strict=True)):
+            used = [g[index] for ranks in gradients for g in ranks if g[index] is not None]
+            assert (ours is None) == (not used and 0 not in shape)
+            if ours is None:
                 continue
-            shape, values, bound = theirs
-            assert ours.shape == shape
-            assert ours.dtype is torch.float32
+            zero = torch.zeros(shape)
+            total, magnitude = sum(used, zero), sum(map(torch.abs, used), zero)
+            own_shape, values = exact_shard(total, mesh_shape[-1], rank % mesh_shape[-1])
+            assert ours.shape == own_shape and ours.dtype is torch.float32
+            bound = magnitude.max().item() if magnitude.numel() else 0.0
             tolerance = (len(gradients) + 4) * eps * bound / float(divisor)
             for value, exact in zip(ours.flatten().tolist(), values, strict=True):
-                assert abs(Fraction(value) - exact) <= tolerance
+                assert abs(Fraction(value) - exact / divisor) <= tolerance
+
+    on_each_rank()
 
 
-def averages(shard_ranks, replica_ranks):
+@on_ranks(4)
+def test_plain_process_groups_are_enough():
     """Reduce the number of the rank, then zero, as in the worked example of the documentation."""
-    shard_group, _ = dist.new_subgroups_by_enumeration(shard_ranks)
-    replicate_group, _ = dist.new_subgroups_by_enumeration(replica_ranks)
-    first, then = torch.full((3, 2), float(dist.get_rank())), torch.zeros(3, 2)
-    partial = foreach_reduce([first], shard_group, replicate_group, all_reduce=False)
-    (result,) = foreach_reduce([then], shard_group, replicate_group, partial=partial)
-    assert (first == dist.get_rank()).all() and not then.any()  # the arguments are unchanged
-    return partial[0].tolist(), result.tolist()
+    rank = dist.get_rank()
+    shard_group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
+    replicate_group, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
+    first, then = torch.full((3, 2), float(rank)), torch.zeros(3, 2)
+    (partial,) = foreach_reduce([first], shard_group, replicate_group, all_reduce=False)
+    (result,) = foreach_reduce([then], shard_group, replicate_group, partial=[partial])
+    assert (first == rank).all() and not then.any()  # the arguments are unchanged
+    num_rows = 2 if rank % 2 == 0 else 1  # as torch.chunk cuts three rows
+    assert partial.tolist() == [[0.5 if rank < 2 else 2.5] * 2] * num_rows
+    assert result.tolist() == [[1.5] * 2] * num_rows
 
 
-def test_plain_process_groups_are_enough(run_ranks):
-    results = run_ranks(averages, 4, [[0, 1], [2, 3]], [[0, 2], [1, 3]])
-    for rank, (partial, result) in enumerate(results):
-        num_rows = 2 if rank % 2 == 0 else 1  # as torch.chunk cuts three rows
-        assert partial == [[0.5 if rank < 2 else 2.5] * 2] * num_rows
-        assert result == [[1.5] * 2] * num_rows
-
-
-def large_values():
-    (shard,) = foreach_reduce(
-        [torch.full((4,), 20_000.0)], dist.group.WORLD, reduce_dtype=torch.float16
-    )
-    return shard.tolist()
-
-
+@on_threads(4)
 def test_float16_averages_what_would_overflow_as_a_sum():
-    assert run_threads(large_values, 4) == [[20_000.0]] * 4
+    large = torch.full((4,), 20_000.0)
+    (shard,) = foreach_reduce([large], dist.group.WORLD, reduce_dtype=torch.float16)
+    assert shard.tolist() == [20_000.0]
 
 
 @on_threads(1)

@@ -43,18 +43,11 @@ def test_gradients_are_published_and_added_up_in_it(kwargs):
         assert_gradient(layer.weight, 128.5 * count)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, None])  # None: that of the parameter
 @on_threads(2)
-def test_it_may_be_set_on_a_sharded_parameter():
+def test_it_may_be_set_on_a_sharded_parameter(dtype):
     layer = made()
-    layer.weight.grad_dtype = torch.bfloat16
-    backward(layer)
-    assert_gradient(layer.weight, 128.0, torch.bfloat16)
-
-
-@on_threads(2)
-def test_none_is_the_dtype_of_the_parameter():
-    layer = made()
-    layer.weight.grad_dtype = None
+    layer.weight.grad_dtype = dtype
     backward(layer)
     assert_gradient(layer.weight, 128.0, torch.bfloat16)
 
@@ -77,22 +70,6 @@ def test_copies_keep_it():
         assert_gradient(each.weight, 128.5)
 
 
-def made_on_meta():
-    with torch.device("meta"):
-        layer = nn.Linear(4, 2, bias=False, dtype=torch.bfloat16)
-    layer.weight.grad_dtype = torch.float32
-    return meshard.fully_shard(layer)
-
-
-@on_threads(2)
-def test_a_model_on_meta_that_is_filled_keeps_it():
-    layer = made_on_meta()
-    layer.to_empty(device="cpu")  # which drops it from a plain module
-    layer.load_state_dict({"weight": torch.ones(2, 4, dtype=torch.bfloat16)})
-    backward(layer)
-    assert_gradient(layer.weight, 128.5)
-
-
 @on_threads(2)
 def test_an_assigned_parameter_gets_it_and_a_cast_keeps_it():
     layer = made()
@@ -105,9 +82,21 @@ def test_an_assigned_parameter_gets_it_and_a_cast_keeps_it():
     assert_gradient(layer.weight, 128.5)
 
 
+def fill(layer):
+    layer.to_empty(device="cpu")  # which drops it from a plain module
+    layer.load_state_dict({"weight": torch.ones(2, 4, dtype=torch.bfloat16)})
+
+
+def materialize(layer):
+    meshard.materialize(layer, init=lambda module: nn.init.ones_(module.weight))
+
+
+@pytest.mark.parametrize("fill", [fill, materialize])
 @on_threads(2)
-def test_materialize_keeps_it():
-    layer = meshard.materialize(made_on_meta(), init=lambda module: nn.init.ones_(module.weight))
+def test_a_model_on_meta_that_is_filled_keeps_it(fill):
+    with torch.device("meta"):
+        layer = made()
+    fill(layer)
     backward(layer)
     assert_gradient(layer.weight, 128.5)
 

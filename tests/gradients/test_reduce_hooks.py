@@ -1,6 +1,6 @@
 """Reduce hooks: they see every gradient once, in order, and may change it."""
 
-import types
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,12 +9,13 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import GradientSync
-from tests.support.models import Ones, seeded
+from tests.support.models import Made, Ones, seeded
 from tests.support.ones import make, run, values
 from tests.support.ranks import on_threads
+from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
-from tests.support.threads import run_threads
+
+ROUNDED = 1.0009765625  # to 1.0 in bfloat16
 
 
 class Log:
@@ -28,66 +29,58 @@ class Log:
         self.log.append((f"{self.name} after", tuple(shard.shape)))
 
 
-def chain():
+@on_threads(4)
+def test_hooks_are_a_chain_around_the_reduction():
     model, log = make(), []
     handles = [meshard.register_reduce_hook(model, Log(name, log)) for name in "ab"]
-    for mode in "NRF":
-        run(model, mode, 1.0, 1.0)
+    run(model, "NRF", 1.0, 1.0)
+    before = [("a before", (2, 4)), ("b before", (2, 4))]
+    assert log == [*before, *before, ("b after", (4,)), ("a after", (4,))]
+    log.clear()
     handles[0].remove()
     handles[0].remove()
     run(model, "F", 1.0, 1.0)
-    return log
+    assert log == [("b before", (2, 4)), ("b after", (4,))]
 
 
-def test_hooks_are_a_chain_around_the_reduction():
-    before = [("a before", (2, 4)), ("b before", (2, 4))]
-    after = [("b after", (4,)), ("a after", (4,))]
-    second = [("b before", (2, 4)), ("b after", (4,))]
-    assert run_threads(chain, 4) == [before + before + after + second] * 4
-
-
-def round_on_the_wire():
-    model = make((2,))
-    meshard.register_reduce_hook(model, wire_dtype=torch.bfloat16)
-    run(model, "F", 1.0009765625, None)
-    return values(model)
-
-
-def test_rounding_on_the_wire():
-    assert run_threads(round_on_the_wire, 2) == [{"a": 1.0, "b": None}] * 2
-
-
-def hook_and_dtype_together():
+@on_threads(2)
+@pytest.mark.parametrize("with_hook", [False, True])
+def test_a_wire_dtype_rounds_until_it_is_removed_with_its_hook(with_hook):
     model, log = make((2,)), []
-    handle = meshard.register_reduce_hook(model, Log("a", log), wire_dtype=torch.bfloat16)
-    run(model, "F", 1.0009765625, None)
+    hook = [Log("a", log)] if with_hook else []
+    handle = meshard.register_reduce_hook(model, *hook, wire_dtype=torch.bfloat16)
+    run(model, "F", ROUNDED, None)
+    assert values(model) == {"a": 1.0, "b": None}
     handle.remove()
-    rounded = values(model)
     model.zero_grad()
-    run(model, "F", 1.0009765625, None)
-    return rounded, values(model), [name for name, _ in log]
+    run(model, "F", ROUNDED, None)
+    assert values(model) == {"a": ROUNDED, "b": None}
+    assert [name for name, _ in log] == ["a before", "a after"] * with_hook
 
 
-def test_a_hook_and_a_wire_dtype_are_registered_and_removed_together():
-    expected = {"a": 1.0, "b": None}, {"a": 1.0009765625, "b": None}, ["a before", "a after"]
-    assert run_threads(hook_and_dtype_together, 2) == [expected] * 2
-
-
-def fsdp2_hook(with_all_reduce):
-    model = make((2, 2) if with_all_reduce else (4,))
-    seen = []
+@on_threads(4)
+@pytest.mark.parametrize("mesh_shape", [(2, 2), (4,)])
+def test_the_hook_of_fsdp2_gets_what_is_about_to_be_the_gradient(mesh_shape):
+    model, seen = make(mesh_shape), []
     model.set_all_reduce_hook(lambda shard: seen.append("replaced"))
     model.set_all_reduce_hook(lambda shard: seen.append(shard.clone()) or shard.mul_(2))
-    model.set_gradient_sync(GradientSync.FULL)
     run(model, "F", float(dist.get_rank()), 1.0)
-    assert len(seen) == 1
-    assert sorted(set(seen[0].tolist())) == [1.0, 1.5]
-    return values(model)
+    (shard,) = seen
+    assert sorted(set(shard.tolist())) == [1.0, 1.5]
+    assert values(model) == {"a": 3.0, "b": 2.0}
 
 
-@pytest.mark.parametrize("with_all_reduce", [True, False])
-def test_the_hook_of_fsdp2_gets_what_is_about_to_be_the_gradient(with_all_reduce):
-    assert run_threads(fsdp2_hook, 4, with_all_reduce) == [{"a": 3.0, "b": 2.0}] * 4
+@on_threads(4)
+def test_the_all_reduce_hook_of_a_root_reaches_the_units_inside():
+    """The root has no parameters of its own."""
+    blocks = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    model = seeded(Made(lambda module, x: module.blocks[1](module.blocks[0](x)), blocks=blocks))
+    shard_blocks(model, init_device_mesh("cpu", (2, 2)))
+    calls = []
+    for hook in (lambda shard: calls.append(None), None):
+        model.set_all_reduce_hook(hook)
+        model(torch.ones(1, 2)).sum().backward()
+        assert len(calls) == 2
 
 
 @on_threads(2)
@@ -106,47 +99,34 @@ def test_bad_hooks_are_refused():
         with pytest.raises(error, match="wire_dtype"):
             meshard.register_reduce_hook(model, wire_dtype=dtype)
     with pytest.raises(TypeError, match="after of a reduce hook must be a method, got 3"):
-        meshard.register_reduce_hook(model, types.SimpleNamespace(after=3))
+        meshard.register_reduce_hook(model, SimpleNamespace(after=3))
     with pytest.raises(ValueError, match="no unit in this Ones"):
         meshard.register_reduce_hook(Ones(), wire_dtype=torch.bfloat16)
 
 
-class LeaveOut:
-    """Averages over some of the ranks only: ``bad`` contribute nothing."""
-
-    bad = ()
-
-    def arrived(self, unsharded):
-        if dist.get_rank() in self.bad:
-            unsharded.zero_()
-        else:
-            unsharded.mul_(4 / (4 - len(self.bad)))
-
-
-def leave_out_in_a_window(mesh_shape, schedule, bad):
-    model = make(mesh_shape)
-    hook = LeaveOut()
-    meshard.register_reduce_hook(model, hook)
-    rank = dist.get_rank()
-    for number, mode in enumerate(schedule):
-        hook.bad = bad.get(number, ())
-        run(model, mode, float("nan") if rank in hook.bad else float(rank), None)
-    return values(model)
-
-
+@on_threads(4)
 @spread(
     mesh_shape=[(4,), (2, 2)],
     schedule=["F", "FF", "RF", "NF", "NRF", "RRF"],
     bad=[{0: (3,)}, {1: (3,)}, {0: (1, 2), 1: (0,)}, {0: (0, 1, 2, 3)}],
 )
 def test_gradients_are_changed_as_they_arrive_in_each_microbatch(mesh_shape, schedule, bad):
-    expected = 0.0
-    for number in range(len(schedule)):
-        good = [rank for rank in range(4) if rank not in bad.get(number, ())]
+    """Average over some of the ranks only: those that are bad contribute nothing."""
+    rank, model, expected = dist.get_rank(), make(mesh_shape), 0.0
+
+    def arrived(unsharded):
+        if rank in good:
+            unsharded.mul_(4 / len(good))
+        else:
+            unsharded.zero_()
+
+    meshard.register_reduce_hook(model, SimpleNamespace(arrived=arrived))
+    for number, mode in enumerate(schedule):
+        good = [each for each in range(4) if each not in bad.get(number, ())]
+        run(model, mode, float(rank) if rank in good else float("nan"), None)
         expected += sum(good) / max(len(good), 1)
-    for found in run_threads(leave_out_in_a_window, 4, mesh_shape, schedule, bad):
-        assert found["a"] == pytest.approx(expected, rel=1e-6)
-        assert found["b"] is None  # nobody used it: the hook must not make it a zero
+    # No rank has used b: the hook must not make it a zero.
+    assert values(model) == {"a": pytest.approx(expected, rel=1e-6), "b": None}
 
 
 class Twice:
@@ -159,9 +139,9 @@ class Twice:
         shard.mul_(2)
 
 
-def hooks_in_flight():
+@on_threads(4)
+def test_a_reduction_keeps_the_hooks_with_which_it_began():
     model = make()
-    found = []
     model.set_is_last_backward(False)
     handle = meshard.register_reduce_hook(model, Twice())
     run(model, "F", 1.0, None)
@@ -170,34 +150,14 @@ def hooks_in_flight():
     meshard.register_reduce_hook(model, Twice())  # and this one without
     model.set_is_last_backward(True)
     meshard.pending_gradients(model)
-    found.append(values(model))
-    model.zero_grad()
-    same = Twice()
-    handles = [meshard.register_reduce_hook(model, same) for _ in range(2)]
-    handles[0].remove()
-    handles[0].remove()
+    assert values(model) == {"a": 3.0, "b": None}
+
+
+@on_threads(4)
+def test_a_hook_that_is_registered_three_times_and_removed_once_is_called_twice():
+    model, twice = make(), Twice()
+    handle, *_ = [meshard.register_reduce_hook(model, twice) for _ in range(3)]
+    handle.remove()
+    handle.remove()
     run(model, "F", 1.0, None)
-    found.append(values(model))
-    return found
-
-
-def test_a_reduction_keeps_the_hooks_with_which_it_began():
-    expected = [{"a": 3.0, "b": None}, {"a": 4.0, "b": None}]
-    assert run_threads(hooks_in_flight, 4) == [expected] * 4
-
-
-def hook_on_a_root_without_parameters():
-    model, calls = seeded(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))), []
-    mesh = init_device_mesh("cpu", (2, 2))
-    for unit in model:
-        meshard.fully_shard(unit, mesh)
-    meshard.fully_shard(model, mesh)
-    model.set_all_reduce_hook(lambda shard: calls.append(None))
-    model(torch.ones(1, 2)).sum().backward()
-    model.set_all_reduce_hook(None)
-    model(torch.ones(1, 2)).sum().backward()
-    return len(calls)
-
-
-def test_the_all_reduce_hook_of_a_root_reaches_the_units_inside():
-    assert run_threads(hook_on_a_root_without_parameters, 4) == [2] * 4
+    assert values(model) == {"a": 4.0, "b": None}

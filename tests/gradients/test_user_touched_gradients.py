@@ -53,7 +53,7 @@ def test_what_a_user_did_to_a_gradient_goes_with_it(touch):
         gradient = model[0].weight.grad
         assert not gradient.requires_grad and not hasattr(gradient, "seen")
         expected = local(model).clone() if expected is None else expected
-        torch.testing.assert_close(local(model), expected, rtol=0, atol=0)
+        assert torch.equal(local(model), expected)
         del gradient
         left = TOUCHES[touch](model)
         model.zero_grad()
@@ -78,9 +78,9 @@ def test_a_gradient_taken_away_within_a_window_keeps_its_value(take_away):
     held, expected = model[0].weight.grad, local(model).clone()
     take_away(model)
     model(BATCH).sum().backward()
-    torch.testing.assert_close(held.to_local(), expected, rtol=0, atol=0)
+    assert torch.equal(held.to_local(), expected)
     times = 1 if take_away is drop_one else 2
-    torch.testing.assert_close(local(model), times * expected, rtol=0, atol=0)
+    assert torch.equal(local(model), times * expected)
 
 
 @on_ranks(2)
@@ -92,7 +92,7 @@ def test_gradients_follow_a_cast_there_and_back():
     model.float()
     model.zero_grad()
     model(2 * BATCH).sum().backward()
-    torch.testing.assert_close(local(model), 2 * expected, rtol=0, atol=0)
+    assert torch.equal(local(model), 2 * expected)
 
 
 @on_ranks(2)

@@ -6,9 +6,9 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshard import replicate
-from tests.support.fake import fake_group
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_fake_ranks
 from tests.support.sharding import shard_blocks
 
 X = torch.arange(12.0).view(2, 6) / 12
@@ -18,48 +18,44 @@ def sharded():
     return shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", (1,)))
 
 
-def cast(model):
-    model.double()
-
-
-def cast_one(model):
-    model.blocks[1].half()
-
-
 def replace(model):
     model.blocks[1].up.weight = nn.Parameter(torch.zeros(10, 6))
     with torch.no_grad():
         model(X)  # which adopts it
 
 
-@pytest.mark.parametrize("change", [cast, cast_one, replace])
+CHANGES = {
+    "cast": lambda model: model.double(),
+    "cast one": lambda model: model.blocks[1].half(),
+    "replace": replace,
+}
+
+
+@on_fake_ranks(1)
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_backward_whose_parameters_are_gone_is_refused_and_named(change):
-    with fake_group(1):
-        model = sharded()
-        loss = model(X).square().mean()
-        change(model)
-        with pytest.raises(RuntimeError, match="were cast, moved or replaced between its"):
-            loss.backward()
-        model.float()
-        plain = seeded(MlpStack())
-        if change is replace:
-            plain.blocks[1].up.weight = nn.Parameter(torch.zeros(10, 6))
-        for each in (model, plain):
-            each.zero_grad()
-            each(X).square().mean().backward()
-        if change is not cast_one:  # half has rounded the values
-            assert_same(full_grads(model), full_grads(plain))
+    model, plain = sharded(), seeded(MlpStack())
+    loss = model(X).square().mean()
+    CHANGES[change](model)
+    with pytest.raises(RuntimeError, match="were cast, moved or replaced between its"):
+        loss.backward()
+    model.float()
+    CHANGES[change](plain)
+    plain.float()
+    for each in (model, plain):
+        each.zero_grad()
+        each(X).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))
 
 
+@on_fake_ranks(1)
 @pytest.mark.parametrize("shard", [sharded, lambda: replicate(seeded(MlpStack()))])
 def test_a_cast_that_changes_nothing_may_come_between_forward_and_backward(shard):
-    with fake_group(1):
-        model, plain = shard(), seeded(MlpStack())
-        for each in (model, plain):
-            loss = each(X).square().mean()
-            each.float().cpu().to(torch.float32)
-            loss.backward()
-        assert_same(full_grads(model), full_grads(plain))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer.step()
-        model(X).square().mean().backward()
+    model, plain = shard(), seeded(MlpStack())
+    for each in (model, plain):
+        loss = each(X).square().mean()
+        each.float().cpu().to(torch.float32)
+        loss.backward()
+    assert_same(full_grads(model), full_grads(plain))
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    model(X).square().mean().backward()

@@ -11,11 +11,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
+from tests.support import parity
+from tests.support.against_plain import inputs_of
 from tests.support.models import seeded
-from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
-
-STEPS = 3
 
 
 def pre_all_gather(local, calls, mesh, outer_size, outer_stride, module, mp_policy):
@@ -45,49 +44,33 @@ def set_methods(param):
     return calls
 
 
-def build(rows=4):
-    return seeded(nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 4)))
-
-
-def train(model, steps=STEPS):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for step in range(steps):
-        x = torch.randn(3, 6, generator=torch.Generator().manual_seed(step))
-        loss = model(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+def train(model, steps=3):
+    """Return losses, gradients and parameters of each step."""
+    batches = [inputs_of(0, step) for step in range(steps)]
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    return parity.train(model, batches, sgd, loss_fn=lambda output: output.square().sum())
 
 
 def sharded(fully_shard, rows=4, **kwargs):
-    model = build(rows)
+    model = seeded(nn.Sequential(nn.Linear(6, rows), nn.Tanh(), nn.Linear(rows, 4)))
     mesh = init_device_mesh("cpu", (2,))
     for module in (model[0], model[2], model):
         fully_shard(module, mesh=mesh, **kwargs)
     return model
 
 
-def train_with_methods(fully_shard, reshard_after_forward):
-    model = sharded(fully_shard, reshard_after_forward=reshard_after_forward)
-    calls = [set_methods(model[0].weight), set_methods(model[2].weight)]
-    losses = train(model)
-    return losses, full_state(model), calls
-
-
+@on_ranks(2)
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
-def test_they_are_called_as_by_torch(run_ranks, reshard_after_forward):
-    ours = run_ranks(train_with_methods, 2, meshard.fully_shard, reshard_after_forward)
-    peers = run_ranks(train_with_methods, 2, torch_fully_shard, reshard_after_forward)
-    for (losses, state, calls), (peer_losses, peer_state, peer_calls) in zip(
-        ours, peers, strict=True
-    ):
-        assert calls[0], "fsdp_pre_all_gather was not called"
-        assert calls == peer_calls
-        assert losses == peer_losses
-        assert_same(state, peer_state, bitwise=True, what="parameters")
+def test_they_are_called_as_by_torch(reshard_after_forward):
+    runs = []
+    for fully_shard in (meshard.fully_shard, torch_fully_shard):
+        model = sharded(fully_shard, reshard_after_forward=reshard_after_forward)
+        calls = [set_methods(model[number].weight) for number in (0, 2)]
+        runs.append((train(model), calls))
+    (steps, calls), (peer_steps, peer_calls) = runs
+    assert calls[0], "fsdp_pre_all_gather was not called"
+    assert calls == peer_calls
+    parity.assert_same_run(steps, peer_steps, bitwise=True)
 
 
 @on_threads(2)
@@ -103,16 +86,7 @@ def on_other_dim(param):
     return Shard(1) if param.shape == (4, 5) else None
 
 
-def train_uneven(with_methods, kwargs):
-    model = sharded(meshard.fully_shard, rows=5, **kwargs)
-    if with_methods:
-        set_methods(model[0].weight)
-    with torch.no_grad():
-        for param in model.parameters():
-            param.copy_(param.bfloat16())  # so that a gather in bfloat16 loses nothing
-    return train(model, 1), full_state(model)
-
-
+@on_ranks(2)
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -122,12 +96,17 @@ def train_uneven(with_methods, kwargs):
     ],
     ids=["float32", "bfloat16", "other dims"],
 )
-def test_the_other_parameters_of_the_unit_train_as_before(run_ranks, kwargs):
-    plain = run_ranks(train_uneven, 2, False, kwargs)
-    patched = run_ranks(train_uneven, 2, True, kwargs)
-    for (losses, state), (plain_losses, plain_state) in zip(patched, plain, strict=True):
-        assert losses == plain_losses
-        assert_same(state, plain_state, bitwise=True, what="parameters")
+def test_the_other_parameters_of_the_unit_train_as_before(kwargs):
+    runs = []
+    for with_methods in (False, True):
+        model = sharded(meshard.fully_shard, rows=5, **kwargs)
+        if with_methods:
+            set_methods(model[0].weight)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.copy_(param.bfloat16())  # so that a gather in bfloat16 loses nothing
+        runs.append(train(model, 1))
+    parity.assert_same_run(*runs, bitwise=True)
 
 
 def shard_layer(**options):

@@ -93,23 +93,6 @@ class Watched(Int8OnWire):
         return super().fsdp_post_all_gather(all_gather_outputs, *args, out=out)
 
 
-def forward_and_look(layer, memory):
-    """Return the bytes of ``memory(layer.weight)`` inside forward, after it, and after backward."""
-    seen = []
-
-    def look(module, args, output):
-        seen.append((type(module.weight), module.weight))
-
-    handle = layer.register_forward_hook(look, prepend=True)
-    for _ in range(2):
-        loss = layer(torch.ones(2, 3)).sum()
-        kind, whole = seen.pop()
-        after_forward = _bytes_of(memory(whole))
-        loss.backward()
-        yield kind, after_forward, _bytes_of(memory(whole))
-    handle.remove()
-
-
 @pytest.mark.parametrize(
     ("kind", "whole_kind", "num_bytes"),
     [(Bfloat16Whole, WholeBfloat16, 6 * 3 * 2), (Watched, nn.Parameter, 6 * 3 * 4)],
@@ -117,21 +100,29 @@ def forward_and_look(layer, memory):
 @pytest.mark.parametrize("reshard_after_forward", [True, False])
 @on_ranks(2)
 def test_memory_is_given_back(reshard_after_forward, kind, whole_kind, num_bytes):
+    def bytes_of(weight):
+        return _bytes_of(weight.inner if kind is Bfloat16Whole else weight)
+
     def assert_no_outputs():
         """What nothing refers to any more is freed while the parameter is whole."""
         assert kind is not Watched or {_bytes_of(output) for output in Watched.outputs} == {0}
 
-    layer = meshard.fully_shard(
-        linear(kind), mesh_of(2), reshard_after_forward=reshard_after_forward
-    )
-    memory = (lambda whole: whole.inner) if kind is Bfloat16Whole else (lambda whole: whole)
-    kept = 0 if reshard_after_forward else num_bytes
-    assert list(forward_and_look(layer, memory)) == [(whole_kind, kept, 0)] * 2
+    layer, seen = linear(kind), []
+    meshard.fully_shard(layer, mesh_of(2), reshard_after_forward=reshard_after_forward)
+    handle = layer.register_forward_hook(lambda *_: seen.append(layer.weight), prepend=True)
+    for _ in range(2):
+        loss = layer(torch.ones(2, 3)).sum()
+        whole = seen.pop()
+        assert type(whole) is whole_kind
+        assert bytes_of(whole) == (0 if reshard_after_forward else num_bytes)
+        loss.backward()
+        assert bytes_of(whole) == 0
+    handle.remove()
     assert isinstance(layer.weight, DTensor)
     assert_no_outputs()
     layer.unshard()
     assert_no_outputs()
-    assert _bytes_of(memory(layer.weight)) == num_bytes
+    assert bytes_of(layer.weight) == num_bytes
     layer.reshard()
 
 
@@ -238,16 +229,13 @@ def test_frozen_weights_and_a_first_run_under_inference_mode(kind):
 
 @each_kind
 @on_ranks(2)
+@torch.no_grad()  # a forward with a graph leaves modules unsharded
 def test_copies_and_state_dicts(kind):
     layer, x = meshard.fully_shard(linear(kind), mesh_of(2)), torch.ones(2, 3)
-    layer(x).sum().backward()
+    with torch.enable_grad():
+        layer(x).sum().backward()
     copied = copy.deepcopy(layer)
     assert type(copied.weight.to_local()) is kind
-    with torch.no_grad():  # a forward with a graph leaves modules unsharded
-        compare_states(kind, layer, copied, x)
-
-
-def compare_states(kind, layer, copied, x):
     assert torch.equal(copied(x), layer(x))
     state = copy.deepcopy(layer.state_dict())
     assert list(state) == ["weight", "bias"] and type(state["weight"].to_local()) is kind

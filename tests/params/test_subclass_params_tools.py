@@ -2,6 +2,7 @@
 
 import os
 import warnings
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -37,20 +38,20 @@ def one_backward(model):
     return loss.item()
 
 
-def expected_grads(kind, num_ranks, divisor=1.0, model=None):
-    model = RoundingModel(model or IntegerModel(), kind)
-    integer_loss(model(torch.cat([integer_batch(0, rank) for rank in range(num_ranks)]))).backward()
-    return {name.removeprefix("model."): grad / divisor for name, grad in full_grads(model).items()}
-
-
 each_kind = pytest.mark.parametrize("kind", KINDS)
 
 
+def expected_grads(kind, plain=None):
+    """Return the gradients of one process on the batches of two ranks, divided by their number."""
+    plain = plain or IntegerModel()
+    x = torch.cat([integer_batch(0, rank) for rank in range(2)])
+    integer_loss(RoundingModel(plain, kind)(x)).backward()
+    return {name: grad / 2 for name, grad in full_grads(plain).items()}
+
+
 def check_grads(model, kind, plain=None):
-    """Compare the gradients of one backward with those of one process."""
     one_backward(model)
-    grads = {name.replace(".block.", "."): grad for name, grad in full_grads(model).items()}
-    assert_same(grads, expected_grads(kind, 2, divisor=2.0, model=plain), bitwise=True)
+    assert_same(full_grads(model), expected_grads(kind, plain), bitwise=True)
 
 
 @on_threads(2)
@@ -82,30 +83,20 @@ def test_a_unit_has_one_gather_and_one_reduction_more():
 def test_norms_and_the_table_of_units(kind):
     model = sharded(kind)
     check_grads(model, kind)
-    expected = nn.utils.get_total_norm(list(expected_grads(kind, 2, divisor=2.0).values()))
+    expected = nn.utils.get_total_norm(list(expected_grads(kind).values()))
     assert_same(meshard.clip_grad_norm_(model, 1e-3), expected)
     clipped = nn.utils.get_total_norm(list(full_grads(model).values()))
     assert clipped.item() == pytest.approx(1e-3, rel=1e-4)
     assert "(tensor subclasses)" in meshard.describe(model)
 
 
-class Recomputed(nn.Module):
-    """A block whose forward runs again in backward."""
-
-    def __init__(self, block):
-        super().__init__()
-        self.block = block
-
-    def forward(self, x):
-        return checkpoint(self.block, x, use_reentrant=False)
-
-
 @each_kind
 @on_threads(2)
 def test_recomputation(kind):
     model = with_matrices_as(IntegerModel(), kind)
-    for number, block in enumerate(model.blocks):
-        model.blocks[number] = Recomputed(meshard.fully_shard(block))
+    for block in model.blocks:
+        block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+        meshard.fully_shard(block)
     check_grads(meshard.fully_shard(model), kind)
 
 
@@ -177,12 +168,9 @@ class Tied(IntegerModel):
     """Uses the weight of one layer in another one of the same unit."""
 
     def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([self.blocks[0]])
+        super().__init__(dims=(7, 5))
         self.again = nn.Linear(7, 5)
-        self.shift = nn.Parameter(torch.ones(5))
-        with torch.no_grad():
-            self.again.bias.fill_(0.5)
+        nn.init.constant_(self.again.bias, 0.5)
         self.again.weight = self.blocks[0].linear.weight
 
     def forward(self, x):
@@ -202,21 +190,20 @@ def test_tied_weights(kind):
 @spread(kind=KINDS, foreach=[None, False, True])
 @on_threads(2)
 def test_optimizers_of_flat_shards(kind, foreach):
-    states = []
-    for is_flat in (False, True):
-        model = sharded(kind)
-        if is_flat:
-            optimizer = meshard.flat_optimizer(model, torch.optim.AdamW, foreach=foreach)
-        else:
-            optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
+    flat, usual = sharded(kind), sharded(kind)
+    before = full_state(flat)
+    optimizers = {
+        flat: meshard.flat_optimizer(flat, torch.optim.AdamW, foreach=foreach),
+        usual: torch.optim.AdamW(usual.parameters(), foreach=foreach),
+    }
+    for model, optimizer in optimizers.items():
         for _ in range(3):
             one_backward(model)
             optimizer.step()
             optimizer.zero_grad()
-        states.append(full_state(model))
-    assert_same(states[1], states[0], bitwise=True)
-    first = IntegerModel().blocks[0].linear.weight
-    assert not torch.equal(states[1]["blocks.0.linear.weight"], first)
+    assert_same(full_state(flat), full_state(usual), bitwise=True)
+    name = "blocks.0.linear.weight"
+    assert not torch.equal(full_state(flat)[name], before[name])
 
 
 @each_kind

@@ -7,6 +7,7 @@ bfloat16 while they are below 256), and a difference of one bit is an error, not
 """
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -52,9 +53,8 @@ class IntegerModel(nn.Module):
 
     in_dim = 7
 
-    def __init__(self, seed: int = 0) -> None:
+    def __init__(self, seed: int = 0, dims: Sequence[int] = (in_dim, 5, 13, 4)) -> None:
         super().__init__()
-        dims = (self.in_dim, 5, 13, 4)
         self.blocks = nn.ModuleList(IntegerBlock(dim, out) for dim, out in itertools.pairwise(dims))
         self.shift = nn.Parameter(torch.empty(dims[-1]))
         generator = torch.Generator().manual_seed(seed)

@@ -22,7 +22,8 @@ def values(model: nn.Module) -> dict[str, float | None]:
     return {name: None if g is None else g[0].item() for name, g in grads.items()}
 
 
-def run(model: Any, mode: str, *args: float | None) -> None:
-    """Run one microbatch in the mode of a letter: N, R or F."""
-    model.set_gradient_sync(MODES[mode])
-    model(*args).backward()
+def run(model: Any, modes: str, *args: float | None) -> None:
+    """Run a microbatch in the mode of each letter: N, R or F."""
+    for mode in modes:
+        model.set_gradient_sync(MODES[mode])
+        model(*args).backward()

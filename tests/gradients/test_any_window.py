@@ -1,4 +1,4 @@
-"""Windows of microbatches, and what they must leave and send.
+"""Any window of microbatches: what it must leave and send.
 
 Gradients are integers, small enough that sums of them are exact in every dtype on the way. Divided
 by a power of two they stay exact, so nothing but the right bits will do; by other factors they are
@@ -11,16 +11,20 @@ dtypes and factors are drawn, and what each unit sends is counted, which program
 import math
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import reduce
 
+import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import meshard
 from tests.support import strategies
-from tests.support.models import Tables
+from tests.support.models import Table, Tables
+from tests.support.threads import run_threads
 
 MAX_MICROBATCHES = 4
 
@@ -73,11 +77,13 @@ class Window:
 
     def wire_dtype(self, unit: int) -> torch.dtype:
         dtypes = [self.compute_dtype(p) for p in self.params[unit] if not p.is_frozen]
-        return self.policy.get("reduce_dtype") or _widest(dtypes)
+        return self.policy.get("reduce_dtype") or reduce(torch.promote_types, dtypes)
 
     def accumulate_dtype(self, unit: int) -> torch.dtype:
         dtypes = [param.dtype for param in self.params[unit]]
-        return self.policy.get("accumulate_dtype") or _widest([torch.float32, *dtypes])
+        return self.policy.get("accumulate_dtype") or reduce(
+            torch.promote_types, dtypes, torch.float32
+        )
 
     def trains(self, unit: int) -> bool:
         return any(not param.is_frozen for param in self.params[unit])
@@ -98,23 +104,13 @@ class Window:
         """Return the whole gradients of one microbatch of one rank, as ``Tables`` takes them."""
         generator = torch.Generator().manual_seed(100 * k + rank)
         most = self.amplitude
-        rows = []
-        for unit, use in zip(self.params, self.uses[k][rank], strict=True):
+
+        def row(unit, use):
             drawn = [torch.randint(-most, most + 1, p.shape, generator=generator) for p in unit]
             # Times -1.0: a zero becomes -0.0, which must not be taken for a mark of non-use.
-            rows.append(
-                None
-                if use is None
-                else [g * -1.0 if used else None for g, used in zip(drawn, use, strict=True)]
-            )
-        return rows
+            return use and [g * -1.0 if used else None for g, used in zip(drawn, use, strict=True)]
 
-
-def _widest(dtypes: list[torch.dtype]) -> torch.dtype:
-    widest = dtypes[0]
-    for dtype in dtypes[1:]:
-        widest = torch.promote_types(widest, dtype)
-    return widest
+        return [row(*each) for each in zip(self.params, self.uses[k][rank], strict=True)]
 
 
 def build(window: Window) -> torch.nn.Module:
@@ -158,19 +154,19 @@ def run_window(window: Window) -> tuple[list[list[torch.Tensor | None]], list[ob
 
 def sums(window: Window) -> list[list[tuple[torch.Tensor, torch.Tensor] | None]]:
     """Return the sum and the sum of magnitudes of all gradients, exactly; None: there are none."""
-    totals: list[list[tuple[torch.Tensor, torch.Tensor] | None]]
-    totals = [[None] * len(unit) for unit in window.params]
-    for k in range(len(window.modes)):
-        for rank in range(window.replicas * window.shards):
-            for u, row in enumerate(window.gradients(k, rank)):
-                for p, gradient in enumerate(row or []):
-                    if gradient is not None and not window.params[u][p].is_frozen:
-                        old = totals[u][p] or (0.0, 0.0)
-                        totals[u][p] = (
-                            old[0] + gradient.double(),
-                            old[1] + gradient.double().abs(),
-                        )
-    return totals
+    ranks = range(window.replicas * window.shards)
+    drawn = [window.gradients(k, rank) for k in range(len(window.modes)) for rank in ranks]
+
+    def of_param(unit: int, index: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        rows = [rows[unit] for rows in drawn if rows[unit] is not None]
+        used = [row[index].double() for row in rows if row[index] is not None]
+        is_frozen = window.params[unit][index].is_frozen
+        return (sum(used), sum(map(torch.abs, used))) if used and not is_frozen else None
+
+    return [
+        [of_param(unit, index) for index in range(len(params))]
+        for unit, params in enumerate(window.params)
+    ]
 
 
 def growth_of_errors(window: Window, unit: int, param: Param) -> float:
@@ -271,3 +267,74 @@ def _draw_uses(draw: st.DrawFn, units: list[list[Param]], num_ranks: int) -> lis
         rows = [flags[rank * len(unit) : (rank + 1) * len(unit)] for rank in range(num_ranks)]
         per_unit.append(rows if is_run else [None] * num_ranks)
     return [[rows[rank] for rows in per_unit] for rank in range(num_ranks)]
+
+
+@given(window=windows())
+def test_any_window_leaves_the_right_sums_and_sends_the_same_on_all_ranks(window):
+    ranks = strategies.num_ranks(window.mesh)
+    results = run_threads(run_window, ranks, window)
+    for _, events in results:
+        assert events == results[0][1]
+    for u, label in enumerate([*(f"units.{u}" for u in range(len(window.params) - 1)), "(root)"]):
+        sent = [event for event in results[0][1] if event.unit == label]
+        reductions = [event for event in sent if event.op != "all_gather"]
+        counted = Counter((event.op, event.payload_bytes, event.dtype) for event in reductions)
+        assert counted == expected_reductions(window, u), label
+    is_exact = math.log2(window.factor).is_integer()
+    for u, row in enumerate(sums(window)):
+        for p, total in enumerate(row):
+            param = window.params[u][p]
+            if 0 in param.shape:
+                continue  # has nothing that could be used
+            for rank, (shards, _) in enumerate(results):
+                found, where = shards[u][p], f"unit {u} parameter {p} on rank {rank}"
+                assert (found is None) == (total is None), where
+                if total is None:
+                    continue
+                exact, magnitude = (
+                    param.shard_of(value / window.factor, window.shards, rank % window.shards)
+                    for value in total
+                )
+                assert found.dtype == param.dtype and found.shape == exact.shape, where
+                bound = 0.0 if is_exact else growth_of_errors(window, u, param) * magnitude
+                assert ((found.double() - exact).abs() <= bound).all(), where
+                replica_0 = results[rank % window.shards][0][u][p]
+                assert torch.equal(found, replica_0), where
+
+
+@pytest.mark.slow
+@given(
+    mesh=strategies.meshes(),
+    schedule=strategies.schedules(5),
+    wire_dtype=st.sampled_from([None, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 1000),
+)
+def test_floats_stay_within_the_derived_bound_and_are_deterministic(
+    mesh, schedule, wire_dtype, seed
+):
+    """(K + log2 D + 2) eps of the accumulate dtype, and one rounding to the wire per collective."""
+    ranks = strategies.num_ranks(mesh)
+    generator = torch.Generator().manual_seed(seed)
+    gradients = torch.randn(len(schedule), ranks, 7, 3, generator=generator)
+    exact = gradients.double().sum((0, 1)) / ranks
+    magnitude = gradients.double().abs().sum((0, 1)) / ranks
+    num_sums = len(schedule) + math.ceil(math.log2(ranks)) + 2 + len(mesh)
+    bound = num_sums * torch.finfo(torch.float32).eps * magnitude
+    if wire_dtype == torch.bfloat16:
+        # To nearest is half an eps: into the reduce-scatter, into the all-reduce, in its sums.
+        roundings = 1 + (len(mesh) == 2) * (1 + mesh[0])
+        bound = bound + roundings * torch.finfo(torch.bfloat16).eps / 2 * magnitude * 1.01
+    policy = meshard.MixedPrecisionPolicy(reduce_dtype=wire_dtype)
+
+    def gradient():
+        model = meshard.fully_shard(
+            Table([(7, 3)]), init_device_mesh("cpu", mesh), mp_policy=policy
+        )
+        for number, mode in enumerate(schedule):
+            model.set_gradient_sync(strategies.MODES[mode])
+            model(torch.zeros(()), [gradients[number, dist.get_rank()]]).backward()
+        return model.params[0].grad.full_tensor()
+
+    first, *others = run_threads(gradient, ranks) + run_threads(gradient, ranks)
+    assert all(torch.equal(first, other) for other in others)  # every replica, bit for bit
+    assert ((first.double() - exact).abs() <= bound).all()
