@@ -288,6 +288,27 @@ def test_ranks_are_told_that_one_has_left_the_loop():
                 loss_of(model, batch).backward()
 
 
+@pytest.mark.parametrize("how", ["zero_grad first", "None is skipped", "right"])
+@on_ranks(2)
+def test_ranks_that_do_not_step_with_the_others_are_told(how):
+    """Rank 1 has no batch, and would keep its first values while rank 0 trains."""
+    model = replicated()
+    optimizer = sgd(model)
+    is_right = how == "right"
+    text = r"ranks drift apart: in the last iteration .* rank\(s\) \[1\] did not step"
+    with contextlib.nullcontext() if is_right else pytest.raises(RuntimeError, match=text):
+        for batch in meshard.uneven_batches(model, own_batches()):
+            if how == "zero_grad first":
+                optimizer.zero_grad()
+            if batch is not None:
+                loss_of(model, batch).backward()
+            elif how == "None is skipped":
+                continue
+            optimizer.step()
+            if how != "zero_grad first":
+                optimizer.zero_grad()
+
+
 @on_ranks(2)
 def test_a_loop_in_a_loop_is_refused():
     model = replicated()
