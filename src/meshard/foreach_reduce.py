@@ -348,7 +348,7 @@ class Reduction:
         if rows[0].dtype != plan.wire_dtype and plan.shard_group.size() > 1:
             rows = self._narrowed(rows)
         if is_alone and marks.all_used:
-            return rows  # nobody reads marks before ``_start_all_reduce`` writes them
+            return rows  # marks are written later, before anybody reads them
         for block in rows:
             marks.mark_sent(block)
         return rows
@@ -388,7 +388,7 @@ class Reduction:
     def advance(self) -> None:
         """Go on by one stage, which blocks the host until the one before is over."""
         self._stages_left -= 1
-        if self._ends:
+        if self._ends:  # that of the scatter: the all-reduce has been started
             self._after_all_reduce()
             return
         self._after_scatter()

@@ -221,6 +221,17 @@ def test_hyperparameters_of_other_groups_are_refused(tmp_path, make, text):
     assert other.param_groups == before
 
 
+def test_keys_of_schedulers_and_of_users_do_not_make_another_kind_of_optimizer(tmp_path):
+    model = nn.Linear(2, 2)
+    checkpointer, optimizer = Checkpointer(tmp_path), torch.optim.AdamW(model.parameters(), lr=0.5)
+    torch.optim.lr_scheduler.ConstantLR(optimizer)  # adds "initial_lr"
+    checkpointer.save(1, model, optimizer)
+    other = torch.optim.AdamW([{"params": list(model.parameters()), "name": "all"}])
+    checkpointer.load(model, other)
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    assert other.param_groups[0]["name"] == "all"
+
+
 @on_ranks(2)
 def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path):
     checkpointer, rank, model = Checkpointer(tmp_path), dist.get_rank(), nn.Linear(1, 1)

@@ -139,9 +139,12 @@ class StreamCommunicator(Communicator):
         self._drop_what_is_done()
         module.set_stream(stream)
         before, self._compute = self._compute, compute
-        if self._after:
+        try:
             for pending in self._after.pop(comm_stream, ()):
                 pending.wait()
+        except BaseException:
+            self.leave(compute, before)
+            raise
         return compute, before
 
     def leave(self, compute: Any, before: Any) -> None:

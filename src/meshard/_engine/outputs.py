@@ -233,7 +233,7 @@ def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: 
         elif _ABOUT_META.search(str(error)) and (held := _meta_tensors(_outermost(module, unit))):
             text = f"On the meta device, without values, are {', '.join(held)}. {REMEDY}"
         elif _ABOUT_DTYPES.search(str(error)):
-            text = _about_buffers(error, unit, module)
+            text = _about_dtypes(error, unit, module)
     if not text:
         setattr(error, _PASSED, {*getattr(error, _PASSED, ()), id(unit)})
     else:
@@ -288,10 +288,10 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
     )
 
 
-def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
-    """Return which buffers of ``unit``, or units inside, are in another dtype than its parameters.
+def _about_dtypes(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
+    """Return a text on units inside ``unit``, and buffers of it, that have another dtype than it.
 
-    If there are none, the text is empty.
+    The text is empty if there are none.
     """
     casts = zip(unit.group.unit_params.compute_dtypes, unit.params, strict=True)
     dtype = next((to for to, param in casts if to != param.sharded.dtype), unit.input_dtype)
@@ -302,11 +302,13 @@ def _about_buffers(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
     ]
     if dtype is None:
         return ""
-    text = (
-        f"unit {unit.label!r} computes in {dtype}, but units inside it in another dtype: "
-        f"{listed(others)}. If that is not what you want, pass the same mp_policy to every call of "
-        "fully_shard.\n"
-    ) * bool(others)
+    text = ""
+    if others:
+        text = (
+            f"unit {unit.label!r} computes in {dtype}, but units inside it in another dtype: "
+            f"{listed(others)}. If that is not what you want, pass the same mp_policy to every "
+            "call of fully_shard.\n"
+        )
     named = _outermost(module, unit).named_modules()
     prefix = next((fqn for fqn, each in named if each is module), unit.fqn)
     held = {

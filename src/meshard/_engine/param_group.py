@@ -244,7 +244,7 @@ class ParamGroup:
             self._first = FirstValues(which, total), sharded
 
     def take_first_values(self) -> FirstValues | None:
-        """Return the recorded sample, at the first call; later, and without one, None."""
+        """Return the recorded sample once; after that, or if there is none, return None."""
         if self._first is None:
             return None
         (values, sharded), self._first = self._first, None

@@ -155,11 +155,7 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     for group, own in zip(optimizer.param_groups, order, strict=True):
         given = [saved[name] for name in own if name in saved]
         settings = [{k: v for k, v in each.items() if k not in _NAMES} for each in given]
-        # Hyperparameters that are tensors are not compared: they are not read yet.
-        known = [
-            {k: v for k, v in each.items() if not isinstance(v, torch.Tensor)} for each in settings
-        ]
-        if any(each != known[0] for each in known[1:]):
+        if any(_differ(each, settings[0]) for each in settings[1:]):
             raise CheckpointError(
                 f"a param group of the {type(optimizer).__name__} has parameters that were saved "
                 f"in groups with other hyperparameters, such as {own[0]!r}; build the optimizer "
@@ -173,6 +169,10 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     return {"state": state, "param_groups": groups, **others}
 
 
+# Keys that learning-rate schedulers of torch add to a param group.
+_OF_SCHEDULERS = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr")
+
+
 def _check_groups(
     optimizer: Optimizer, order: list[list[str]], saved: list[dict[str, Any]]
 ) -> None:
@@ -183,8 +183,9 @@ def _check_groups(
     ]
     kind = type(optimizer).__name__
     for group in saved:
-        # A key on one side alone may be that of a scheduler, or of another version of torch.
-        here, there = own[0].keys() - group.keys(), group.keys() - own[0].keys() - {*_NAMES}
+        # Keys that are missing on one side only may come from another version of torch.
+        here = optimizer.defaults.keys() - group.keys()
+        there = group.keys() - own[0].keys() - {*_NAMES, *_OF_SCHEDULERS}
         if here and there:
             raise CheckpointError(
                 f"the optimizer was saved as another kind than {kind}: it has {_listed(there)} and "
@@ -206,6 +207,7 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether hyperparameters differ, tensors aside: those of a checkpoint are not read yet."""
     numbers = [
         {key: value for key, value in each.items() if not isinstance(value, torch.Tensor)}
         for each in (one, other)
