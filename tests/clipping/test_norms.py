@@ -135,6 +135,17 @@ def with_head(**kwargs):
     return model
 
 
+class Trainer:
+    """Holds the model in an attribute, as the trainers of frameworks do."""
+
+    def step(self):
+        self.model = with_head()
+        self.model(torch.ones(2, 4)).sum().backward()
+        with pytest.warns(UserWarning) as caught:
+            torch.optim.SGD(self.model.parameters(), lr=0.1).step()
+        return [str(each.message) for each in caught]
+
+
 def strays(how):
     """Return the warnings of clipping and of two steps."""
     model = with_head(ignores_head=how == "ignored")
@@ -150,10 +161,10 @@ def strays(how):
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("how", ["clip", "step", "named", "ignored"])
+@pytest.mark.parametrize("how", ["clip", "step", "named", "trainer", "ignored"])
 @on_ranks(2)
 def test_parameters_in_no_unit_are_warned_about_once(how):
-    told = strays(how)
+    told = Trainer().step() if how == "trainer" else strays(how)
     assert len(told) == (how != "ignored")
     for text in told:
         happens, remedy = text.split("\n")

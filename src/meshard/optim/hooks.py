@@ -13,7 +13,6 @@ The hooks run for every optimizer; the user registers nothing. They do four thin
 from __future__ import annotations
 
 import functools
-import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -48,7 +47,7 @@ from meshard._torch.private import (
     before_compiling,
     skip_dynamo,
 )
-from meshard._torch.user_line import warn_user
+from meshard._torch.user_line import modules_of_callers, warn_user
 
 # A cache: by optimizer, weak references to the ParamGroups of its parameters, and what they are
 # valid for (the registration token, and the ids of parameters by param group).
@@ -166,14 +165,14 @@ def warn_about_strays(
 def _names_in_models(params: Sequence[torch.Tensor]) -> dict[int, str]:
     """Return the dotted names of ``params`` in the outermost modules that hold them, by id.
 
-    Units do not know the modules around them, so this searches all objects, for one warning.
+    Units do not know the modules around them. So this looks through the variables of the calling
+    functions, where a training loop has its model. Parameters that it does not find have no name.
     """
     wanted, found = set(map(id, params)), dict[int, str]()
-    for each in gc.get_objects():
-        if issubclass(type(each), nn.Module) and each.__dict__.get("_parameters") is not None:
-            for name, param in each.named_parameters(remove_duplicate=False):
-                if id(param) in wanted and len(name) > len(found.get(id(param), "")):
-                    found[id(param)] = name
+    for module in modules_of_callers():
+        for name, param in module.named_parameters(remove_duplicate=False):
+            if id(param) in wanted and len(name) > len(found.get(id(param), "")):
+                found[id(param)] = name
     return found
 
 
