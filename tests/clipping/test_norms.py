@@ -141,7 +141,7 @@ class Trainer:
     def step(self):
         self.model = with_head()
         self.model(torch.ones(2, 4)).sum().backward()
-        with pytest.warns(UserWarning) as caught:
+        with pytest.warns(UserWarning, match="no unit") as caught:
             torch.optim.SGD(self.model.parameters(), lr=0.1).step()
         return [str(each.message) for each in caught]
 
