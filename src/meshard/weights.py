@@ -161,7 +161,8 @@ class SummonedUnit:
         self._options = options
         self.group = unit.group
         self.group.summon(options)
-        # Summoned modules can be pickled like plain ones, so these hooks must not be on them.
+        # A summoned module may be pickled, as a plain one. Modules of units leave their hooks out
+        # of the pickle, but these hooks are on other modules, which would keep them.
         self._had_hooks = remove_outside_hooks(unit)
         self._version = self.group.version
         self._is_unsharded = bool(unsharded)

@@ -1,8 +1,9 @@
 """The communicator: starts collectives and orders their results.
 
-A collective is started by one call and finished by ``wait()`` on what that call returns; in between
-it runs beside the compute. Before it is issued it is *announced*: to the check of
-``MESHARD_DEBUG=1``, which raises where the ranks differ, and to observers such as ``CommLedger``.
+A collective is started by one call, which returns what is in flight. Waiting for that (by ``wait``
+or ``rows``) finishes the collective; in between it runs beside the compute. Before it is issued it
+is *announced*: to the check of ``MESHARD_DEBUG=1``, which raises where the ranks differ, and to
+observers such as ``CommLedger``.
 """
 
 from __future__ import annotations

@@ -225,7 +225,10 @@ class UnitHook:
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a hook that does nothing: a pickled module is a plain one, without units."""
+        """Pickle as a function that does nothing: a pickled module is a plain one, without units.
+
+        Forward hooks, whose result would replace the output, are left out of pickles instead.
+        """
         check_may_pickle(self._unit())
         return partial, (nn.Identity,)  # a callable of torch's that takes any arguments
 

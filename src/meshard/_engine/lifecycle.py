@@ -635,6 +635,7 @@ class Lifecycle:
                     )
                 else:
                     self._queue.accumulate(around.gradients, around.settings)
+            # Units around it may still wait for others inside, also if this one is at its end.
             around, is_at_end = around.parent() if around.parent is not None else None, False
 
     def _may_begin_inside(self, unit: Unit) -> bool:

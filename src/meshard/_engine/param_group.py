@@ -155,8 +155,9 @@ class ParamGroup:
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # A sample of the initial weights, and a checksum of this rank's shards of them. None after
-        # ranks have compared the sample.
+        # Sums over a few elements of each initial weight: of the unsharded ones, which ranks
+        # compare, and of this rank's shards, which tell whether these were written since. None:
+        # nothing was recorded, or the comparison has taken them.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # The overlapped optimizers that step these parameters, or did so until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()

@@ -2,8 +2,9 @@
 
 The local tensor of each sharded parameter is a view of the unit's flat buffer. ``to_empty``, ``to``
 and ``load_state_dict(assign=True)`` put other local tensors into the parameters, or other
-parameters into the modules. The next use of the unit finds that they are other objects, and copies
-their values into a new flat buffer.
+parameters into the modules. At the end of that call, or at the next use of the unit if the call was
+made on a module inside it, the unit finds that they are other objects, and copies their values into
+a new flat buffer.
 """
 
 from __future__ import annotations

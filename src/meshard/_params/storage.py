@@ -42,9 +42,9 @@ META = MemoryLocation(torch.device("meta"))
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
     """Return a tensor over the memory of ``view``, with a storage that has nothing else.
 
-    If the local tensor of a DTensor has a storage offset, ``torch.save`` and ``copy.deepcopy`` of
-    the DTensor fail. Without an offset, but in the storage of the flat buffer, they would copy the
-    whole buffer with every parameter.
+    ``torch.save`` and ``copy.deepcopy`` of a DTensor fail if its local tensor has a storage offset,
+    and they copy all of the local tensor's storage. So a local tensor must not use the storage of
+    the flat buffer, which has the shards of all parameters.
     """
     if view.is_meta or not view.numel():
         return view.clone()

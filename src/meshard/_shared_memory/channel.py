@@ -175,7 +175,7 @@ class Channel:
         if phase in self._reached:
             self._phase = phase
         elif not is_new and not is_tight:
-            return  # before an optimizer steps, each unit calls this: all but the first come here
+            return  # each unit calls this before an optimizer steps; the first call has released
         phases = (phase,) if phase is StepPhase.BACKWARD else self._reached
         known = [reach for each in phases for reach in self._reached[each]]
         if (self._is_bare and not is_new) or not known:
