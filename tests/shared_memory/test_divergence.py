@@ -2,13 +2,14 @@
 
 import re
 import time
+from contextlib import contextmanager
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import meshard
-from meshard._shared_memory import channel as channel_module
+from meshard._shared_memory.channel import open_channel
 from meshard._shared_memory.segment import WHY_UNSUPPORTED
 from tests.support.models import ChosenBlocks, MlpStack, seeded
 from tests.support.ranks import on_ranks
@@ -16,20 +17,31 @@ from tests.support.sharding import shard_blocks
 
 pytestmark = pytest.mark.skipif(bool(WHY_UNSUPPORTED), reason=WHY_UNSUPPORTED)
 
-
 PATIENCE = 2.0  # seconds
 
 
 class Stop(Exception):
-    """Raised in the middle of a forward."""
+    """Raised in the middle of a step."""
 
 
 def stop(*_):
     raise Stop
 
 
-def swallow():
-    """Rank 1 catches an exception in the middle of a forward, and begins the next step."""
+@contextmanager
+def different_collectives():
+    """Yield a list, for the units and the numbers of the roots that the error has by rank."""
+    found = []
+    with pytest.raises(RuntimeError, match="have issued different collectives") as error:
+        yield found
+    line = r"  rank (\d) of the group: all_gather of unit '(.*)' \(root (\d+)\)"
+    ranks, units, roots = zip(*re.findall(line, str(error.value)), strict=True)
+    assert ranks == ("0", "1") and "caught an exception" in str(error.value)
+    found += [units, [int(root) for root in roots]]
+
+
+@on_ranks(2)
+def test_a_rank_that_goes_on_after_an_exception_is_noticed_on_both_sides():
     model = shard_blocks(seeded(MlpStack()))
     model(torch.ones(2, 6)).sum().backward()
     if dist.get_rank() == 1:
@@ -37,63 +49,36 @@ def swallow():
         with pytest.raises(Stop):
             model(torch.ones(2, 6))
         handle.remove()
-    with pytest.raises(RuntimeError, match="have issued different collectives") as error:
+    with different_collectives() as found:
         model(torch.ones(2, 6)).sum().backward()
-    return str(error.value)
+    units, roots = found
+    assert units[0] != units[1] and roots[0] == roots[1]
 
 
-def names(message):
-    """Return what the error says of each rank."""
-    return dict(re.findall(r"  rank (\d) of the group: (.*)", message))
-
-
-def test_a_rank_that_goes_on_after_an_exception_is_noticed_on_both_sides(run_ranks):
-    first, second = run_ranks(swallow, 2)
-    for message in (first, second):
-        said = names(message)
-        assert set(said) == {"0", "1"} and said["0"] != said["1"]
-        assert all(
-            re.fullmatch(r"all_gather of unit '.*' \(root \d+\)", text) for text in said.values()
-        )
-        assert "caught an exception" in message
-
-
-def skip_a_unit():
+@on_ranks(2)
+def test_the_names_of_a_first_step_are_known():
     model = shard_blocks(seeded(ChosenBlocks()))
-    chosen = [(0, 1), (0, 2)][dist.get_rank()]
-    with pytest.raises(RuntimeError, match="have issued different collectives") as error:
-        model(torch.ones(1, 6), chosen).sum().backward()
-    return names(str(error.value))
-
-
-def test_the_names_of_a_first_step_are_known(run_ranks):
-    for said in run_ranks(skip_a_unit, 2):
-        assert said["0"].startswith("all_gather of unit 'blocks.1' (")
-        assert said["1"].startswith("all_gather of unit 'blocks.2' (")
-
-
-def swap_roots(is_shared):
-    """Run two models of one structure in another order on each rank."""
-    models = [shard_blocks(seeded(MlpStack())) for _ in range(2)]
-    if is_shared:
-        meshard.share_comm_ctx(models)
-    with pytest.raises(RuntimeError, match="have issued different collectives") as error:
-        models[dist.get_rank()](torch.ones(1, 6))
-    return names(str(error.value))
+    with different_collectives() as found:
+        model(torch.ones(1, 6), [(0, 1), (0, 2)][dist.get_rank()]).sum().backward()
+    assert found[0] == ("blocks.1", "blocks.2")
 
 
 @pytest.mark.parametrize("is_shared", [False, True])
-def test_roots_in_another_order_are_noticed(run_ranks, is_shared):
-    first, second = run_ranks(swap_roots, 2, is_shared)
-    assert first == second
-    (unit, root), (other_unit, other_root) = (text.split(" (root") for text in first.values())
-    assert unit == other_unit and root != other_root
+@on_ranks(2)
+def test_roots_in_another_order_are_noticed(is_shared):
+    models = [shard_blocks(seeded(MlpStack())) for _ in range(2)]
+    if is_shared:
+        meshard.share_comm_ctx(models)
+    with different_collectives() as found:
+        models[dist.get_rank()](torch.ones(1, 6))
+    units, roots = found
+    assert units[0] == units[1] and roots[0] < roots[1]
 
 
 @on_ranks(2)
 def test_names_may_be_written_in_another_order():
     """The texts are at other places in the memory of each rank, and the last does not fit."""
-    channel = channel_module.open_channel(dist.group.WORLD)
+    channel = open_channel(dist.group.WORLD)
     other = 1 - dist.get_rank()
     order = [("all_gather", "a", 1), ("all_gather", "b", 1), ("all_reduce", "b" * 2**20, 2)]
     for name in order[:: 1 - 2 * other]:
@@ -108,27 +93,25 @@ def test_names_may_be_written_in_another_order():
 
 
 def hang(when, shape):
-    """The last rank sleeps; return how long the others wait, until they can go on alone."""
-    mesh = dist.device_mesh.init_device_mesh("cpu", shape)
-    model = shard_blocks(seeded(MlpStack()), mesh)
+    """The last rank stops in a step; return how long the others wait until they can go on."""
+    model = shard_blocks(seeded(MlpStack()), dist.device_mesh.init_device_mesh("cpu", shape))
     batch = torch.ones(2, 6)
     model(batch).sum().backward()
     for channel in model._meshard_unit.lifecycle.comm._channels.values():
         channel._patience = PATIENCE
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if is_last and when == "forward":
+        model.blocks[1].register_forward_pre_hook(stop)
+    elif is_last:
+        model.blocks[1].register_full_backward_hook(stop)
     dist.barrier()
     start = time.monotonic()
-    if dist.get_rank() < dist.get_world_size() - 1:
-        with pytest.raises(RuntimeError, match="did not join the collective"):
-            model(batch).sum().backward()
+    stops = pytest.raises(Stop)
+    waits = pytest.raises(RuntimeError, match=r"rank \d of the group did not join the collective")
+    with stops if is_last else waits:
+        model(batch).sum().backward()
+    if not is_last:
         model.reset_iter_state()
-    elif when == "forward":
-        model.blocks[1].register_forward_pre_hook(stop)
-        with pytest.raises(Stop):
-            model(batch)
-    else:
-        model.blocks[1].register_full_backward_hook(stop)
-        with pytest.raises(Stop):
-            model(batch).sum().backward()
     return time.monotonic() - start
 
 
@@ -136,6 +119,5 @@ def hang(when, shape):
 @pytest.mark.parametrize("when", ["forward", "backward"])
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_a_rank_that_hangs_costs_one_timeout(run_ranks, when, shape):
-    ranks = 2 if len(shape) == 1 else 4
-    *waited, _ = run_ranks(hang, ranks, when, shape)
+    *waited, _ = run_ranks(hang, 2 * len(shape), when, shape)
     assert all(PATIENCE <= seconds < 2 * PATIENCE for seconds in waited), waited
