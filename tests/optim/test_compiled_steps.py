@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, AdamW, Optimizer
 
 import meshard
-from tests.peers.both import BATCHES
+from tests.peers.both import batch
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
@@ -71,12 +71,12 @@ def test_a_compiled_step_is_the_ordinary_step(optimizer_class, backend):
     for unit in (*model.blocks, model):
         meshard.fully_shard(unit).set_gradient_divide_factor(1.0)
     optimizer = optimizer_class(plain.parameters(), lr=0.01)
-    expected = train(plain, BATCHES, optimizer, optimizer.step)
+    expected = train(plain, batch(), optimizer, optimizer.step)
     optimizer = optimizer_class(model.parameters(), lr=0.01)
     step = optimizer.step
     if optimizer_class is not CompilesInside:
         step = torch.compile(step, backend=backend)
-    assert_same(train(model, [BATCHES[dist.get_rank()]], optimizer, step), expected)
+    assert_same(train(model, [batch()[dist.get_rank()]], optimizer, step), expected)
     torch._dynamo.reset()
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from tests.peers import gradients, programs, state, use
-from tests.peers.both import LIBRARIES, run
+from tests.peers.both import LIBRARIES, SITUATIONS, Situation, run
 from tests.support.rank_pool import RankError, RankPool
 
-FILES = (gradients, programs, state, use)
 TIMEOUT_SECONDS = 60
 
 # The lines of the page, and the situation of each.
@@ -65,10 +64,10 @@ def verdict(found: Any, expected: Any) -> str:
     return "right" if found == expected else "wrong"
 
 
-def outcome(pool: RankPool, num_ranks: int, situation: Any, lib: str) -> Any:
+def outcome(pool: RankPool, situation: Situation, lib: str) -> Any:
     """Return what the ranks found: one value if they agree. A hang or a crash is a RankError."""
     try:
-        found = pool.run(run, num_ranks, situation, lib, timeout=TIMEOUT_SECONDS)
+        found = pool.run(run, situation.num_ranks, situation.act, lib, timeout=TIMEOUT_SECONDS)
     except RankError:
         return "RankError"
     return found[0] if all(each == found[0] for each in found) else found
@@ -77,19 +76,13 @@ def outcome(pool: RankPool, num_ranks: int, situation: Any, lib: str) -> Any:
 def measure() -> dict[str, dict[str, Any]]:
     """Run every situation with both libraries, each with ranks of its own."""
     outcomes = {}
-    rows = [(file, *row) for file in FILES for row in file.SITUATIONS]
     pools = {lib: RankPool() for lib in LIBRARIES}
-    for number, (file, situation, expected) in enumerate(rows, 1):
-        words, values = {}, {}
-        for lib in LIBRARIES:
-            values[lib] = outcome(pools[lib], file.NUM_RANKS, situation, lib)
-            words[lib] = verdict(values[lib], expected)
-            if values[lib] == "RankError":  # its processes may be dead, or wait for one another
-                pools[lib].close()
-                pools[lib] = RankPool()
-        outcomes[situation.__name__] = {**words, "found": {k: str(v) for k, v in values.items()}}
+    for number, (name, situation) in enumerate(SITUATIONS.items(), 1):
+        found = {lib: outcome(pools[lib], situation, lib) for lib in LIBRARIES}
+        words = {lib: verdict(found[lib], situation.expected) for lib in LIBRARIES}
+        outcomes[name] = {**words, "found": {lib: str(value) for lib, value in found.items()}}
         if sys.stderr.isatty():
-            print(f"\r{number} of {len(rows)}", end="", file=sys.stderr)
+            print(f"\r{number} of {len(SITUATIONS)}", end="", file=sys.stderr)
     for pool in pools.values():
         pool.close()
     return outcomes

@@ -1,11 +1,9 @@
 """Programs of the kind that torch tests its own fully_shard with.
 
-Each runs with both libraries: see ``tests.peers.both``. Each program compares with the plain
-model on the whole batch; some also count the gathers of each forward and backward.
+Each program compares with the plain model on the whole batch; some also count the gathers of each
+forward and backward.
 """
 
-import contextlib
-import copy
 import warnings
 
 import torch
@@ -14,312 +12,210 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.experimental import implicit_replication
 from torch.testing._internal.two_tensor import TwoTensor
 
-import meshard
-from tests.peers.both import CountOps, mesh_of
+from tests.peers.both import Both, batch, mesh_of, shard, situation
 from tests.support.extensions import Int8ForThePeer, with_matrices_as
-from tests.support.models import MlpBlock, MlpStack, seeded
-from tests.support.parity import assert_same, full_state, whole
+from tests.support.models import Made, MlpBlock
+from tests.support.parity import assert_same
 
 DIM = 6
 
 
-def batch(number):
-    """Return the inputs of all ranks."""
-    generator = torch.Generator().manual_seed(number)
-    return torch.randn(dist.get_world_size(), 3, DIM, generator=generator)
+def unshard_ahead(block):
+    if hasattr(block, "unshard"):  # not that of the plain model
+        block.unshard(async_op=True)
 
 
-def of_all_ranks(run, *batches):
-    """Return the mean of what ``run`` gives for the batch of each rank."""
-    return sum(run(*each) for each in zip(*batches, strict=True)) / dist.get_world_size()
+@situation(("right", [True, False]))
+def units_inside_torchs_replicate(lib):
+    """Each branch is unsharded while the layer before it computes.
 
-
-class Pair:
-    """A model beside the plain one, and what the optimizers of both hold.
-
-    Sharded parameters are remembered: the peer does not show them while a unit is unsharded.
+    The parameters of torch's replicate are not in units, and those of units are not its.
     """
 
-    def __init__(self, plain, shard):
-        self.plain, self.model = seeded(plain), copy.deepcopy(plain)
-        self.model.load_state_dict(self.plain.state_dict())
-        shard(self.model)
-        self.params = dict(self.model.named_parameters())
-        self.optimizers = [
-            torch.optim.SGD(each.parameters(), lr=0.1) for each in (self.model, self.plain)
-        ]
+    def all_branches(branches, inputs):
+        return sum(block(x) for block, x in zip(branches.blocks, inputs, strict=True))
 
-    def backward(self, number):
-        inputs = batch(number)
-        self.model(inputs[dist.get_rank()]).square().mean().backward()
-        of_all_ranks(lambda x: self.plain(x).square().mean(), inputs).backward()
-
-    def update(self):
-        """Compare gradients, and step both."""
-        for name, param in self.plain.named_parameters():
-            ours = self.params[name].grad
-            assert_same(None if ours is None else whole(ours), param.grad, what=name)
-        for optimizer in self.optimizers:
-            with implicit_replication():
-                optimizer.step()
-            optimizer.zero_grad()
-
-    def train(self, numbers=range(3)):
-        for number in numbers:
-            self.backward(number)
-            self.update()
-        ours = {name: whole(param) for name, param in self.params.items()}
-        assert_same(ours, dict(full_state(self.plain)))
-        return "right"
-
-
-@contextlib.contextmanager
-def counting_gathers(lib, model, into):
-    """Append to ``into`` how many gathers the block makes, with either library."""
-    if lib is meshard:
-        with meshard.CommLedger(model) as ledger:
-            yield
-        into.append(ledger.counts.get("all_gather", 0))
-    else:
-        with CountOps("allgather") as ops:
-            yield
-        into.append(ops.count)
-
-
-def gathers(lib, pair, number, between=lambda: None):
-    """Return how many gathers a forward and its backward make."""
-    inputs, found = batch(number), []
-    with counting_gathers(lib, pair.model, found):
-        loss = pair.model(inputs[dist.get_rank()]).square().mean()
-    between()
-    with counting_gathers(lib, pair.model, found):
-        loss.backward()
-    of_all_ranks(lambda x: pair.plain(x).square().mean(), inputs).backward()
-    return found
-
-
-class Branches(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(MlpBlock(DIM, 10) for _ in range(3))
-
-    def forward(self, inputs):
-        return sum(block(x) for block, x in zip(self.blocks, inputs, strict=True))
-
-
-class UnshardsAhead(nn.Module):
-    """Unshards each branch while the layer before it computes."""
-
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
-        self.branches = Branches()
-
-    def forward(self, x):
+    def forward(model, x):
         inputs = []
-        for layer, block in zip(self.layers, self.branches.blocks, strict=True):
+        for layer, block in zip(model.layers, model.branches.blocks, strict=True):
             inputs.append(torch.tanh(layer(x)))
-            if hasattr(block, "unshard"):
-                block.unshard(async_op=True)
-        return self.branches(inputs)
+            unshard_ahead(block)
+        return model.branches(inputs)
 
+    def shard_branches(model):
+        shard(lib, *model.branches.blocks, reshard_after_forward=False)
+        shard(lib, model.branches)
+        replicate(model)
 
-def units_inside_torchs_replicate(lib):
-    """Its parameters are not in units, and those of units are not its."""
-
-    def shard(model):
-        for block in model.branches.blocks:
-            lib.fully_shard(block, mesh=mesh_of(), reshard_after_forward=False)
-        replicate(lib.fully_shard(model.branches, mesh=mesh_of()) and model)
-
-    pair = Pair(UnshardsAhead(), shard)
+    branches = Made(all_branches, blocks=[MlpBlock(DIM, 10) for _ in range(3)])
+    layers = [nn.Linear(DIM, DIM) for _ in range(3)]
+    both = Both(lib, Made(forward, layers=layers, branches=branches), shard_branches)
     with warnings.catch_warnings():
         # We cannot see that torch's replicate reduces them.
         warnings.filterwarnings("ignore", ".* are in no unit")
-        result = pair.train()
-    weights = pair.model.branches.blocks[0].up.weight, pair.model.layers[0].weight
+        result = both.train()
+    weights = both.model.branches.blocks[0].up.weight, both.model.layers[0].weight
     return result, [isinstance(each, DTensor) for each in weights]
 
 
+@situation("RuntimeError")
 def torchs_replicate_of_a_unit(lib):
-    replicate(lib.fully_shard(nn.Linear(DIM, DIM), mesh=mesh_of()))
+    replicate(shard(lib, nn.Linear(DIM, DIM)))
 
 
-class SharesUnit(nn.Module):
-    """Unshards two blocks of one unit at once."""
-
-    def __init__(self):
-        super().__init__()
-        self.inlet, self.one, self.other = nn.Linear(DIM, DIM), MlpBlock(DIM, 9), MlpBlock(DIM, 7)
-
-    def forward(self, x):
-        for block in (self.one, self.other):
-            if hasattr(block, "unshard"):
-                block.unshard(async_op=True)
-        return self.other(self.one(torch.tanh(self.inlet(x))))
-
-
+@situation([*[[False, False]] * 2, [True, True]] * 2)
 def two_modules_of_a_unit_unsharded_ahead(lib):
-    """And whether both hold unsharded weights: after both waits, and after one reshard."""
+    """And whether both hold sharded weights: after both waits, and after one reshard."""
+
+    def forward(model, x):
+        for block in (model.one, model.other):
+            unshard_ahead(block)
+        return model.other(model.one(torch.tanh(model.inlet(x))))
+
     found = []
-    for keeps in (True, False):
+    for reshards in (False, True):
 
-        def shard(model, keeps=keeps):
-            pair = [model.one, model.other]
-            lib.fully_shard(pair, mesh=mesh_of(), reshard_after_forward=not keeps)
-            lib.fully_shard(model, mesh=mesh_of())
+        def shard_as_one(model, reshards=reshards):
+            shard(lib, [model.one, model.other], reshard_after_forward=reshards)
+            shard(lib, model)
 
-        pair = Pair(SharesUnit(), shard)
-        blocks = [pair.model.one, pair.model.other]
+        members = {"inlet": nn.Linear(DIM, DIM), "one": MlpBlock(DIM, 9), "other": MlpBlock(DIM, 7)}
+        both = Both(lib, Made(forward, **members), shard_as_one)
+        blocks = [both.model.one, both.model.other]
         for handle in [block.unshard(async_op=True) for block in blocks]:
             handle.wait()
             found.append([isinstance(block.up.weight, DTensor) for block in blocks])
         blocks[0].reshard()
         found.append([isinstance(block.up.weight, DTensor) for block in blocks])
-        pair.train()
+        both.train()
     return found
 
 
-def stack(lib, **kwargs):
-    def shard(model):
-        for unit in (*model.blocks, model):
-            lib.fully_shard(unit, mesh=mesh_of(), **kwargs)
-
-    return Pair(MlpStack(), shard)
-
-
+@situation([[4, 0], [4, 1], [4, 1], [4, 4]])
 def units_resharded_by_hand(lib):
     """Gathers of each forward and backward: of four units, one or all are resharded between."""
-    pair, found = stack(lib, reshard_after_forward=False), []
-    blocks = pair.model.blocks
-    for number, units in enumerate(([], [blocks[1]], [pair.model], [*blocks, pair.model])):
-        found.append(gathers(lib, pair, number, lambda units=units: [x.reshard() for x in units]))
-        pair.update()
-    pair.train()
+    both, found = Both(lib, reshard_after_forward=False), []
+    blocks = both.model.blocks
+    for number, units in enumerate(([], [blocks[1]], [both.model], [*blocks, both.model])):
+        found.append(both.backward(number, lambda units=units: [x.reshard() for x in units]))
+        both.update()
+    both.train()
     return found
 
 
+@situation([[4, 3], [4, 2], [4, 3], [4, 0], [4, 2], [4, 4]])
 def resharding_after_forward_toggled_for_some(lib):
-    pair, found = stack(lib), []
-    model = pair.model
-
-    def step(number):
-        found.append(gathers(lib, pair, number))
-        pair.update()
-
-    step(0)
-    model.blocks[1].set_reshard_after_forward(False)
-    step(1)
-    model.set_reshard_after_forward(True, recurse=False)
-    step(2)
-    model.set_reshard_after_forward(False)
-    step(3)
-    model.blocks[0].set_reshard_after_forward(True)
-    model.blocks[2].set_reshard_after_forward(True)
-    step(4)
-    model.set_reshard_after_forward(True)
-    step(5)
-    pair.train()
+    both, found = Both(lib), []
+    model, blocks = both.model, both.model.blocks
+    for number, settings in enumerate(
+        [
+            [],
+            [(blocks[1], False)],
+            [(model, True, False)],  # not recursively
+            [(model, False)],
+            [(blocks[0], True), (blocks[2], True)],
+            [(model, True)],
+        ]
+    ):
+        for unit, *setting in settings:
+            unit.set_reshard_after_forward(*setting)
+        found.append(both.backward(number))
+        both.update()
+    both.train()
     return found
 
 
+@situation([*[[4, 3], [3, 3], [3, 3]] * 3, [4, 3], [1, 3], [1, 3]])
 def resharding_after_backward_toggled_for_some(lib):
     """Windows of three microbatches, some units of which stay unsharded until the last."""
-    pair, found = stack(lib), []
-    model = pair.model
-    for window, units in enumerate(
-        ([model.blocks[0]], [model.blocks[2]], [model], [*model.blocks])
-    ):
+    both, found = Both(lib), []
+    model, blocks = both.model, both.model.blocks
+    for window, units in enumerate(([blocks[0]], [blocks[2]], [model], [*blocks])):
         for microbatch in range(3):
             is_last = microbatch == 2
             for unit in units:
                 unit.set_reshard_after_backward(is_last, recurse=False)
             model.set_is_last_backward(is_last)
             model.set_requires_gradient_sync(is_last)
-            found.append(gathers(lib, pair, 10 * window + microbatch))
-        pair.update()
-    pair.train()
+            found.append(both.backward(10 * window + microbatch))
+        both.update()
+    both.train()
     return found
 
 
-class HasUnused(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.unused, self.layer = nn.Linear(1, 1), nn.Linear(DIM, DIM)
-
-    def forward(self, x):
-        return torch.tanh(self.layer(x))
-
-
+@situation([*[[3, 2]] * 3, *[[3, 0]] * 3])
 def a_module_of_a_unit_is_not_used(lib):
     found = []
     for reshards in (True, False):
 
-        def shard(model, reshards=reshards):
-            for each in model[:2]:
-                modules = [each.unused, each.layer]
-                lib.fully_shard(modules, mesh=mesh_of(), reshard_after_forward=reshards)
-            lib.fully_shard(model, mesh=mesh_of())
+        def shard_both(model, reshards=reshards):
+            units = [[each.unused, each.layer] for each in model[:2]]
+            shard(lib, *units, reshard_after_forward=reshards)
+            shard(lib, model)
 
-        pair = Pair(nn.Sequential(HasUnused(), HasUnused(), nn.Linear(DIM, DIM)), shard)
+        def block():
+            members = {"unused": nn.Linear(1, 1), "layer": nn.Linear(DIM, DIM)}
+            return Made(lambda module, x: torch.tanh(module.layer(x)), **members)
+
+        both = Both(lib, nn.Sequential(block(), block(), nn.Linear(DIM, DIM)), shard_both)
         for number in range(3):
-            found.append(gathers(lib, pair, number))
-            pair.update()
-        pair.train()
+            found.append(both.backward(number))
+            both.update()
+        both.train()
     return found
 
 
 def jvp_by_transform(model, x, tangent):
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use
-        return torch.func.jvp(model, (x,), (tangent,))
+    return torch.func.jvp(model, (x,), (tangent,))
 
 
 def jvp_by_dual_numbers(model, x, tangent):
-    with warnings.catch_warnings(), forward_ad.dual_level():
-        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use
+    with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
         return dual.primal, dual.tangent
 
 
 def differentiate_forward(lib, jvp, reshards):
     """Losses of outputs, of their derivatives and of both, with steps between."""
-    pair = stack(lib, reshard_after_forward=reshards)
+    both = Both(lib, reshard_after_forward=reshards)
     losses = [
         lambda model, *at: jvp(model, *at)[0].square().mean(),
         lambda model, *at: jvp(model, *at)[1].square().mean(),
         lambda model, *at: sum(each.square().mean() for each in jvp(model, *at)),
         lambda model, x, tangent: (model(x) - jvp(model, x, tangent)[1].detach()).square().mean(),
     ]
-    for number, loss in enumerate(losses):
-        inputs, tangents = batch(number), batch(100 + number)
-        rank = dist.get_rank()
-        with torch.no_grad():
-            ours = jvp(pair.model, inputs[rank], tangents[rank])
-            theirs = jvp(pair.plain, inputs[rank], tangents[rank])
-        for one, other in zip(ours, theirs, strict=True):
-            assert_same(one, other)
-        loss(pair.model, inputs[rank], tangents[rank]).backward()
-        of_all_ranks(lambda *at: loss(pair.plain, *at), inputs, tangents).backward()  # noqa: B023
-        pair.update()
-    return pair.train()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use
+        for number, loss in enumerate(losses):
+            inputs, tangents = batch(number), batch(100 + number)
+            mine = inputs[dist.get_rank()], tangents[dist.get_rank()]
+            with torch.no_grad():
+                for ours, theirs in zip(*(jvp(model, *mine) for model in both.pair), strict=True):
+                    assert_same(ours, theirs)
+            loss(both.model, *mine).backward()
+            loss(both.plain, inputs.flatten(0, 1), tangents.flatten(0, 1)).backward()
+            both.update()
+    return both.train()
 
 
+@situation("right")
 def forward_derivatives_of_kept_units(lib):
     return differentiate_forward(lib, jvp_by_transform, reshards=False)
 
 
+@situation("right")
 def forward_derivatives_of_resharded_units(lib):
     return differentiate_forward(lib, jvp_by_transform, reshards=True)
 
 
+@situation("right")
 def dual_numbers_through_kept_units(lib):
     return differentiate_forward(lib, jvp_by_dual_numbers, reshards=False)
 
 
+@situation("right")
 def dual_numbers_through_resharded_units(lib):
     return differentiate_forward(lib, jvp_by_dual_numbers, reshards=True)
 
@@ -340,18 +236,20 @@ def about(seen, mesh):
     return seen[-1].ndim, seen[-1].size(), seen[-1].mesh_dim_names, is_same
 
 
+@situation((1, 2, ("shard",), True))
 def the_mesh_that_subclasses_are_given(lib):
     mesh, model = mesh_of(1, 2), with_matrices_as(nn.Linear(4, 4), RecordsMesh)
-    lib.fully_shard(model, mesh=mesh)
+    shard(lib, model, mesh=mesh)
     model(torch.ones(1, 4)).sum().backward()
     return about(seen_by_subclass, mesh)
 
 
+@situation((1, 2, ("shard",), True))
 def the_mesh_that_methods_of_shards_are_given(lib):
     """The weights are of a tensor class without such methods; its shards get them one by one."""
     mesh, layer, seen = mesh_of(1, 2), nn.Linear(DIM, DIM, bias=False), []
     layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
-    model = lib.fully_shard(nn.Sequential(lib.fully_shard(layer, mesh=mesh)), mesh=mesh)
+    model = shard(lib, layer, nn.Sequential(layer), mesh=mesh)
 
     def pre(self, mesh, outer_size, outer_stride, module, mp_policy):
         seen.append(mesh)
@@ -372,45 +270,19 @@ def largest_dim(param):
     return Shard(max(range(param.dim()), key=lambda dim: param.shape[dim]))
 
 
-def widths(lib, *sizes):
-    def shard(model):
-        for unit in (*model[::2], model):
-            lib.fully_shard(unit, mesh=mesh_of(), shard_placement_fn=largest_dim)
+def widths(lib, first, second):
+    def shard_layers(model):
+        shard(lib, *model[::2], model, shard_placement_fn=largest_dim)
 
-    first, second = sizes
-    return Pair(nn.Sequential(nn.Linear(DIM, first), nn.Tanh(), nn.Linear(first, second)), shard)
+    plain = nn.Sequential(nn.Linear(DIM, first), nn.Tanh(), nn.Linear(first, second))
+    return Both(lib, plain, shard_layers)
 
 
+@situation("right")
 def even_shards_of_the_largest_dim(lib):
     return widths(lib, 10, 4).train()
 
 
+@situation("right")
 def uneven_shards_of_the_largest_dim(lib):
     return widths(lib, 9, 5).train()
-
-
-NUM_RANKS = 2
-# What is done with a library, and what every rank has then with ours: of an exception, its class.
-BY_HAND = [[4, 0], [4, 1], [4, 1], [4, 4]]
-AFTER_FORWARD = [[4, 3], [4, 2], [4, 3], [4, 0], [4, 2], [4, 4]]
-AFTER_BACKWARD = [*[[4, 3], [3, 3], [3, 3]] * 3, [4, 3], [1, 3], [1, 3]]
-UNUSED = [*[[3, 2]] * 3, *[[3, 0]] * 3]
-ARE_SHARDED = [*[[False, False]] * 2, [True, True]] * 2
-SHARD_MESH = (1, 2, ("shard",), True)
-SITUATIONS = [
-    (units_inside_torchs_replicate, ("right", [True, False])),
-    (torchs_replicate_of_a_unit, "RuntimeError"),
-    (two_modules_of_a_unit_unsharded_ahead, ARE_SHARDED),
-    (units_resharded_by_hand, BY_HAND),
-    (resharding_after_forward_toggled_for_some, AFTER_FORWARD),
-    (resharding_after_backward_toggled_for_some, AFTER_BACKWARD),
-    (a_module_of_a_unit_is_not_used, UNUSED),
-    (forward_derivatives_of_kept_units, "right"),
-    (forward_derivatives_of_resharded_units, "right"),
-    (dual_numbers_through_kept_units, "right"),
-    (dual_numbers_through_resharded_units, "right"),
-    (the_mesh_that_subclasses_are_given, SHARD_MESH),
-    (the_mesh_that_methods_of_shards_are_given, SHARD_MESH),
-    (even_shards_of_the_largest_dim, "right"),
-    (uneven_shards_of_the_largest_dim, "right"),
-]

@@ -1,7 +1,4 @@
-"""Parameters and their state, where torch's own fully_shard is wrong about them.
-
-Each runs with both libraries: see ``tests.peers.both``.
-"""
+"""Parameters and their state, where torch's own fully_shard is wrong about them."""
 
 import copy
 
@@ -9,7 +6,7 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
-from tests.peers.both import BATCHES, Both, mesh_of
+from tests.peers.both import Both, batch, shard, situation
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 
@@ -21,6 +18,17 @@ def freeze(model, flag=False):
     model.scale.requires_grad_(flag)
 
 
+def after(change, lib, *, evaluates=False):
+    """Say whether both are right after a change, maybe of what an evaluation has left."""
+    both = Both(lib)
+    if evaluates:
+        both.forward()
+    for model in both.pair:
+        change(model)
+    return both.is_right()
+
+
+@situation(("right", "right"))
 def frozen_between_steps(lib):
     both = Both(lib)
     both.is_right()
@@ -30,6 +38,7 @@ def frozen_between_steps(lib):
     return first, both.is_right()
 
 
+@situation(("right", "right"))
 def frozen_while_whole(lib):
     """A forward has left all of them whole."""
     both = Both(lib, reshard_after_forward=False)
@@ -41,13 +50,17 @@ def frozen_while_whole(lib):
     return first, both.is_right()
 
 
+@situation(("right", "right"))
 def thawed_under_mixed_precision(lib):
-    both = Both(lib, freeze, MIXED)
+    plain = MlpStack()
+    freeze(plain)
+    both = Both(lib, plain, policy=MIXED)
     first = both.is_right()
     both.each(lambda model: freeze(model, True))
     return first, both.is_right()
 
 
+@situation("right")
 def frozen_under_mixed_precision(lib):
     both = Both(lib, policy=MIXED)
     both.is_right()
@@ -55,6 +68,7 @@ def frozen_under_mixed_precision(lib):
     return both.is_right()
 
 
+@situation("right")
 def averages_swapped_in_after_an_evaluation(lib):
     both = Both(lib)
     both.is_right()
@@ -64,6 +78,7 @@ def averages_swapped_in_after_an_evaluation(lib):
     return "right" if torch.allclose(ours, theirs, atol=1e-5) else "stale"
 
 
+@situation("right")
 def stepped_after_an_evaluation(lib):
     both = Both(lib)
     both.backward()
@@ -73,13 +88,12 @@ def stepped_after_an_evaluation(lib):
     return "right" if torch.allclose(ours, theirs, atol=1e-5) else "stale"
 
 
+@situation("right")
 def initialised_after_an_evaluation(lib):
-    both = Both(lib)
-    both.forward()
-    both.each(lambda model: nn.init.constant_(model.scale, 0.5))
-    return both.is_right()
+    return after(lambda model: nn.init.constant_(model.scale, 0.5), lib, evaluates=True)
 
 
+@situation("right")
 def an_optimizer_built_after_an_evaluation(lib):
     both = Both(lib)
     both.forward()
@@ -90,29 +104,33 @@ def an_optimizer_built_after_an_evaluation(lib):
     return both.is_right()
 
 
+@situation(("right", "right"))
 def a_part_first(lib):
     """A submodule is evaluated by itself, then the whole is trained."""
     both = Both(lib)
     with torch.no_grad():
-        both.model.blocks[1](BATCHES[0])
+        both.model.blocks[1](batch()[0])
     first = both.is_right()
-    both.model.blocks[0](BATCHES[0]).sum().backward()  # and trained by itself
+    both.model.blocks[0](batch()[0]).sum().backward()  # and trained by itself
     return first, both.is_right()
 
 
+@situation("right")
 def inference_first(lib):
     both = Both(lib)
     with torch.inference_mode():
-        both.model(BATCHES[0])
+        both.model(batch()[0])
     return both.is_right()
 
 
+@situation("right")
 def copied(lib):
     both = Both(lib)
     both.model = copy.deepcopy(both.model)
     return both.is_right()
 
 
+@situation("right")
 def averaged(lib):
     both = Both(lib)
     averages = [AveragedModel(model) for model in both.pair]
@@ -122,92 +140,58 @@ def averaged(lib):
     return both.is_right()
 
 
+def other_state():
+    return seeded(MlpStack(), 5).state_dict()
+
+
+@situation("right")
 def loaded_from_whole_tensors(lib):
-    both = Both(lib)
-    state = seeded(MlpStack(), 5).state_dict()
-    both.each(lambda model: model.load_state_dict(state))
-    return both.is_right()
+    return after(lambda model: model.load_state_dict(other_state()), lib)
 
 
+@situation("right")
 def assigned_from_whole_tensors(lib):
-    both = Both(lib)
-    for model in both.pair:
-        model.load_state_dict(seeded(MlpStack(), 5).state_dict(), assign=True)
-    return both.is_right()
+    return after(lambda model: model.load_state_dict(other_state(), assign=True), lib)
 
 
+@situation("right")
 def parameter_assigned(lib):
-    both = Both(lib)
-    both.forward()
-    for model in both.pair:
+    def assign(model):
         model.blocks[1].up.weight = nn.Parameter(torch.full((10, 6), 0.1))
-    return both.is_right()
+
+    return after(assign, lib, evaluates=True)
 
 
+@situation("right")
 def part_cast(lib):
     """A child is cast and cast back, which rounds its values."""
-    both = Both(lib)
-    both.forward()
-    for model in both.pair:
-        model.blocks[1].up.bfloat16()
-        model.blocks[1].up.float()
-    return both.is_right()
+    return after(lambda model: model.blocks[1].up.bfloat16().float(), lib, evaluates=True)
 
 
+@situation("right")
 def cast_after_an_evaluation(lib):
     both = Both(lib)
     both.forward()
     for model in both.pair:
         model.double()
-        model(BATCHES[0].double()).sum().backward()
+        model(batch()[0].double()).sum().backward()
     assert_same(full_grads(both.model), full_grads(both.plain), torch.float64)
     return "right"
 
 
+@situation("right")
 def cast_and_cast_back_after_an_evaluation(lib):
-    both = Both(lib)
-    both.forward()
-    for model in both.pair:
-        model.bfloat16()
-        model.float()
-    return both.is_right()
+    return after(lambda model: model.bfloat16().float(), lib, evaluates=True)
 
 
+@situation("works")
 def channels_last(lib):
     layer = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    lib.fully_shard(layer, mesh=mesh_of(2))
+    shard(lib, layer)
     layer(torch.ones(1, 4, 5, 5)).sum().backward()
     return "works"
 
 
+@situation("right")
 def hooked(lib):
-    both = Both(lib)
-    for model in both.pair:
-        model.scale.register_hook(lambda grad: 3 * grad)
-    return both.is_right()
-
-
-NUM_RANKS = 2
-# What is done with a library, and what every rank has then with ours: of an exception, its class.
-SITUATIONS = [
-    (frozen_between_steps, ("right", "right")),
-    (frozen_while_whole, ("right", "right")),
-    (thawed_under_mixed_precision, ("right", "right")),
-    (frozen_under_mixed_precision, "right"),
-    (averages_swapped_in_after_an_evaluation, "right"),
-    (stepped_after_an_evaluation, "right"),
-    (initialised_after_an_evaluation, "right"),
-    (an_optimizer_built_after_an_evaluation, "right"),
-    (a_part_first, ("right", "right")),
-    (inference_first, "right"),
-    (copied, "right"),
-    (averaged, "right"),
-    (loaded_from_whole_tensors, "right"),
-    (assigned_from_whole_tensors, "right"),
-    (parameter_assigned, "right"),
-    (part_cast, "right"),
-    (cast_after_an_evaluation, "right"),
-    (cast_and_cast_back_after_an_evaluation, "right"),
-    (channels_last, "works"),
-    (hooked, "right"),
-]
+    return after(lambda model: model.scale.register_hook(lambda grad: 3 * grad), lib)

@@ -8,13 +8,18 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from tests.peers.both import mesh_of, run_both
+from tests.peers.both import LIBRARIES, mesh_of, run
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch_fsdp, "GradientReductionHandle"),
     reason=f"torch's fully_shard has it since torch 2.15; this is {torch.__version__}",
 )
+
+
+def run_both(act):
+    """Run it with torch's library, then with ours."""
+    return [run(act, name) for name in LIBRARIES]
 
 
 def sharded(lib, mesh_shape=(2,), *, is_manual=True):

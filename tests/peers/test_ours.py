@@ -14,23 +14,17 @@ from torch.distributed.tensor import Shard
 
 import meshard
 from tests.peers import gradients, programs, state, use
-from tests.peers.both import run
+from tests.peers.both import SITUATIONS, run
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 
-FILES = (gradients, programs, state, use)
+FILES = (gradients, programs, state, use)  # which fill SITUATIONS
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "situation", "expected"),
-    [
-        pytest.param(file.NUM_RANKS, *row, id=row[0].__name__)
-        for file in FILES
-        for row in file.SITUATIONS
-    ],
-)
-def test_we_are_right(run_ranks, num_ranks, situation, expected):
-    assert run_ranks(run, num_ranks, situation, "meshard") == [expected] * num_ranks
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_we_are_right(run_ranks, name):
+    act, expected, num_ranks = SITUATIONS[name]
+    assert run_ranks(run, num_ranks, act, "meshard") == [expected] * num_ranks
 
 
 @on_ranks(4)
@@ -53,23 +47,23 @@ def test_parameters_gradients_and_state_of_uneven_shards():
         set_model_state_dict(other.model, copy.deepcopy(shards), options=options)
         other.plain.load_state_dict(pair.plain.state_dict())
         assert_same(full_state(other.model), full_state(pair.plain))
-        other.train(range(3, 5))
+        other.train()
 
 
 @on_ranks(4)
 def test_boolean_setters_in_any_order():
     """``set_requires_gradient_sync`` sets both stages, ``set_requires_all_reduce`` the second."""
-    net = gradients.Both(meshard).net
+    unit = gradients.two(meshard)
     calls = list(product(("set_requires_gradient_sync", "set_requires_all_reduce"), (False, True)))
     for sequence in product(calls, repeat=3):
-        net.set_requires_gradient_sync(True)
+        unit.set_requires_gradient_sync(True)
         reduces = over_replicas = True
         for name, value in sequence:
-            getattr(net, name)(value)
+            getattr(unit, name)(value)
             over_replicas = value
             reduces = value if name == "set_requires_gradient_sync" else reduces
-        net.zero_grad()
-        with meshard.CommLedger(net) as ledger:
-            net(1.0, 1.0).backward()
+        unit.zero_grad()
+        with meshard.CommLedger(unit) as ledger:
+            unit(1.0, 1.0).backward()
         assert ("reduce_scatter" in ledger.counts) is reduces, sequence
         assert ("all_reduce" in ledger.counts) is (reduces and over_replicas), sequence

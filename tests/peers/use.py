@@ -1,7 +1,4 @@
-"""Calls that torch's own fully_shard refuses or ignores.
-
-Each runs with both libraries: see ``tests.peers.both``.
-"""
+"""Calls that torch's own fully_shard refuses or ignores."""
 
 import copy
 import weakref
@@ -13,11 +10,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 import meshard
-from tests.peers.both import BATCHES, Both, compare_gradients, mesh_of
+from tests.peers.both import Both, batch, compare_gradients, mesh_of, shard, situation
 from tests.support.models import Adapted, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 
 
+@situation(True)
 def replicas_that_start_apart(lib):
     """Whether they are equal after a step."""
     mesh = mesh_of(2, 1)
@@ -25,10 +23,9 @@ def replicas_that_start_apart(lib):
     if lib is meshard:
         meshard.fully_shard_units(model, mesh, sync_init=True)
     else:
-        for unit in (*model.blocks, model):
-            lib.fully_shard(unit, mesh=mesh)
+        shard(lib, *model.blocks, model, mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    model(BATCHES[dist.get_rank()]).sum().backward()
+    model(batch()[dist.get_rank()]).sum().backward()
     optimizer.step()
     mine = model.scale.full_tensor().detach()
     total = mine.clone()
@@ -36,23 +33,25 @@ def replicas_that_start_apart(lib):
     return torch.equal(mine + mine, total)
 
 
+@situation("ValueError")
 def a_child_after_its_parent(lib):
     model = MlpStack()
-    lib.fully_shard(model, mesh=mesh_of(2))
-    lib.fully_shard(model.blocks[0], mesh=mesh_of(2))
+    shard(lib, model, model.blocks[0])
 
 
+@situation("ValueError")
 def a_scalar_parameter(lib):
     layer = nn.Linear(2, 2)
     layer.scale = nn.Parameter(torch.tensor(1.0))
-    lib.fully_shard(layer, mesh=mesh_of(2))
+    shard(lib, layer)
 
 
+@situation("right")
 def an_adapter_beside_a_narrow_base(lib, is_frozen=True):
     """float32 beside a bfloat16 base, in one unit, computed in bfloat16."""
     plain, policy = seeded(Adapted(6)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     plain.base.bfloat16().requires_grad_(not is_frozen)
-    unit = lib.fully_shard(copy.deepcopy(plain), mesh=mesh_of(2), mp_policy=policy)
+    unit = shard(lib, copy.deepcopy(plain), mp_policy=policy)
     for each in (unit, plain.bfloat16()):
         each(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
     found, expected = (
@@ -63,15 +62,18 @@ def an_adapter_beside_a_narrow_base(lib, is_frozen=True):
     return "right"
 
 
+@situation("right")
 def an_adapter_beside_a_narrow_base_that_trains(lib):
     return an_adapter_beside_a_narrow_base(lib, is_frozen=False)
 
 
+@situation(2.0)
 def a_factor_on_a_root_without_parameters(lib):
     """Told not to divide: the sum over two ranks is 2."""
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    shard(lib, *model, model)
     for unit in (*model, model):
-        lib.fully_shard(unit, mesh=mesh_of(2)).set_force_sum_reduction_for_comms(True)
+        unit.set_force_sum_reduction_for_comms(True)
     model.set_gradient_divide_factor(1.0)
     model(torch.ones(1, 2)).sum().backward()
     return model[1].bias.grad.full_tensor()[0].item()
@@ -94,18 +96,18 @@ class CountAlive(ReduceScatter):
         output_tensor.copy_(rows[group.rank()])
 
 
+@situation([True, True])
 def a_late_limit_of_input_buffers(lib):
     """Whether no more inputs of reductions are there at once: 2 set first, and 1 set later."""
     scatter, model, found = CountAlive(), seeded(MlpStack(depth=6)), []
+    shard(lib, *model.blocks, model)
     for block in model.blocks:
-        unit = lib.fully_shard(block, mesh=mesh_of(2))
-        unit.set_custom_reduce_scatter(scatter)
-        unit.set_force_sum_reduction_for_comms(True)
-    lib.fully_shard(model, mesh=mesh_of(2))
+        block.set_custom_reduce_scatter(scatter)
+        block.set_force_sum_reduction_for_comms(True)
     for limit in (2, 1):
         model.set_reduce_scatter_max_input_buffers(limit)
         scatter.most_alive = 0
-        model(BATCHES[0]).sum().backward()
+        model(batch()[0]).sum().backward()
         found.append(scatter.most_alive <= limit)
     return found
 
@@ -117,52 +119,38 @@ class Generates(nn.Linear):
         return self(x) @ self.weight
 
 
+@situation("right")
 def a_method_that_calls_the_module(lib):
     plain = seeded(nn.Sequential(Generates(4, 4)))
     model = copy.deepcopy(plain)
-    for unit in (model[0], model):
-        lib.fully_shard(unit, mesh=mesh_of(2))
+    shard(lib, model[0], model)
     lib.register_fsdp_forward_method(model[0], "generate")
     x = torch.ones(2, 4)
 
-    def run(each):
+    def step(each):
         each(x)
         each[0].generate(x).sum().backward()
 
-    return compare_gradients(model, plain, run)
+    return compare_gradients(model, plain, step)
 
 
+@situation("RuntimeError")
 def gradients_by_autograd_grad(lib):
     both = Both(lib)
-    torch.autograd.grad(both.model(BATCHES[0]).sum(), both.model.parameters())
+    torch.autograd.grad(both.model(batch()[0]).sum(), both.model.parameters())
 
 
+@situation("right")
 def norms_over_meshes(lib):
     """Over two meshes, and a parameter that is on none."""
     plain = seeded(MlpStack())
     model = copy.deepcopy(plain)
-    lib.fully_shard(model.blocks[0], mesh=mesh_of(1, 2))
-    lib.fully_shard(model, mesh=mesh_of(2), ignored_params={model.shift})
+    shard(lib, model.blocks[0], mesh=mesh_of(1, 2))
+    shard(lib, model, ignored_params={model.shift})
     for each in (model, plain):
-        each(BATCHES[0]).sum().backward()
+        each(batch()[0]).sum().backward()
     clip = meshard.clip_grad_norm_ if lib is meshard else torch.nn.utils.clip_grad_norm_
     norm = clip(model.parameters(), 0.1)
     assert_same(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
     assert_same(full_grads(model), full_grads(plain))
     return "right"
-
-
-NUM_RANKS = 2
-# What is done with a library, and what every rank has then with ours: of an exception, its class.
-SITUATIONS = [
-    (replicas_that_start_apart, True),
-    (a_child_after_its_parent, "ValueError"),
-    (a_scalar_parameter, "ValueError"),
-    (an_adapter_beside_a_narrow_base, "right"),
-    (an_adapter_beside_a_narrow_base_that_trains, "right"),
-    (a_factor_on_a_root_without_parameters, 2.0),
-    (a_late_limit_of_input_buffers, [True, True]),
-    (a_method_that_calls_the_module, "right"),
-    (gradients_by_autograd_grad, "RuntimeError"),
-    (norms_over_meshes, "right"),
-]
