@@ -1,15 +1,14 @@
 """What torch 2.15 has added to its fully_shard, beside ours: the same on the same ranks."""
 
-from functools import partial
-
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 
-from tests.peers.both import LIBRARIES, mesh_of, run
+from tests.peers.both import LIBRARIES, mesh_of, shard
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
+from tests.support.ranks import on_ranks
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch_fsdp, "GradientReductionHandle"),
@@ -17,15 +16,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run_both(act):
-    """Run it with torch's library, then with ours."""
-    return [run(act, name) for name in LIBRARIES]
+def with_both(act, *args):
+    """Return what it gives with torch's library, and with ours."""
+    return [act(lib, *args) for lib in LIBRARIES.values()]
 
 
 def sharded(lib, mesh_shape=(2,), *, is_manual=True):
     model = IntegerModel()
-    for module in (*model.blocks, model):
-        lib.fully_shard(module, mesh=mesh_of(*mesh_shape))
+    shard(lib, *model.blocks, model, mesh=mesh_of(*mesh_shape))
     model.set_manual_backward_finalization(is_manual)
     return model
 
@@ -34,14 +32,9 @@ def backward(model, place=0):
     integer_loss(model(integer_batch(place, dist.get_rank()))).backward()
 
 
-def grads(model):
-    return [param.grad.full_tensor().tolist() for param in model.parameters()]
-
-
-def window(mesh_shape, count, is_async, is_manual, lib):
+def gradients_of_windows(lib, mesh_shape, count, is_async, is_manual):
     """Gradients of two windows, in which all but the last backward reduce nothing."""
-    model = sharded(lib, mesh_shape, is_manual=is_manual)
-    found = []
+    model, found = sharded(lib, mesh_shape, is_manual=is_manual), []
     for step in range(2):
         for place in range(count):
             model.set_requires_gradient_sync(not is_manual and place == count - 1)
@@ -51,23 +44,19 @@ def window(mesh_shape, count, is_async, is_manual, lib):
             handle = model.finalize_backward(async_op=is_async)
             if is_async:
                 handle.wait()
-        found.append(grads(model))
+        found.append([param.grad.full_tensor().tolist() for param in model.parameters()])
         model.zero_grad()
     return found
 
 
-def windows(mesh_shape, lib):
-    rows = [(1, False), (2, False), (3, True)]
-    found = [window(mesh_shape, *row, True, lib) for row in rows]
-    expected = [window(mesh_shape, count, False, False, lib) for count, _ in rows]
-    return found == expected, found
-
-
+@pytest.mark.parametrize(("count", "is_async"), [(1, False), (2, False), (3, True)])
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
-def test_gradients(run_ranks, mesh_shape):
-    for theirs, ours in run_ranks(run_both, 2 * len(mesh_shape), partial(windows, mesh_shape)):
-        assert ours[0] is theirs[0] is True  # as in one automatic backward of each library
-        assert ours[1] == theirs[1]
+def test_gradients(run_ranks, mesh_shape, count, is_async):
+    args = mesh_shape, count, is_async
+    manual = run_ranks(with_both, 2 * len(mesh_shape), gradients_of_windows, *args, True)
+    assert manual == run_ranks(with_both, 2 * len(mesh_shape), gradients_of_windows, *args, False)
+    for theirs, ours in manual:
+        assert ours == theirs
 
 
 def overrides(lib):
@@ -79,27 +68,27 @@ def overrides(lib):
         reduce_dtype=torch.float32,
         param_dtype_override_fn=lambda param: param.dtype if param.dim() == 1 else None,
     )
-    lib.fully_shard(layer, mesh=mesh_of(2), mp_policy=policy)
+    shard(lib, layer, mp_policy=policy)
     layer[0].bias.requires_grad_(False)
     seen = []
-    layer[0].register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
-    layer[0].register_forward_pre_hook(lambda module, _: seen.append(module.bias.dtype))
-    layer[1].register_forward_pre_hook(lambda module, _: seen.append(module.weight.dtype))
+    for module in layer:
+        module.register_forward_pre_hook(lambda m, _: seen.extend([m.weight.dtype, m.bias.dtype]))
     layer[0].forward = lambda x: x.to(layer[0].weight.dtype) @ layer[0].weight
     layer[1].forward = lambda x: x.float() * layer[1].weight + layer[1].bias
     layer(torch.ones(2, 4) * (1 + dist.get_rank())).sum().backward()
     params = [param for param in layer.parameters() if param.grad is not None]
     return (
-        [str(dtype) for dtype in seen],
-        [(str(param.dtype), str(param.grad.dtype)) for param in params],
+        seen,
+        [(param.dtype, param.grad.dtype) for param in params],
         [param.grad.full_tensor().tolist() for param in params],
     )
 
 
-def test_dtypes_of_single_parameters(run_ranks):
-    for theirs, ours in run_ranks(run_both, 2, overrides):
-        assert ours == theirs
-        assert ours[0] == ["torch.bfloat16", "torch.float32", "torch.float32"]
+@on_ranks(2)
+def test_dtypes_of_single_parameters():
+    theirs, ours = with_both(overrides)
+    assert ours == theirs
+    assert ours[0] == [torch.bfloat16] + [torch.float32] * 3
 
 
 def addresses(lib):
@@ -107,31 +96,23 @@ def addresses(lib):
     model = sharded(lib, is_manual=False)
     model.set_keep_unsharded_storage(True)
     seen = []
+    for block in model.blocks:
+        block.linear.register_forward_hook(lambda module, *_: seen.append(module.weight.data_ptr()))
     for step in range(3):
-        found = []
-        hooks = [
-            block.linear.register_forward_hook(
-                lambda module, *_: found.append(module.weight.data_ptr())  # noqa: B023  # called now
-            )
-            for block in model.blocks
-        ]
         backward(model, step)
-        for hook in hooks:
-            hook.remove()
-        seen.append(found)
-    return seen[0] == seen[1] == seen[2]
+    return seen[:3] == seen[3:6] == seen[6:]
 
 
-def test_addresses(run_ranks):
-    for theirs, ours in run_ranks(run_both, 2, addresses):
-        assert theirs is True and ours is True
+@on_ranks(2)
+def test_addresses():
+    assert with_both(addresses) == [True, True]
 
 
 def error_of(function, *args, **kwargs):
+    kinds = (RuntimeError, TypeError, ValueError)
     try:
         function(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError) as error:
-        kinds = (RuntimeError, TypeError, ValueError)
+    except kinds as error:
         return next(kind.__name__ for kind in kinds if isinstance(error, kind))
     return None
 
@@ -175,14 +156,14 @@ def errors(lib):
         policy = lib.MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, param_dtype_override_fn=lambda _, chosen=returned: chosen
         )
-        mesh = mesh_of(2)
         found[f"{returned} of an override"] = error_of(
-            lib.fully_shard, nn.Linear(2, 2), mesh=mesh, mp_policy=policy
+            shard, lib, nn.Linear(2, 2), mp_policy=policy
         )
     return found
 
 
-def test_errors(run_ranks):
-    for theirs, ours in run_ranks(run_both, 2, errors):
-        assert ours == theirs
-        assert set(ours.values()) == {None, "RuntimeError", "ValueError"}
+@on_ranks(2)
+def test_errors():
+    theirs, ours = with_both(errors)
+    assert ours == theirs
+    assert set(ours.values()) == {None, "RuntimeError", "ValueError"}
