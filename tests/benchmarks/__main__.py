@@ -2,17 +2,14 @@
 
 python -m tests.benchmarks                      # all, into build/benchmarks, in fifteen minutes
 python -m tests.benchmarks step_time --rounds 5 # one; --help has its options
-python -m tests.benchmarks growth --json        # with its figures on stdout
 """
 
 import argparse
 import contextlib
 import inspect
 import io
-import json
 import os
 import platform
-import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -27,7 +24,6 @@ from tests.benchmarks import (
     host_time,
     init_time,
     memory,
-    network,
     overlap,
     step_time,
     walks,
@@ -36,7 +32,7 @@ from tests.benchmarks import (
 from tests.benchmarks.contenders import COMPUTE, OURS, PEER, PLAIN, SENT
 
 COMPARISONS = (step_time, cpu_time, host_time, memory, collectives, init_time, overlap)
-OTHERS = (checkpoint_time, growth, network, walks, weights_memory)
+OTHERS = (checkpoint_time, growth, walks, weights_memory)
 # From below: the floor, meshard with both of its ways to be faster, and with one of them at a time;
 # on top the peer.
 BARS = {
@@ -66,18 +62,18 @@ def draw(configurations, path):
 
 
 def run_comparisons(folder):
-    """Write tables.txt, figures.json and step_time.png."""
+    """Write tables.txt and step_time.png."""
     folder.mkdir(parents=True, exist_ok=True)
     cores = f"{os.cpu_count()} cores, one per rank"
-    tables, figures = [f"torch {torch.__version__}, {platform.machine()}, {cores}\n"], {}
+    tables = [f"torch {torch.__version__}, {platform.machine()}, {cores}\n"]
     for module in COMPARISONS:
-        with contextlib.redirect_stderr(io.StringIO()) as text:
-            figures[module.__name__.rpartition(".")[2]] = module.run()
+        with contextlib.redirect_stdout(io.StringIO()) as text:
+            times = module.run()
         tables.append(text.getvalue())
-        print(tables[-1], file=sys.stderr, flush=True)
+        print(tables[-1], flush=True)
+        if module is step_time:
+            draw(times, folder / "step_time.png")
     (folder / "tables.txt").write_text("\n".join(tables))
-    (folder / "figures.json").write_text(json.dumps(figures, indent=1))
-    draw(figures["step_time"], folder / "step_time.png")
 
 
 def main():
@@ -89,24 +85,12 @@ def main():
         name, page = module.__name__.rpartition(".")[2], module.__doc__
         one = names.add_parser(name, help=page.splitlines()[0], description=page)
         one.set_defaults(run=module.run)
-        one.add_argument("--json", action="store_true", help="print the figures to stdout")
         for option, parameter in inspect.signature(module.run).parameters.items():
             value = parameter.default
-            if value is False:
-                how = {"action": "store_true"}
-            elif isinstance(value, tuple):
-                how = {"nargs": "+", "type": type(value[0]), "default": value}
-            else:
-                how = {"type": type(value), "default": value}
-            one.add_argument(f"--{option.replace('_', '-')}", **how)
+            one.add_argument(f"--{option.replace('_', '-')}", type=type(value), default=value)
     args = vars(parser.parse_args())
-    folder, run, as_json = args.pop("out"), args.pop("run", None), args.pop("json", False)
-    if run is None:
-        run_comparisons(folder)
-        return
-    figures = run(**args)
-    if as_json:
-        print(json.dumps(figures))
+    folder, run = args.pop("out"), args.pop("run", None)
+    run_comparisons(folder) if run is None else run(**args)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import meshard
-from meshard import CommLedger
 from meshard.checkpoint import Checkpointer
 from tests.benchmarks.rounds import in_turns, medians, on_ranks, show, show_ratios, slowest
 
@@ -133,8 +132,6 @@ def measure(given):
     figures |= timed({"load, meshard": lambda: checkpointer.load(*pair), **loads})
     for param, value in zip(model.parameters(), before, strict=True):
         assert torch.equal(param.detach().to_local(), value)
-    with CommLedger() as ledger:
-        save()
 
     # Of a save in the background: until it returns, beside a copy of the same bytes.
     tensors = [param.detach().to_local() for param in model.parameters()]
@@ -150,7 +147,7 @@ def measure(given):
         checkpointer.async_save(next(number), *pair)
 
     figures |= timed({"async_save": begin, "a copy of the bytes": copy})
-    return figures, len(ledger.events)
+    return figures
 
 
 def measure_beside(given):
@@ -187,15 +184,13 @@ def measure_beside(given):
 
 def run(millions=200, millions_beside=50, rounds=7):
     with tempfile.TemporaryDirectory() as folder:
-        seconds, num_collectives = on_ranks(measure, (folder, millions, rounds), 2)
+        seconds = on_ranks(measure, (folder, millions, rounds), 2)
     with tempfile.TemporaryDirectory() as folder:
-        beside = on_ranks(measure_beside, (folder, millions_beside, rounds), 2)
-    figures = {name: 1e3 * each for name, each in (seconds | beside).items()}
+        seconds |= on_ranks(measure_beside, (folder, millions_beside, rounds), 2)
+    figures = {name: 1e3 * each for name, each in seconds.items()}
     title = f"{millions} M parameters with AdamW ({millions_beside} M beside steps), 2 ranks"
-    rows = {name: [f"{value:.0f}"] for name, value in figures.items()}
-    show(title, ("ms",), rows | {"collectives of a second save": [str(num_collectives)]})
+    show(title, ("ms",), {name: [f"{value:.0f}"] for name, value in figures.items()})
     others = ("dcp", "torch_checkpointing")
     pairs = [(f"{what}, meshard", f"{what}, {x}") for what in ("save", "load") for x in others]
     pairs.append(("async_save", "a copy of the bytes"))
     show_ratios(figures, [*pairs, ("step beside async_save", "step")])
-    return figures | {"num_collectives": num_collectives}

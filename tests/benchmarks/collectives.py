@@ -5,8 +5,6 @@ those of the whole buffers, also divided by those of all parameters (P). The mod
 whose rows no world divides.
 """
 
-from collections import Counter
-
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,19 +20,18 @@ class Counting(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.counts, self.bytes = Counter(), Counter()
+        self.count = self.bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func)
-        if name.startswith("c10d."):
+        if str(func).startswith("c10d."):
             leaves = torch.utils._pytree.tree_leaves(args[:2])
-            self.counts[name] += 1
-            self.bytes[name] += max(each.nbytes for each in leaves if torch.is_tensor(each))
+            self.count += 1
+            self.bytes += max(each.nbytes for each in leaves if torch.is_tensor(each))
         return func(*args, **(kwargs or {}))
 
 
-def count(name, world):
-    """Return counts and bytes of one step in steady state, and the bytes of all parameters."""
+def cells_of(name, world):
+    """Count one step in steady state."""
     gpt = GPT(GPTConfig(width=192, depth=4, heads=3, context=65))
     num_bytes = sum(param.nbytes for param in gpt.parameters())
     model = shard_by_units(name, gpt, init_device_mesh("cpu", (world,)))
@@ -44,16 +41,11 @@ def count(name, world):
         model.zero_grad()
     with Counting() as counting:
         model(tokens).sum().backward()
-    return {"counts": counting.counts, "bytes": counting.bytes, "parameter_bytes": num_bytes}
+    mib, ratio = counting.bytes / 2**20, counting.bytes / num_bytes
+    return str(counting.count), f"{mib:.2f}", f"{ratio:.3f}"
 
 
 def run(world=8):
     with fake_group(world):
-        figures = {name: count(name, world) for name in (PEER, OURS, PEER_WHOLE, OURS_WHOLE)}
-    rows = {}
-    for name, each in figures.items():
-        total = each["bytes"].total()
-        ratio = f"{total / each['parameter_bytes']:.3f}"
-        rows[name] = (str(each["counts"].total()), f"{total / 2**20:.2f}", ratio)
+        rows = {name: cells_of(name, world) for name in (PEER, OURS, PEER_WHOLE, OURS_WHOLE)}
     show(f"collectives of a step, world {world}", ("number", "MiB", "/ P"), rows)
-    return figures

@@ -7,16 +7,11 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch.distributed.fsdp import (
-    FullyShardedDataParallel,
-    MixedPrecision,
-    MixedPrecisionPolicy,
-)
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.nn.parallel import DistributedDataParallel
 
-from examples.train_gpt import GPT, VOCABULARY, Block, GPTConfig
+from examples.train_gpt import GPT, VOCABULARY, GPTConfig
 from meshard import describe, flat_optimizer, fully_shard, replicate
 
 OURS, OURS_WHOLE = "meshard", "meshard, not resharding"
@@ -24,8 +19,8 @@ PEER, PEER_WHOLE = "fully_shard", "fully_shard, not resharding"
 # Likewise, but through sockets, as between hosts.
 SENT, SENT_WHOLE = f"{OURS}, sockets", f"{OURS_WHOLE}, sockets"
 # And with torch's optimizer on the DTensors, as the peer has it, instead of flat_optimizer.
-PLAIN, PLAIN_WHOLE = f"{OURS}, plain AdamW", f"{OURS_WHOLE}, plain AdamW"
-DDP, FSDP1, COMPUTE = "DDP, bucket views", "FSDP1", "compute only"
+PLAIN = f"{OURS}, plain AdamW"
+DDP, COMPUTE = "DDP, bucket views", "compute only"
 REPLICATED, REPLICATED_SENT = "replicate", "replicate, sockets"
 
 
@@ -67,15 +62,6 @@ def make(name, configuration, mesh, device=None):
         return model.bfloat16() if narrow else model
     if name == DDP:
         return DistributedDataParallel(model, gradient_as_bucket_view=True, static_graph=True)
-    if name == FSDP1:
-        return FullyShardedDataParallel(
-            model,
-            device_mesh=mesh,
-            auto_wrap_policy=ModuleWrapPolicy({Block}),
-            use_orig_params=True,
-            mixed_precision=MixedPrecision(torch.bfloat16, torch.float32) if narrow else None,
-            device_id=torch.device("cpu"),
-        )
     if name in (REPLICATED, REPLICATED_SENT):
         return _with_transport(name, lambda: replicate(model, mesh))
     return shard_by_units(name, model, mesh, narrow=narrow)

@@ -27,4 +27,4 @@ CONFIGURATION = Configuration("width 256, batch 2 x 64", 256, 2, context=64)
 def run(ranks=2, rounds=40, warm_up=5):
     task = Task(CONFIGURATION, rounds, warm_up, (COMPUTE, DDP, *BESIDE), time.process_time)
     title = f"CPU time of all threads, through sockets, {CONFIGURATION.name}"
-    return report(title, on_ranks(measure, task, ranks), [(name, DDP) for name in BESIDE])
+    report(title, on_ranks(measure, task, ranks), [(name, DDP) for name in BESIDE])

@@ -10,6 +10,9 @@ import gc
 import math
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,31 +22,24 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from meshard import describe, flat_optimizer, fully_shard, overlap_optimizer, replicate
 from tests.benchmarks.rounds import show
 from tests.support.fake import fake_group
+from tests.support.models import Made
 
 LINEAR = 1.1
-# By name: a function that builds a model of a size and returns what is timed, whether torch has
-# the same, and the two sizes.
-CASES = {}
 
 
-def case(name, *, has_peer=True, sizes=(100, 1000)):
-    def register(build):
-        CASES[name] = build, has_peer, sizes
-        return build
-
-    return register
+def layers_of(count):
+    return [nn.Linear(8, 8, bias=False) for _ in range(count)]
 
 
-def layers_of(count, kind=nn.Linear):
-    return [kind(8, 8, bias=False) for _ in range(count)]
+def model_of(count):
+    return nn.Sequential(*layers_of(count))
 
 
-def units_of(shard, mesh, layers, root=None):
-    """Return a root around the layers, one unit each and one for the root."""
-    root = nn.Sequential(*layers) if root is None else root
-    for module in (*layers, root):
-        shard(module, mesh=mesh)
-    return root
+def in_units(shard, model):
+    """Make all children of a model, and itself, units."""
+    for module in (*model.children(), model):
+        shard(module)
+    return model
 
 
 def step_of(model, x=None):
@@ -65,65 +61,43 @@ def backward_of(model):
     return lambda: (loss.backward(), model)  # whose hooks do nothing once it is gone
 
 
-@case("shard a unit of many modules")
-def _(shard, mesh, count):
+def after_a_backward(model):
+    model(torch.ones(1, 8)).sum().backward()
+    return model
+
+
+def step_of_a_unit_of_many_modules(shard, count):
     layers = layers_of(count)
-    return lambda: shard(layers, mesh=mesh)
+    shard(layers)
+    return step_of(shard(nn.Sequential(*layers)))  # torch needs one root
 
 
-@case("step a unit of many modules")
-def _(shard, mesh, count):
-    layers = layers_of(count)
-    shard(layers, mesh=mesh)
-    return step_of(shard(nn.Sequential(*layers), mesh=mesh))  # torch needs one root
+def shard_a_root(shard, count):
+    model = model_of(count)
+    for layer in model:
+        shard(layer)
+    return lambda: shard(model)
 
 
-@case("shard many units")
-def _(shard, mesh, count):
-    layers = layers_of(count)
-    return lambda: units_of(shard, mesh, layers)
+def step_in_which_few_train(shard, count):
+    model = model_of(count)
+    model[: count * 9 // 10].requires_grad_(False)
+    return step_of(in_units(shard, model), torch.ones(1, 8, requires_grad=True))
 
 
-@case("shard a root around many units")
-def _(shard, mesh, count):
-    layers = layers_of(count)
-    for layer in layers:
-        shard(layer, mesh=mesh)
-    model = nn.Sequential(*layers)
-    return lambda: shard(model, mesh=mesh)
-
-
-@case("step many units")
-def _(shard, mesh, count):
-    return step_of(units_of(shard, mesh, layers_of(count)))
-
-
-@case("step many units, 9 of 10 train nothing")
-def _(shard, mesh, count):
-    layers = layers_of(count)
-    for layer in layers[: count * 9 // 10]:
-        layer.requires_grad_(False)
-    return step_of(units_of(shard, mesh, layers), torch.ones(1, 8, requires_grad=True))
-
-
-class Appending(nn.Linear):
-    def forward(self, x, found):
-        found.append(super().forward(x))
+def step_that_appends_to_a_list(shard, count):
+    def append(layer, x, found):
+        found.append(layer.inner(x))
         return found[-1]
 
-
-class PassingOn(nn.ModuleList):
-    def forward(self, x):
+    def pass_on(model, x):
         found = []
-        for layer in self:
+        for layer in model.children():
             x = layer(x, found)
         return x
 
-
-@case("step units that append to a list", has_peer=False)  # torch grows by the square: a minute
-def _(shard, mesh, count):
-    layers = layers_of(count, Appending)
-    return step_of(units_of(shard, mesh, layers, PassingOn(layers)))
+    layers = {str(i): Made(append, inner=each) for i, each in enumerate(layers_of(count))}
+    return step_of(in_units(shard, Made(pass_on, **layers)))
 
 
 class Nested(nn.Module):
@@ -136,48 +110,66 @@ class Nested(nn.Module):
         return x if self.inner is None else self.inner(x)
 
 
-@case("backward of units in one another", sizes=(6, 12))  # 2 ** 6 where each visits all inside
-def _(shard, mesh, depth):
+def backward_of_units_in_one_another(shard, depth):
     model = Nested(depth)
     for unit in reversed([each for each in model.modules() if isinstance(each, Nested)]):
-        shard(unit, mesh=mesh)
+        shard(unit)
     return backward_of(model)
 
 
-@case("backward of many buckets of replicate", has_peer=False)
-def _(_, mesh, count):
-    return backward_of(replicate(nn.Sequential(*layers_of(count)), mesh, bucket_cap_mb=1e-4))
-
-
-@case("zero_grad after unshard()")
-def _(shard, mesh, count):
-    model = shard(nn.Sequential(*layers_of(count)), mesh=mesh)
-    model(torch.ones(1, 8)).sum().backward()
+def unsharded_by_hand(shard, count):
+    model = after_a_backward(shard(model_of(count)))
     model.unshard()
     return model.zero_grad
 
 
-@case("first step of flat_optimizer", has_peer=False)
-def _(shard, mesh, count):
-    model = shard(nn.Sequential(*layers_of(count)), mesh=mesh)
-    model(torch.ones(1, 8)).sum().backward()
-    return flat_optimizer(model, torch.optim.AdamW, lr=0.0).step
-
-
-@case("describe", has_peer=False)
-def _(shard, mesh, count):
-    model = units_of(shard, mesh, layers_of(count))
-    return lambda: describe(model)
-
-
-@case("an overlapped optimizer per unit", has_peer=False)
-def _(shard, mesh, count):
-    model = units_of(shard, mesh, layers_of(count))
+def overlap_each(shard, count):
+    model = in_units(shard, model_of(count))
     return lambda: [overlap_optimizer(layer, torch.optim.SGD, lr=0.0) for layer in model]
 
 
-def seconds_of(run):
-    """Return the CPU seconds of one call."""
+class Case(NamedTuple):
+    """A function that builds a model of a size and returns what is timed."""
+
+    build: Callable[[Any, int], Callable[[], object]]
+    has_peer: bool = True  # torch has the same
+    sizes: tuple[int, int] = (100, 1000)
+
+
+def ours(build):
+    return Case(build, has_peer=False)
+
+
+CASES = {
+    "shard a unit of many modules": Case(lambda shard, count: partial(shard, layers_of(count))),
+    "step a unit of many modules": Case(step_of_a_unit_of_many_modules),
+    "shard many units": Case(lambda shard, count: partial(in_units, shard, model_of(count))),
+    "shard a root around many units": Case(shard_a_root),
+    "step many units": Case(lambda shard, count: step_of(in_units(shard, model_of(count)))),
+    "step many units, 9 of 10 train nothing": Case(step_in_which_few_train),
+    # torch grows by the square: a minute
+    "step units that append to a list": ours(step_that_appends_to_a_list),
+    # 2 ** 6 where each visits all inside
+    "backward of units in one another": Case(backward_of_units_in_one_another, sizes=(6, 12)),
+    "backward of many buckets of replicate": ours(
+        lambda shard, count: backward_of(
+            replicate(model_of(count), shard.keywords["mesh"], bucket_cap_mb=1e-4)
+        )
+    ),
+    "zero_grad after unshard()": Case(unsharded_by_hand),
+    "first step of flat_optimizer": ours(
+        lambda shard, count: (
+            flat_optimizer(after_a_backward(shard(model_of(count))), torch.optim.AdamW, lr=0.0).step
+        )
+    ),
+    "describe": ours(lambda shard, count: partial(describe, in_units(shard, model_of(count)))),
+    "an overlapped optimizer per unit": ours(overlap_each),
+}
+
+
+def seconds_of(case, shard, mesh, size):
+    """Return the CPU seconds of one call of what a case builds."""
+    run = case.build(partial(shard, mesh=mesh), size)
     gc.collect()
     gc.disable()
     try:
@@ -188,38 +180,26 @@ def seconds_of(run):
         gc.enable()
 
 
-def measure(build, has_peer, sizes, mesh):
-    """Return milliseconds at both sizes and of torch, the exponent and the ratio to torch."""
-    small, large = sizes
-    first = min(seconds_of(build(fully_shard, mesh, small)) for _ in range(4))
+def cells_of(case, mesh):
+    """Measure a case at both sizes, and beside torch."""
+    small, large = case.sizes
+    first = min(seconds_of(case, fully_shard, mesh, small) for _ in range(4))
     own, peer = [], []
     for _ in range(2):
-        own.append(seconds_of(build(fully_shard, mesh, large)))
-        if has_peer:
-            peer.append(seconds_of(build(torch_fully_shard, mesh, large)))
-    figures = {"small": 1e3 * first, "large": 1e3 * min(own)}
-    figures["exponent"] = math.log(min(own) / first) / math.log(large / small)
-    if has_peer:
-        figures |= {"torch": 1e3 * min(peer), "ratio": min(own) / min(peer)}
-    return figures
+        own.append(seconds_of(case, fully_shard, mesh, large))
+        if case.has_peer:
+            peer.append(seconds_of(case, torch_fully_shard, mesh, large))
+    exponent = math.log(min(own) / first) / math.log(large / small)
+    beside = [f"{1e3 * min(peer):.1f}", f"{min(own) / min(peer):.2f}"] if case.has_peer else []
+    times = [f"{1e3 * each:.1f}" for each in (first, min(own))]
+    return [f"{small}, {large}", *times, f"{exponent:.2f}" + " *"[exponent > LINEAR], *beside]
 
 
 def run(only="", world=8):
     torch.set_num_threads(1)
     sys.setrecursionlimit(20_000)
-    figures, rows = {}, {}
     with fake_group(world):
         mesh = init_device_mesh("cpu", (world,))
-        for name, (build, has_peer, sizes) in CASES.items():
-            if only not in name:
-                continue
-            each = figures[name] = measure(build, has_peer, sizes, mesh)
-            cells = [str(size) for size in sizes]
-            cells += [
-                f"{each[key]:.1f}" if key in each else "" for key in ("small", "large", "torch")
-            ]
-            cells.append(f"{each['exponent']:.2f}" + " *"[each["exponent"] > LINEAR])
-            rows[name] = (*cells, f"{each['ratio']:.2f}" if has_peer else "")
+        rows = {name: cells_of(case, mesh) for name, case in CASES.items() if only in name}
         gc.collect()
-    show("ms of CPU time", ("size", "size", "ms", "ms", "torch", "exponent", "/ torch"), rows)
-    return figures
+    show("ms of CPU time", ("sizes", "small", "large", "exponent", "torch", "/ torch"), rows)

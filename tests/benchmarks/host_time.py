@@ -62,8 +62,8 @@ def stepper(kind, blocks, x):
     return step
 
 
-def added(num_units, layers, width, world, rounds, warm_up):
-    """Return microseconds per unit, by contender and phase."""
+def show_added(num_units, layers, rounds, world=8, width=16):
+    """Print microseconds per unit, by contender and phase, and the ratios that the pages have."""
     with fake_group(world):
         steps = {}
         for kind in KINDS:
@@ -73,38 +73,30 @@ def added(num_units, layers, width, world, rounds, warm_up):
                 for _ in range(num_units)
             ]
             steps[kind] = stepper(kind, blocks, torch.ones(1, width))
-        _, found = in_turns(steps, rounds=rounds, warm_up=warm_up)
+        _, found = in_turns(steps, rounds=rounds, warm_up=5)
         del steps, blocks
-    figures = {}
-    for kind in KINDS[1:]:
-        figures[kind] = {}
-        for phase in PHASES:
-            base = 0.0 if phase == "optimizer" else 1.0
-            more = [
-                a[phase] - base * b[phase] for a, b in zip(found[kind], found["plain"], strict=True)
-            ]
-            figures[kind][phase] = 1e6 / num_units * statistics.median(more)
-    return figures
 
+    def added(kind, phase):
+        base = 0.0 if phase == "optimizer" else 1.0
+        pairs = zip(found[kind], found["plain"], strict=True)
+        return 1e6 / num_units * statistics.median(a[phase] - base * b[phase] for a, b in pairs)
 
-def report(title, figures):
-    """Print the table, and return the ratios that the pages have."""
+    figures = {kind: {phase: added(kind, phase) for phase in PHASES} for kind in KINDS[1:]}
     rows = {
         ("" if phase == "optimizer" else "added in ") + phase: [
-            f"{figures[kind][phase]:.0f}" for kind in KINDS[1:]
+            f"{each[phase]:.0f}" for each in figures.values()
         ]
         for phase in PHASES
     }
-    show(title, KINDS[1:], rows)
+    show(f"us of CPU time per unit ({layers} parameters, world {world})", KINDS[1:], rows)
     both = {kind: each["forward"] + each["backward"] for kind, each in figures.items()}
+    optimizer = {kind: each["optimizer"] for kind, each in figures.items()}
     ratios = {
         "forward + backward, meshard / torch": both["meshard"] / both["torch"],
         "the same, with flat_optimizer": both["flat"] / both["torch"],
-        "AdamW, flat shards / the same DTensors": figures["flat"]["optimizer"]
-        / figures["meshard"]["optimizer"],
+        "AdamW, flat shards / the same DTensors": optimizer["flat"] / optimizer["meshard"],
     }
     show("ratios", (), {name: [f"{ratio:.2f}"] for name, ratio in ratios.items()})
-    return ratios
 
 
 def seconds_in_a_world(world):
@@ -124,20 +116,13 @@ def seconds_in_a_world(world):
     return seconds[5:]
 
 
-def run(units=48, layers=(1, 6, 12, 48), width=16, world=8, rounds=25, warm_up=5, turns=6):
+def run(units=48, rounds=25, turns=6):
     torch.set_num_threads(1)
-    figures = {}
-    for count in layers:
-        microseconds = added(units, count, width, world, rounds, warm_up)
-        title = f"us of CPU time per unit ({count} parameters, world {world})"
-        ratios = report(title, microseconds)
-        figures[f"{count} parameters"] = {"added": microseconds, "ratios": ratios}
+    for layers in (1, 6, 12, 48):
+        show_added(units, layers, rounds)
     by_world = {8: [], 4096: []}
     for _ in range(turns):
         for each, seconds in by_world.items():
             seconds += seconds_in_a_world(each)
-    if turns:
-        growth = statistics.median(by_world[4096]) / statistics.median(by_world[8])
-        show("ratios", (), {"whole step, world 4096 / world 8": [f"{growth:.2f}"]})
-        figures["growth with the world"] = growth
-    return figures
+    growth = statistics.median(by_world[4096]) / statistics.median(by_world[8])
+    show("ratios", (), {"whole step, world 4096 / world 8": [f"{growth:.2f}"]})

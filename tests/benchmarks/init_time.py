@@ -34,4 +34,3 @@ def run(units=1000, world=4096, rounds=3):
     title = f"sharding {units} units, world {world}, s of CPU time"
     show(title, (), {name: [f"{value:.2f}"] for name, value in figures.items()})
     show_ratios(figures, [("meshard", "fully_shard")])
-    return figures

@@ -19,8 +19,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.benchmarks import contenders
 from tests.benchmarks.contenders import (
-    DDP,
-    FSDP1,
     OURS,
     OURS_WHOLE,
     PEER,
@@ -35,7 +33,7 @@ from tests.benchmarks.rounds import give_back_freed_memory, on_ranks, show, show
 from tests.support.memory_formula import Sizes, bytes_of, peaks, saved_by
 
 RESHARDING, WHOLE = (OURS, SENT), (OURS_WHOLE, SENT_WHOLE)
-EVERYBODY = (DDP, FSDP1, PEER, *RESHARDING, PEER_WHOLE, *WHOLE)
+EVERYBODY = (PEER, *RESHARDING, PEER_WHOLE, *WHOLE)
 PAIRS = (*((ours, PEER) for ours in RESHARDING), *((ours, PEER_WHOLE) for ours in WHOLE))
 WARM_UP, STEPS = 3, 5
 TINY = Configuration("what loads with the first step", width=64, batch=1, context=16, depth=2)
@@ -90,17 +88,13 @@ def run(ranks=2):
     for each in figures.values():
         if abs(each["loss"] - figures[PEER]["loss"]) > 1e-4 * figures[PEER]["loss"]:
             raise RuntimeError(f"losses differ, so no peak counts: {figures}")
+    rows = {
+        name: [f"{each['peak'] / 2**20:.1f}", f"{each['at rest'] / 2**20:.1f}"]
+        for name, each in figures.items()
+    }
     for reshards, names in ((True, RESHARDING), (False, WHOLE)):
         expected = formula(ranks, reshards=reshards)
         for name in names:
-            figures[name]["formula"] = expected
-            figures[name]["peak / formula"] = figures[name]["peak"] / expected
-    rows = {}
-    for name, each in figures.items():
-        mib = (each.get(what) for what in ("peak", "formula", "at rest"))
-        ratio = each.get("peak / formula")
-        cells = ("" if number is None else f"{number / 2**20:.1f}" for number in mib)
-        rows[name] = (*cells, "" if ratio is None else f"{ratio:.3f}")
-    show(f"{WIDTH_512.name}, MiB", ("peak", "formula", "at rest", "peak / formula"), rows)
+            rows[name] += f"{expected / 2**20:.1f}", f"{figures[name]['peak'] / expected:.3f}"
+    show(f"{WIDTH_512.name}, MiB", ("peak", "at rest", "formula", "peak / formula"), rows)
     show_ratios({name: each["peak"] for name, each in figures.items()}, PAIRS)
-    return figures

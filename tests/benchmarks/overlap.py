@@ -6,7 +6,7 @@ make the step longer. torch's fully_shard is delayed by custom collectives that 
 or wait for it where it asks for no work. A run in which gradients differ is void.
 """
 
-import time
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,7 @@ from tests.comm.delays import (
     Block,
     DelayedCommunicator,
     DelayedReductions,
+    Late,
     build,
     step_times,
 )
@@ -47,18 +48,7 @@ def figures_of(plain, delayed, num_delays):
     return {"step": plain, "delayed": delayed, "hidden": hidden}
 
 
-class LateWork:
-    """A work that is over no sooner than ``DELAY`` after its start."""
-
-    def __init__(self, work):
-        self.work, self.ready = work, time.monotonic() + DELAY
-
-    def wait(self):
-        time.sleep(max(0.0, self.ready - time.monotonic()))
-        self.work.wait()
-
-
-class Late:
+class LateForThePeer:
     """A collective for torch's fully_shard that takes ``DELAY`` longer."""
 
     def __init__(self, op):
@@ -70,18 +60,17 @@ class Late:
     def __call__(self, *, output_tensor, input_tensor, group, op=None, async_op=False):
         self.num_calls += 1
         if self.op == "all_gather":
-            work = all_gather_single(output_tensor, input_tensor, group=group, async_op=True)
+            call = all_gather_single
         else:
-            work = reduce_scatter_single(
-                output_tensor, input_tensor, op, group=group, async_op=True
-            )
-        late = LateWork(work)
+            call = partial(reduce_scatter_single, op=op)
+        work = call(output_tensor, input_tensor, group=group, async_op=True)
+        late = Late(work)
         return late if async_op else late.wait()
 
 
 def measure_peer(op):
     """Delay those of torch's fully_shard. All ranks call it."""
-    mesh, late, models = init_device_mesh("cpu", (2,)), Late(op), {}
+    mesh, late, models = init_device_mesh("cpu", (2,)), LateForThePeer(op), {}
     for name in ("plain", "delayed"):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(8, 8), *[Block() for _ in range(BLOCKS)])
@@ -105,4 +94,3 @@ def run():
         for op, each in figures.items()
     }
     show("collectives delayed by 20 ms", ("ms", "delayed", "hidden"), rows)
-    return figures

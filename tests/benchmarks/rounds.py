@@ -8,7 +8,6 @@ something.
 import os
 import socket
 import statistics
-import sys
 import tempfile
 import time
 from datetime import timedelta
@@ -59,12 +58,12 @@ def medians(samples, factor=1.0):
 
 
 def show(title, heads, rows):
-    """Print a table to stderr; a row has a name and cells, which are strings."""
+    """Print a table; a row has a name and cells, which are strings."""
     lines = [(title, *heads), *((f"  {name}", *cells) for name, cells in rows.items())]
     widths = [max(map(len, column)) for column in zip_longest(*lines, fillvalue="")]
     for name, *cells in lines:
         right = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=False))
-        print("  ".join([name.ljust(widths[0]), *right]).rstrip(), file=sys.stderr, flush=True)
+        print("  ".join([name.ljust(widths[0]), *right]).rstrip(), flush=True)
 
 
 def show_ratios(figures, pairs):

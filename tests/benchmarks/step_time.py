@@ -19,14 +19,12 @@ from tests.benchmarks import contenders
 from tests.benchmarks.contenders import (
     COMPUTE,
     DDP,
-    FSDP1,
     NARROW,
     OURS,
     OURS_WHOLE,
     PEER,
     PEER_WHOLE,
     PLAIN,
-    PLAIN_WHOLE,
     REPLICATED,
     REPLICATED_SENT,
     SENT,
@@ -37,9 +35,9 @@ from tests.benchmarks.contenders import (
 )
 from tests.benchmarks.rounds import in_turns, on_ranks, show, show_ratios, slowest
 
-RESHARDING, WHOLE = (OURS, PLAIN, SENT), (OURS_WHOLE, PLAIN_WHOLE, SENT_WHOLE)
+RESHARDING, WHOLE = (OURS, PLAIN, SENT), (OURS_WHOLE, SENT_WHOLE)
 REPLICAS = (REPLICATED, REPLICATED_SENT)
-EVERYBODY = (COMPUTE, DDP, *REPLICAS, FSDP1, PEER, *RESHARDING, PEER_WHOLE, *WHOLE)
+EVERYBODY = (COMPUTE, DDP, *REPLICAS, PEER, *RESHARDING, PEER_WHOLE, *WHOLE)
 PAIRS = (
     *((ours, PEER) for ours in RESHARDING),
     *((ours, PEER_WHOLE) for ours in WHOLE),
@@ -60,11 +58,8 @@ class Task(NamedTuple):
 
 def measure(task):
     """Return the quartiles of everybody's milliseconds, low, median and high. All ranks call it."""
-    configuration = task.configuration
-    mesh, device = (
-        init_device_mesh(task.device, (dist.get_world_size(),)),
-        torch.device(task.device),
-    )
+    configuration, device = task.configuration, torch.device(task.device)
+    mesh = init_device_mesh(task.device, (dist.get_world_size(),))
     batch, steps = configuration.make_batch(dist.get_rank(), device), {}
     for name in task.everybody:
         # DDP has no bfloat16 compute with float32 gradients in its public interface.

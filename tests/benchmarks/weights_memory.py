@@ -26,10 +26,9 @@ from tests.benchmarks.physical import resident
 from tests.benchmarks.rounds import give_back_freed_memory, on_ranks, show
 from tests.support.models import Transformer
 
-MIB = 2**20
 LARGE = {"vocab": 32000, "dim": 1024, "heads": 16, "depth": 11}
 SMALL = {"vocab": 512, "dim": 64, "heads": 2, "depth": 2}
-MAX_BYTES = 64 * MIB  # the default of stream_unsharded
+MAX_BYTES = 64 * 2**20  # the default of stream_unsharded
 
 
 def set_full_state(model, folder):
@@ -120,17 +119,14 @@ def promised(sizes, ranks):
     }
 
 
-def run(ranks=2, small=False):
+def run(ranks=2, depth=LARGE["depth"]):
     give_back_freed_memory()
-    sizes, figures, rows = SMALL if small else LARGE, {}, {}
+    sizes, rows = LARGE | {"depth": depth}, {}
     limits = promised(sizes, ranks)
     with tempfile.TemporaryDirectory() as folder:
         for name in OUT | IN:
             if name in IN:  # which read what one file has
                 on_ranks(measure, ("save_pretrained, one file", sizes, folder), ranks)
-            peaks = on_ranks(measure, (name, sizes, folder), ranks)
-            figures[name] = {"peaks": peaks, "promised": limits.get(name, [])}
-    for name, each in figures.items():
-        rows[name] = [" ".join(f"{n / MIB:.0f}" for n in numbers) for numbers in each.values()]
+            figures = on_ranks(measure, (name, sizes, folder), ranks), limits.get(name, [])
+            rows[name] = [" ".join(f"{n / 2**20:.0f}" for n in each) for each in figures]
     show("MiB, by rank", ("peak", "promised"), rows)
-    return figures

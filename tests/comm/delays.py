@@ -41,7 +41,7 @@ class Block(nn.Module):
         return _Sleep.apply(torch.tanh(self.layer(x)))
 
 
-class _Late:
+class Late:
     """A collective whose result comes no sooner than ``DELAY`` after its start."""
 
     def __init__(self, pending):
@@ -60,17 +60,17 @@ class DelayedCommunicator(WorkCommunicator):
     """Every all-gather takes 20 ms longer."""
 
     def _start_all_gather(self, output, source, group, label):
-        return _Late(super()._start_all_gather(output, source, group, label))
+        return Late(super()._start_all_gather(output, source, group, label))
 
 
 class DelayedReductions(WorkCommunicator):
     """Every reduction takes 20 ms longer."""
 
     def _start_reduce_scatter(self, *args, **kwargs):
-        return _Late(super()._start_reduce_scatter(*args, **kwargs))
+        return Late(super()._start_reduce_scatter(*args, **kwargs))
 
     def _start_all_reduce(self, *args):
-        return _Late(super()._start_all_reduce(*args))
+        return Late(super()._start_all_reduce(*args))
 
 
 def build(communicator, mesh):
