@@ -11,7 +11,9 @@ import itertools
 import os
 import shutil
 import tempfile
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -44,20 +46,6 @@ def built(millions):
     optimizer.step()
     optimizer.zero_grad()
     return model, optimizer
-
-
-class Dcp:
-    def __init__(self, folder):
-        self._folder = folder
-
-    def save(self, states):
-        dcp.save(states, checkpoint_id=self._folder)
-
-    def load(self, states):
-        dcp.load(states, checkpoint_id=self._folder)
-
-    def tidy(self):
-        pass
 
 
 class TorchCheckpointing:
@@ -98,7 +86,10 @@ def measure(given):
     folder, millions, rounds = Path(given[0]), *given[1:]
     pair = model, optimizer = built(millions)
     checkpointer, number = Checkpointer(folder / "meshard", keep=1), itertools.count()
-    others = {"dcp": Dcp(folder / "dcp")}
+    save_dcp, load_dcp = (
+        partial(each, checkpoint_id=folder / "dcp") for each in (dcp.save, dcp.load)
+    )
+    others = {"dcp": SimpleNamespace(save=save_dcp, load=load_dcp, tidy=lambda: None)}
     if torch_checkpointing is not None:
         others["torch_checkpointing"] = TorchCheckpointing(folder / "other")
 

@@ -20,22 +20,10 @@ from meshard import flat_optimizer, fully_shard
 from meshard._comm import cpu
 from tests.benchmarks.rounds import in_turns, show
 from tests.support.fake import fake_group
+from tests.support.models import Made
 
 KINDS = ("plain", "torch", "meshard", "flat")
 PHASES = ("forward", "backward", "optimizer", "zero_grad")
-
-
-class Scales(nn.Module):
-    """Vectors that are multiplied; any world up to their length has the same bytes to move."""
-
-    def __init__(self, count, length):
-        super().__init__()
-        self.scales = nn.ParameterList(torch.ones(length) for _ in range(count))
-
-    def forward(self, x):
-        for scale in self.scales:
-            x = x * scale
-        return x
 
 
 def stepper(kind, blocks, x):
@@ -109,8 +97,16 @@ def seconds_in_a_world(world):
     def pretend(*_, **__):
         return over
 
+    def multiply(scales, x):
+        for scale in scales.parameters():
+            x = x * scale
+        return x
+
+    def scales():  # any world up to their length has the same bytes to move
+        return Made(multiply, each=nn.ParameterList(torch.ones(length) for _ in range(6)))
+
     with fake_group(world), mock.patch.object(cpu, "start_all_gather_on", pretend):
-        step = stepper("flat", [Scales(6, length) for _ in range(48)], torch.ones(1, length))
+        step = stepper("flat", [scales() for _ in range(48)], torch.ones(1, length))
         seconds = [sum(step().values()) for _ in range(15)]
         del step
     return seconds[5:]
