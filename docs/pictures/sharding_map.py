@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from meshard import fully_shard
 from meshard.checkpoint import ShardedTensorRow, shard_table
-from tests.support.fake import fake_group
+from tests.support.ranks import fake_group
 
 RANKS = 4
 COLOURS = ("#3b6ea8", "#c8682c", "#4a8f5b", "#8a5aa5")  # of shards

@@ -21,8 +21,7 @@ from meshard import (
     MixedPrecisionPolicy,
     ReplicateModule,
 )
-from tests.support.fake import fake_group
-from tests.support.ranks import on_fake_ranks
+from tests.support.ranks import fake_group, on_fake_ranks
 
 
 def snapshot(module):

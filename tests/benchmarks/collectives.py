@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from examples.train_gpt import GPT, GPTConfig
 from tests.benchmarks.contenders import OURS, OURS_WHOLE, PEER, PEER_WHOLE, shard_by_units
 from tests.benchmarks.rounds import show
-from tests.support.fake import fake_group
+from tests.support.ranks import fake_group
 
 
 class Counting(TorchDispatchMode):

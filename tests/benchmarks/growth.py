@@ -21,8 +21,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from meshard import describe, flat_optimizer, fully_shard, overlap_optimizer, replicate
 from tests.benchmarks.rounds import show
-from tests.support.fake import fake_group
 from tests.support.models import Made
+from tests.support.ranks import fake_group
 
 LINEAR = 1.1
 

@@ -19,8 +19,8 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from meshard import flat_optimizer, fully_shard
 from meshard._comm import cpu
 from tests.benchmarks.rounds import in_turns, show
-from tests.support.fake import fake_group
 from tests.support.models import Made
+from tests.support.ranks import fake_group
 
 KINDS = ("plain", "torch", "meshard", "flat")
 PHASES = ("forward", "backward", "optimizer", "zero_grad")

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 from meshard import fully_shard
 from tests.benchmarks.rounds import in_turns, medians, show, show_ratios
-from tests.support.fake import fake_group
+from tests.support.ranks import fake_group
 
 
 def run(units=1000, world=4096, rounds=3):

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.torch_testing import FakeStore, LocalGroup
+from tests.support.thread_group import LocalGroup
 
 BACKEND = "pretend"
 _CYCLES = 10_000_000  # for which the clock of a device is measured

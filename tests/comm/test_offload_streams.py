@@ -10,8 +10,8 @@ from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
 from tests.support import insides
-from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, FakeHost, Recorder
+from tests.support.ranks import fake_group
 from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, StreamRun
 

@@ -11,8 +11,8 @@ import meshard.optim.overlap
 from meshard import MixedPrecisionPolicy, overlap_optimizer
 from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
-from tests.support.fake import fake_group
 from tests.support.fake_device import Stream
+from tests.support.ranks import fake_group
 from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, StreamRun
 

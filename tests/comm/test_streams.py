@@ -11,8 +11,8 @@ from meshard._comm import streams
 from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
 from tests.support import insides
-from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder, Stream
+from tests.support.ranks import fake_group
 from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, StreamRun, make_model, run_steps
 

@@ -18,8 +18,7 @@ import meshard._engine.lifecycle
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import backend_name
 from tests.support.fake_device import FakeDevice
-from tests.support.rank_pool import RankPool
-from tests.support.rank_worker import leave_group
+from tests.support.rank_pool import RankPool, leave_group
 
 
 class NotRehearsed(Exception):

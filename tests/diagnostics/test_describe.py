@@ -9,9 +9,8 @@ from torch.distributed.tensor import Shard
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy, describe, fully_shard, fully_shard_units
 from meshard.diagnostics import readable_bytes
-from tests.support.fake import fake_group
 from tests.support.models import Adapted, MixedDtype, Transformer
-from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.ranks import fake_group, on_fake_ranks, on_ranks
 
 
 def rows(table):

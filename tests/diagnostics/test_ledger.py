@@ -10,9 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import meshard
 from meshard import CommLedger
-from tests.support.fake import fake_group
 from tests.support.models import Made
-from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.ranks import fake_group, on_fake_ranks, on_ranks
 from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
 from tests.support.strategies import MODES

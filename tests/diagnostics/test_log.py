@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import GradientSync
-from tests.support.fake import fake_group
-from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.ranks import fake_group, on_fake_ranks, on_ranks
 
 LOGGER = logging.getLogger("meshard")
 

@@ -17,11 +17,10 @@ from torch.distributed.tensor import DTensor
 import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
-from tests.support.fake import fake_group
 from tests.support.insides import unsharded_bytes
 from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import fake_group, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 

@@ -20,9 +20,9 @@ from meshard._comm import cpu
 from tests import ROOT
 from tests.benchmarks.memory import resident
 from tests.benchmarks.rounds import on_ranks
-from tests.support.fake import fake_group
 from tests.support.memory_formula import Sizes, peaks
 from tests.support.models import Made, Transformer, TransformerBlock
+from tests.support.ranks import fake_group
 
 ROWS, LAYERS = 2, 4  # so few rows that activations are nothing beside weights
 PHASES = ("forward", "backward", "optimizer")

@@ -12,9 +12,8 @@ from torch import nn
 import meshard
 from meshard import CommLedger
 from tests.support.against_plain import check_training, sharded_and_plain
-from tests.support.fake import fake_group
 from tests.support.models import Made, MlpBlock, MlpStack
-from tests.support.ranks import on_fake_ranks, on_threads
+from tests.support.ranks import fake_group, on_fake_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 X = torch.ones(1, 4)

@@ -8,9 +8,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import meshard
 from meshard import GradientSync
-from tests.support.fake import fake_group
 from tests.support.insides import unsharded_bytes
-from tests.support.ranks import on_fake_ranks
+from tests.support.ranks import fake_group, on_fake_ranks
 
 
 @pytest.fixture

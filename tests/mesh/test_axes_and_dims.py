@@ -20,9 +20,8 @@ from tests.support.against_plain import (
     inputs_of,
     sharded_and_plain,
 )
-from tests.support.fake import fake_group
 from tests.support.models import UnevenMlp, seeded
-from tests.support.ranks import on_fake_ranks, on_threads
+from tests.support.ranks import fake_group, on_fake_ranks, on_threads
 from tests.support.spread import spread
 from tests.support.threads import run_threads
 

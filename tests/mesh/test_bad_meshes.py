@@ -12,7 +12,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import meshard
 from meshard import DataParallelMeshDims, ShardPlacementResult
 from tests.support import insides
-from tests.support.fake import fake_group
+from tests.support.ranks import fake_group
 
 
 @pytest.fixture(autouse=True)

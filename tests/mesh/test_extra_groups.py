@@ -11,8 +11,7 @@ from torch.distributed.tensor import Replicate
 import meshard
 from meshard._mesh.mesh_info import MeshInfo, post_forward_pg, separate_reduce_scatter_pg
 from tests.support import insides
-from tests.support.fake import fake_group
-from tests.support.ranks import on_ranks
+from tests.support.ranks import fake_group, on_ranks
 
 
 def timeout_of(group):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 from meshard import clipping, grad_scaler
 from meshard._params.storage import MemoryLocation
 from meshard._torch.dtensor import local_of, make_dtensor, move_local, wrap_like
-from tests.support.fake import fake_group
+from tests.support.ranks import fake_group
 
 SHAPE = torch.Size([8, 3])
 

@@ -8,8 +8,8 @@ import meshard
 from meshard import MixedPrecisionPolicy
 from meshard._comm.streams import StreamCommunicator
 from tests.support import insides
-from tests.support.fake import fake_group
 from tests.support.fake_device import FakeDevice, Recorder
+from tests.support.ranks import fake_group
 from tests.support.strategies import MODES
 
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from meshard._torch.private import all_gather_single
-from tests.support.rendezvous import DeadlockError
+from tests.support.thread_group import DeadlockError
 from tests.support.threads import ThreadRankError, run_threads
 
 

@@ -1,22 +1,158 @@
-"""A process group whose ranks are threads of this process.
+"""Use ``run_threads`` instead; this is the process group that its ranks have, and where they meet.
 
-Ours instead of torch's threaded group: that one blocks inside the call, so it can show neither a
-late wait nor a deadlock, and its all-to-all and reductions do not check sizes or dtypes.
+A collective is a ``Slot``. Every rank puts its tensors in, and takes its results out when it
+waits. Both happen as late as a real backend may do it: inputs are read when the first rank waits
+and all have come, outputs are written when their own rank waits. So code that frees or overwrites
+an input before it waited, or reads an output too early, computes something else and is found out.
+torch's threaded group blocks inside the call, so it can show neither a late wait nor a deadlock.
 """
 
+import functools
 import itertools
 import threading
-from collections.abc import Sequence
-from functools import partial
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 
-from tests.support import thread_math as math
-from tests.support.rendezvous import Compute, Part, Rendezvous, Slot
-from tests.support.torch_testing import LocalGroup, take_threaded_backend
-
 BACKEND = "threaded"
+Tensors = list[torch.Tensor]
+Compute = Callable[
+    [list[Tensors]], Iterable[Sequence[torch.Tensor]]
+]  # from the inputs by rank, to outputs
+
+
+class RankStoppedError(BaseException):
+    """Another rank failed. Not an ``Exception``, so that no code under test swallows it."""
+
+
+class DeadlockError(RuntimeError):
+    """Every rank has returned or waits for a rank that will never come."""
+
+
+@dataclass(kw_only=True)
+class Slot:
+    """One collective of one group, from the first arrival to the last rank's wait."""
+
+    label: str
+    signature: tuple[object, ...]  # must be the same on all ranks
+    compute: Compute
+    ranks: tuple[int, ...]  # global
+    parts: dict[int, tuple[Tensors, Tensors]] = field(default_factory=dict)  # inputs and outputs
+    results: dict[int, Tensors] | None = None
+    first_rank: int = -1
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.parts) == len(self.ranks)
+
+    def missing(self) -> list[int]:
+        return [rank for rank in self.ranks if rank not in self.parts]
+
+    def fill_results(self) -> None:
+        parts = [self.parts[rank] for rank in self.ranks]
+        for rank, (inputs, outputs) in zip(self.ranks, parts, strict=True):
+            for tensor in inputs + outputs:
+                end = tensor.storage_offset() * tensor.element_size() + tensor.nbytes
+                if tensor.numel() and tensor.untyped_storage().nbytes() < end:
+                    text = f"the storage of a tensor of rank {rank} was freed before"
+                    raise RuntimeError(f"{text} {self.label} was waited for.")
+        with torch.no_grad():
+            results = self.compute([[each.clone() for each in inputs] for inputs, _ in parts])
+        self.results = dict(zip(self.ranks, results, strict=True))
+
+
+class Rendezvous:
+    """The meeting place of all ranks of one ``run_threads`` call."""
+
+    def __init__(self, num_ranks: int, timeout: float) -> None:
+        self._num_ranks, self._timeout = num_ranks, timeout
+        self._deadline = time.monotonic() + timeout
+        self._changed = threading.Condition()
+        self._slots: dict[tuple[str, int], Slot] = {}
+        self._waiting: dict[int, Slot] = {}
+        self._finished: set[int] = set()
+        self.not_waited: dict[int, list[str]] = {rank: [] for rank in range(num_ranks)}
+        self._is_stopped = False
+
+    def arrive(self, key: tuple[str, int], slot: Slot, rank: int, part: tuple) -> Slot:
+        """Bring ``part`` to the collective ``key``; ``slot`` is used if ``rank`` is the first."""
+        with self._changed:
+            self._raise_if_stopped()
+            found = self._slots.setdefault(key, slot)
+            if found is slot:
+                slot.first_rank = rank
+            elif found.signature != slot.signature:
+                raise RuntimeError(
+                    f"rank {rank} calls {slot.label} {slot.signature[1:]} where "
+                    f"rank {found.first_rank} calls {found.label} {found.signature[1:]}."
+                )
+            found.parts[rank] = part
+            self.not_waited[rank].append(found.label)
+            if found.is_full:
+                del self._slots[key]
+                for waiter in [r for r, waits_for in self._waiting.items() if waits_for is found]:
+                    del self._waiting[waiter]
+                self._changed.notify_all()
+            return found
+
+    def collect(self, slot: Slot, rank: int) -> None:
+        """Wait until all ranks have come to ``slot``, then write this rank's outputs."""
+        with self._changed:
+            self._raise_if_stopped()
+            if not slot.is_full:
+                self._waiting[rank] = slot
+                self._raise_if_deadlocked()
+            while not slot.is_full:
+                if not self._changed.wait(max(0.0, self._deadline - time.monotonic())):
+                    raise TimeoutError(
+                        f"after {self._timeout:g} s rank {rank} still waits in {slot.label} "
+                        f"for ranks {slot.missing()}."
+                    )
+                self._raise_if_stopped()
+            if slot.results is None:
+                slot.fill_results()
+            self.not_waited[rank].remove(slot.label)
+            (_, outputs), values = slot.parts[rank], slot.results.pop(rank)
+        # `.data`: like a backend in C++, do not bump the version counter that autograd checks.
+        for output, value in zip(outputs, values, strict=True):
+            assert output.dtype == value.dtype, (
+                f"{slot.label} wrote {value.dtype} to {output.dtype}"
+            )
+            output.data.copy_(value.view(output.shape))
+
+    def is_ready(self, slot: Slot) -> bool:
+        self._raise_if_stopped()
+        return slot.is_full
+
+    def finish(self, rank: int) -> None:
+        """``rank`` has returned and will come to no other collective."""
+        with self._changed:
+            self._finished.add(rank)
+            self._raise_if_deadlocked()
+
+    def stop(self) -> None:
+        """Wake every waiting rank with ``RankStoppedError``."""
+        with self._changed:
+            self._is_stopped = True
+            self._changed.notify_all()
+
+    def _raise_if_stopped(self) -> None:
+        if self._is_stopped:
+            raise RankStoppedError
+
+    def _raise_if_deadlocked(self) -> None:
+        if not self._waiting or len(self._waiting) + len(self._finished) < self._num_ranks:
+            return
+        lines = [
+            f"rank {rank} waits in {slot.label} for ranks {slot.missing()}"
+            for rank, slot in sorted(self._waiting.items())
+        ]
+        lines += [f"rank {rank} has returned" for rank in sorted(self._finished)]
+        raise DeadlockError("deadlock: " + "; ".join(lines) + ".")
+
 
 _here = threading.local()  # .rendezvous, .rank: set by run_threads in each thread
 
@@ -33,7 +169,7 @@ class ThreadWork(dist.Work):
         super().__init__()
         self._rendezvous, self._rank = rendezvous, rank
         self._slot: Slot | None = slot
-        self._outputs = slot.parts[rank].outputs
+        self._outputs = slot.parts[rank][1]
 
     def wait(self, timeout: object = None) -> bool:
         if self._slot is not None:
@@ -44,12 +180,6 @@ class ThreadWork(dist.Work):
     def is_completed(self) -> bool:
         return self._slot is None or (self._rendezvous.is_ready(self._slot) and self.wait())
 
-    def is_success(self) -> bool:
-        return self.is_completed()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._outputs
-
     def get_future(self) -> torch.futures.Future:
         self.wait()
         future: torch.futures.Future = torch.futures.Future()
@@ -57,10 +187,40 @@ class ThreadWork(dist.Work):
         return future
 
 
-def _poison(part: Part) -> None:
+class LocalGroup(dist.ProcessGroup):
+    """A process group without a network: what torch asks of a group that is made in Python."""
+
+    backend = ""
+
+    def __init__(self, name: str, group_rank: int, size: int) -> None:
+        super().__init__(group_rank, size)
+        self._name, self._group_rank, self._size = name, group_rank, size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return self._group_rank
+
+    def getBackendName(self) -> str:
+        return self.backend
+
+    @property
+    def pg_name(self) -> str:
+        return self._name
+
+    group_name = pg_name
+
+    def shutdown(self) -> None:
+        """Nothing to give back."""
+
+    abort = shutdown
+
+
+def _poison(inputs: Tensors, outputs: Tensors) -> None:
     """Make outputs unusable until they are written, where they are not inputs as well."""
-    taken = {tensor.untyped_storage().data_ptr() for tensor in part.inputs}
-    for tensor in part.outputs:
+    taken = {tensor.untyped_storage().data_ptr() for tensor in inputs}
+    for tensor in outputs:
         if tensor.untyped_storage().data_ptr() in taken or not tensor.numel():
             continue
         is_real = tensor.dtype.is_floating_point or tensor.dtype.is_complex
@@ -69,6 +229,27 @@ def _poison(part: Part) -> None:
 
 def _shape_of(tensors: Sequence[torch.Tensor]) -> tuple[object, ...]:
     return tuple((str(tensor.dtype), tensor.numel()) for tensor in tensors)
+
+
+def _fold(op: Callable[..., torch.Tensor]) -> Callable[[Sequence[torch.Tensor]], torch.Tensor]:
+    return functools.partial(functools.reduce, op)  # rank by rank, in the dtype that was sent
+
+
+_REDUCE = {
+    dist.ReduceOp.SUM: _fold(torch.add),
+    dist.ReduceOp.AVG: lambda tensors: _fold(torch.add)(tensors) / len(tensors),  # as gloo does
+    dist.ReduceOp.PRODUCT: _fold(torch.mul),
+    dist.ReduceOp.MIN: _fold(torch.minimum),
+    dist.ReduceOp.MAX: _fold(torch.maximum),
+    dist.ReduceOp.BAND: _fold(torch.bitwise_and),
+    dist.ReduceOp.BOR: _fold(torch.bitwise_or),
+    dist.ReduceOp.BXOR: _fold(torch.bitwise_xor),
+}
+
+
+def _op_of(opts: object) -> dist.ReduceOp.RedOpType:
+    op = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+    return getattr(op, "op", op)
 
 
 class ThreadGroup(LocalGroup):
@@ -82,143 +263,122 @@ class ThreadGroup(LocalGroup):
         self._rendezvous: Rendezvous = _here.rendezvous
         self._count = itertools.count()
 
-    def __repr__(self) -> str:
-        return f"ThreadGroup({self._name!r}, ranks {self._ranks}, rank {self._group_rank})"
-
     def _start(
-        self, kind: str, part: Part, compute: Compute, *, same: tuple[object, ...]
+        self, kind: str, inputs: Tensors, outputs: Tensors, compute: Compute, *same: object
     ) -> ThreadWork:
         number, rank = next(self._count), self._ranks[self._group_rank]
-        key = f"{self._name}:{self._ranks}"
         slot = Slot(
             label=f"{kind} #{number} of group {self._name!r} {list(self._ranks)}",
             signature=(kind, *same),
             compute=compute,
             ranks=self._ranks,
-            changed=self._rendezvous.new_condition(),
         )
-        _poison(part)
-        return ThreadWork(
-            self._rendezvous,
-            self._rendezvous.arrive((key, number), slot, rank, part),
-            rank,
-        )
+        _poison(inputs, outputs)
+        key = f"{self._name}:{self._ranks}", number
+        slot = self._rendezvous.arrive(key, slot, rank, (inputs, outputs))
+        return ThreadWork(self._rendezvous, slot, rank)
 
-    def _need(self, ok: bool, kind: str, inputs: object, outputs: object) -> None:
-        if not ok:
-            raise ValueError(
-                f"{kind} over {self.size()} ranks cannot turn {inputs} into {outputs} "
-                "(dtype, elements)."
-            )
+    def _cut(self, kind: str, long: Tensors, short: Tensors) -> Tensors:
+        """Cut each long tensor to as many pieces of the length of a short one as there are ranks.
 
-    def _check_ratio(
-        self, kind: str, ins: list[torch.Tensor], outs: list[torch.Tensor], up: bool
-    ) -> None:
-        for one, other in zip(ins, outs, strict=True):
-            small, large = (one, other) if up else (other, one)
-            fits = small.numel() * self.size() == large.numel() and one.dtype == other.dtype
-            self._need(fits, kind, _shape_of([one]), _shape_of([other]))
+        What is written to the pieces is written to the tensors.
+        """
+        for one, other in zip(long, short, strict=True):
+            if one.numel() != other.numel() * self.size() or one.dtype != other.dtype:
+                raise ValueError(
+                    f"{kind} over {self.size()} ranks needs {_shape_of([other])} times the number "
+                    f"of ranks, got {_shape_of([one])} (dtype, elements)."
+                )
+        pairs = zip(long, short, strict=True)
+        rows = [one.detach().view(-1).split([each.numel()] * self.size()) for one, each in pairs]
+        return list(itertools.chain(*rows))
 
-    def allreduce(self, tensors: list[torch.Tensor], opts: object = None) -> ThreadWork:
-        op = math.op_of(opts)
-        part = Part(inputs=tensors, outputs=tensors)
-        same = (str(op), _shape_of(tensors))
-        return self._start("all_reduce", part, partial(math.all_reduce, op=op), same=same)
+    def allreduce(self, tensors: Tensors, opts: object = None) -> ThreadWork:
+        fold = _REDUCE[op := _op_of(opts)]
+
+        def compute(inputs):
+            return [[fold(same) for same in zip(*inputs, strict=True)]] * len(inputs)
+
+        return self._start("all_reduce", tensors, tensors, compute, str(op), _shape_of(tensors))
 
     allreduce_coalesced = allreduce
 
     def barrier(self, opts: object = None) -> ThreadWork:
-        return self._start(
-            "barrier", Part(inputs=[], outputs=[]), lambda parts: [[] for _ in parts], same=()
-        )
+        return self._start("barrier", [], [], lambda inputs: inputs)
+
+    def allgather(self, outputs: list[Tensors], inputs: Tensors, opts: object = None) -> ThreadWork:
+        def compute(inputs):
+            return [list(itertools.chain(*zip(*inputs, strict=True)))] * len(inputs)
+
+        flat = list(itertools.chain(*outputs))
+        return self._start("all_gather", inputs, flat, compute, _shape_of(inputs))
 
     def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
+        self, outputs: Tensors, inputs: Tensors, opts: object = None
     ) -> ThreadWork:
-        self._check_ratio("all_gather", inputs, outputs, True)
-        part = Part(inputs=inputs, outputs=outputs)
-        return self._start("all_gather", part, math.all_gather_single, same=_shape_of(inputs))
+        return self.allgather([self._cut("all_gather", outputs, inputs)], inputs)
 
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: object = None
     ) -> ThreadWork:
-        return self.all_gather_single_coalesced([output], [input], opts)
-
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: object = None
-    ) -> ThreadWork:
-        part = Part(inputs=inputs, outputs=outputs[0])
-        return self._start("all_gather_list", part, math.all_gather_list, same=())
+        return self.all_gather_single_coalesced([output], [input])
 
     def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
+        self, outputs: Tensors, inputs: Tensors, opts: object = None
     ) -> ThreadWork:
-        op = math.op_of(opts)
-        self._check_ratio("reduce_scatter", inputs, outputs, False)
-        part = Part(inputs=inputs, outputs=outputs)
-        same = (str(op), _shape_of(inputs))
-        return self._start("reduce_scatter", part, partial(math.reduce_scatter, op=op), same=same)
+        fold, size = _REDUCE[op := _op_of(opts)], self.size()
+
+        def compute(inputs):
+            totals = [fold(same) for same in zip(*inputs, strict=True)]
+            return [totals[rank::size] for rank in range(size)]
+
+        cut = self._cut("reduce_scatter", inputs, outputs)
+        return self._start("reduce_scatter", cut, outputs, compute, str(op), _shape_of(inputs))
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: object = None
     ) -> ThreadWork:
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
-    def reduce_scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: object = None
-    ) -> ThreadWork:
-        op = math.op_of(opts)
-        part = Part(inputs=inputs[0], outputs=outputs)
-        compute = partial(math.reduce_scatter_list, op=op)
-        return self._start("reduce_scatter_list", part, compute, same=(str(op),))
-
     def all_to_all_single(
         self,
         output: torch.Tensor,
         input: torch.Tensor,
-        output_splits: list[int] | None = None,
-        input_splits: list[int] | None = None,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
         opts: object = None,
     ) -> ThreadWork:
-        received = output_splits or [output.size(0) // self.size()] * self.size()
-        sent = input_splits or [input.size(0) // self.size()] * self.size()
-        fits = sum(received) == output.size(0) and sum(sent) == input.size(0)
-        fits = fits and output.dtype == input.dtype
-        self._need(fits, "all_to_all", _shape_of([input]), _shape_of([output]))
-        part = Part(inputs=[input], outputs=[output], splits=(received, sent))
-        return self._start("all_to_all", part, math.all_to_all_single, same=(str(input.dtype),))
+        def cut(tensor: torch.Tensor, splits: Sequence[int]) -> Tensors:
+            even = [tensor.size(0) // self.size()] * self.size()
+            return list(tensor.detach().split(splits or even))
 
-    def alltoall(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
-    ) -> ThreadWork:
-        part = Part(inputs=inputs, outputs=outputs)
-        return self._start("all_to_all_list", part, math.all_to_all_list, same=())
+        sent, received = cut(input, input_splits), cut(output, output_splits)
+        return self._start("all_to_all", sent, received, lambda inputs: zip(*inputs, strict=True))
 
-    def broadcast(self, tensors: list[torch.Tensor], opts: object = None) -> ThreadWork:
-        root = getattr(opts, "rootRank", 0)
-        part = Part(inputs=tensors, outputs=tensors)
-        same = (root, _shape_of(tensors))
-        return self._start("broadcast", part, partial(math.broadcast, root=root), same=same)
+    def broadcast(self, tensors: Tensors, opts: object = None) -> ThreadWork:
+        root = opts.rootRank
 
-    def reduce(self, tensors: list[torch.Tensor], opts: object = None) -> ThreadWork:
-        op, root = math.op_of(opts), getattr(opts, "rootRank", 0)
-        part = Part(inputs=tensors, outputs=tensors if self._group_rank == root else [])
-        same = (str(op), root, _shape_of(tensors))
-        return self._start("reduce", part, partial(math.reduce, op=op, root=root), same=same)
+        def compute(inputs):
+            return [inputs[root]] * len(inputs)
 
-    def gather(
-        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: object = None
-    ) -> ThreadWork:
-        root = getattr(opts, "rootRank", 0)
-        part = Part(inputs=inputs, outputs=outputs[0] if outputs else [])
-        return self._start("gather", part, partial(math.gather, root=root), same=(root,))
+        return self._start("broadcast", tensors, tensors, compute, root, _shape_of(tensors))
 
-    def scatter(
-        self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: object = None
-    ) -> ThreadWork:
-        root = getattr(opts, "rootRank", 0)
-        part = Part(inputs=inputs[0] if inputs else [], outputs=outputs)
-        return self._start("scatter", part, partial(math.scatter, root=root), same=(root,))
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: object = None) -> ThreadWork:
+        root = opts.rootRank
+
+        def compute(inputs):
+            gathered = list(itertools.chain(*inputs))
+            return [gathered if rank == root else [] for rank in range(len(inputs))]
+
+        return self._start("gather", inputs, outputs[0] if outputs else [], compute, root)
+
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object = None) -> ThreadWork:
+        root = opts.rootRank
+
+        def compute(inputs):
+            return [[each] for each in inputs[root]]
+
+        return self._start("scatter", inputs[0] if inputs else [], outputs, compute, root)
 
     # The names that torch 2.11 and 2.12 call.
     _allgather_base = all_gather_single
@@ -228,10 +388,7 @@ class ThreadGroup(LocalGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def _create(options: object, _backend_options: object) -> ThreadGroup:
-    size = options.group_size  # type: ignore[attr-defined]  # torch gives this type no stub
-    ranks = tuple(options.global_ranks_in_group) or tuple(range(size))  # type: ignore[attr-defined]
-    return ThreadGroup(options.group_id, ranks, options.group_rank)  # type: ignore[attr-defined]
-
-
-take_threaded_backend(_create)
+def create(options: dist.distributed_c10d._DistributedBackendOptions, _: object) -> ThreadGroup:
+    """Make a group, as torch asks a backend."""
+    ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+    return ThreadGroup(options.group_id, ranks, options.group_rank)

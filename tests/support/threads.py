@@ -1,21 +1,35 @@
-"""Functions on ranks that are threads of this process."""
+"""Use ``on_threads`` or ``run_threads`` for numerics: ranks that are threads of this process."""
 
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh, distributed_c10d
+from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
-from tests.support.rendezvous import RankStoppedError, Rendezvous
-from tests.support.thread_group import BACKEND, enter_thread
-from tests.support.torch_testing import (
-    ThreadLocalWorld,
-    meshes_of_other_threads_differ,
-    swap_world,
+from tests.support.thread_group import (
+    BACKEND,
+    RankStoppedError,
+    Rendezvous,
+    create,
+    enter_thread,
 )
+
+# In the place of that of torch's module. The name of the backend matters: meshes of two threads are
+# different only if it is called that.
+dist.Backend._plugins["THREADED"] = dist.Backend._BackendPlugin(create, True)
+
+if torch.__version__ < "2.12":
+    ThreadLocalWorld.comms = []  # asked for, and forgotten here
+    # Two threads inside it at the same time end the process (measured); DTensor calls it often.
+    torch._C._ensureCUDADeviceGuardSet()
+    torch._C._ensureCUDADeviceGuardSet = lambda: None
 
 
 class ThreadRankError(RuntimeError):
@@ -58,6 +72,8 @@ def run_threads(
             dist.init_process_group(BACKEND, rank=rank, world_size=num_ranks, store=store)
             results[rank] = fn(*args, **kwargs)
             rendezvous.finish(rank)
+        except RankStoppedError:
+            pass
         except BaseException as error:
             failures.append((rank, error))
             rendezvous.stop()
@@ -79,39 +95,54 @@ def run_threads(
             rendezvous.stop()
             for thread in threads:
                 thread.join(5)
-    _raise_first(failures, num_ranks)
+    if failures:
+        told = [f"rank {r} of {num_ranks}: {type(e).__name__}: {e}" for r, e in failures]
+        raise ThreadRankError("\nalso ".join(told)) from failures[0][1]
     if any(thread.is_alive() for thread in threads):
         raise ThreadRankError(f"ranks still run after {timeout:g} s, outside of a collective.")
-    left = rendezvous.not_waited()
+    left = {rank: labels for rank, labels in rendezvous.not_waited.items() if labels}
     if left and not may_leave_unwaited:
         text = "; ".join(f"rank {rank}: {', '.join(labels)}" for rank, labels in left.items())
         raise ThreadRankError(f"started and never waited for: {text}.")
     return results
 
 
-def _raise_first(failures: list[tuple[int, BaseException]], num_ranks: int) -> None:
-    own = [(r, error) for r, error in failures if not isinstance(error, RankStoppedError)]
-    if not own:
-        return
-    rank, first = own[0]
-    text = f"rank {rank} of {num_ranks}: {type(first).__name__}: {first}"
-    for other, error in own[1:]:
-        text += f"\nalso rank {other}: {type(error).__name__}: {str(error)[:200]}"
-    raise ThreadRankError(text) from first
+class _Threading:
+    """The threading module, but for idents that no two threads share, not even one by one.
+
+    A mesh holds its thread's ident, which Python gives again to later threads. DTensor's caches
+    would then answer with the mesh of an earlier rank, with its coordinates and groups.
+    """
+
+    def __init__(self) -> None:
+        self._numbers = itertools.count(1)
+        self._mine = threading.local()
+
+    def get_ident(self) -> int:
+        if not hasattr(self._mine, "number"):
+            self._mine.number = next(self._numbers)
+        return self._mine.number
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(threading, name)
+
+
+_threading = _Threading()
 
 
 @contextmanager
 def _one_world_per_thread() -> Iterator[None]:
-    old_world = swap_world(ThreadLocalWorld())
-    # init_process_group installs an excepthook that prints the rank, one on top of the other.
-    old_hook = sys.excepthook
     # Without this all threads share one registry of groups by name, which functional collectives
     # (DTensor) look their group up in. There is no public name for it.
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     try:
-        with meshes_of_other_threads_differ():
+        with (
+            # torch's own table: its fields differ between versions.
+            mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()),
+            mock.patch.object(device_mesh, "threading", _threading),
+            # init_process_group installs one that prints the rank, one on top of the other.
+            mock.patch.object(sys, "excepthook", sys.excepthook),
+        ):
             yield
     finally:
         torch._C._distributed_c10d._set_thread_isolation_mode(False)
-        sys.excepthook = old_hook
-        swap_world(old_world)

@@ -11,7 +11,7 @@ import meshard
 import meshard.compat
 from meshard._torch import patches
 from meshard.optim.hooks import clear_pending, finish_copies
-from tests.support.fake import fake_group
+from tests.support.ranks import fake_group
 
 
 @pytest.fixture
