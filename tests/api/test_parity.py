@@ -10,7 +10,7 @@ from torch.distributed.tensor import Shard
 
 from tests.support.cases import CASES
 from tests.support.integer_model import LEARNING_RATE
-from tests.support.parity import assert_same_run, train, train_plain
+from tests.support.parity import assert_same, train
 from tests.support.sharding import sharded_case
 from tests.support.spread import spread
 from tests.support.threads import run_threads
@@ -41,11 +41,11 @@ def check_training(run, name, mesh_shape, optimizer_fn, steps, **kwargs):
     plain, dtype = case.build(), case.dtype
     if kwargs.get("double"):
         plain, dtype = plain.double(), torch.float64
-    expected = train_plain(plain, batches, optimizer_fn, loss_fn=case.loss)
+    expected = train(plain, batches, optimizer_fn, loss_fn=case.loss)
     for found in run(train_sharded, num_ranks, name, mesh_shape, optimizer_fn, steps, **kwargs):
-        assert_same_run(found, expected, dtype, bitwise=case.loss_is_sum)
+        assert_same(found, expected, dtype, bitwise=case.loss_is_sum)
     # The oracle moves: a model that does not learn would agree with anything.
-    first, last = expected[0].params, expected[-1].params
+    first, *_, last = (step["params"] for step in expected.values())
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 

@@ -19,11 +19,9 @@ from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_bat
 from tests.support.models import MlpStack, Transformer, seeded
 from tests.support.parity import (
     assert_same,
-    assert_same_run,
     full_grads,
     full_state,
     train,
-    train_plain,
 )
 from tests.support.programs import play, programs
 from tests.support.replicated import Pair
@@ -83,13 +81,13 @@ def floats(device, name, dtype, optimizer_class):
     case, num_ranks = CASES[name], dist.get_world_size()
     whole = [each.to(device.kind) for each in case.whole_batches(4, num_ranks)]
     plain = case.build().to(device.kind, dtype)
-    expected = train_plain(plain, whole, make, loss_fn=case.loss)
+    expected = train(plain, whole, make, loss_fn=case.loss)
     model = case.build().to(dtype)
     for unit in case.units(model):
         meshard.fully_shard(unit, device.mesh())
     batches = [each.to(device.kind) for each in case.batches(4, dist.get_rank())]
     found = train(model, batches, make, loss_fn=case.loss, reduce_loss="mean")
-    assert_same_run(found, expected, dtype or case.dtype)
+    assert_same(found, expected, dtype or case.dtype)
 
 
 def scaled(device):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import Shard
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy, describe, fully_shard, fully_shard_units
 from meshard.diagnostics import readable_bytes
-from tests.support.models import Adapted, MixedDtype, Transformer
+from tests.support.models import Adapted, MixedDtypeBlock, Transformer
 from tests.support.ranks import fake_group, on_fake_ranks, on_ranks
 
 
@@ -100,13 +100,13 @@ def test_several_dtypes_and_policies():
 
 @on_fake_ranks(2)
 def test_parameters_that_would_be_stepped_in_bfloat16_are_warned_of():
-    model = MixedDtype(6)
+    model = MixedDtypeBlock(6)
     fully_shard(model)
     table = describe(model)
     _, warnings = rows(table)
     assert "float32 + bfloat16" in table
     (warning,) = warnings
-    assert "less than float32 (first 'blocks.0.linear.weight')" in warning
+    assert "less than float32 (first 'linear.weight')" in warning
     assert not rows(describe(model.requires_grad_(False)))[1]
 
 

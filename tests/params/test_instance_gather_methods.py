@@ -70,7 +70,7 @@ def test_they_are_called_as_by_torch(reshard_after_forward):
     (steps, calls), (peer_steps, peer_calls) = runs
     assert calls[0], "fsdp_pre_all_gather was not called"
     assert calls == peer_calls
-    parity.assert_same_run(steps, peer_steps, bitwise=True)
+    parity.assert_same(steps, peer_steps, bitwise=True)
 
 
 @on_threads(2)
@@ -106,7 +106,7 @@ def test_the_other_parameters_of_the_unit_train_as_before(kwargs):
             for param in model.parameters():
                 param.copy_(param.bfloat16())  # so that a gather in bfloat16 loses nothing
         runs.append(train(model, 1))
-    parity.assert_same_run(*runs, bitwise=True)
+    parity.assert_same(*runs, bitwise=True)
 
 
 def shard_layer(**options):

@@ -19,7 +19,7 @@ from tests.support.extensions import (
     with_matrices_as,
 )
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
-from tests.support.parity import assert_same, assert_same_run, full_grads, full_state, train
+from tests.support.parity import assert_same, full_grads, full_state, train
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.strategies import MODES
 
@@ -108,4 +108,4 @@ def test_the_peer_gives_the_same(dims, kind, shape, reshard_after_forward):
         )
         for fully_shard in (torch_fully_shard, meshard.fully_shard)
     )
-    assert_same_run(ours, theirs, bitwise=True)
+    assert_same(ours, theirs, bitwise=True)

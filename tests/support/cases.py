@@ -1,6 +1,6 @@
-"""Small models with their batches, units and losses."""
+"""Use a case for what must hold for models of many kinds: it has batches, units and a loss."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -14,10 +14,9 @@ from tests.support.integer_model import IntegerModel, integer_batch, integer_los
 class Case:
     """A model with all that a training loop needs. Pass it between processes by its name."""
 
-    name: str
     build: Callable[[], nn.Module]  # the same parameters every time
     batch: Callable[[int, int], torch.Tensor]  # (step, rank) to inputs
-    loss: Callable[[torch.Tensor], torch.Tensor]
+    loss: Callable[[torch.Tensor], torch.Tensor] = lambda output: (output + 0.5).square().mean()
     dtype: torch.dtype = torch.float32  # the coarsest that it computes in
     loss_is_sum: bool = False  # then ranks add up to the whole batch, else they average
 
@@ -36,50 +35,33 @@ class Case:
         return [self.batch(step, rank) for step in range(num_steps)]
 
 
-def _normal(*shape: int) -> Callable[[int, int], torch.Tensor]:
+def _case(model: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torch.float32) -> Case:
+    """Return the case of a model whose inputs are normal, or else token ids."""
+
     def batch(step: int, rank: int) -> torch.Tensor:
         generator = torch.Generator().manual_seed(1_000 * step + rank)
+        if not shape:
+            return torch.randint(0, 11, (2, 5), generator=generator)
         return torch.randn(shape, generator=generator)
 
-    return batch
+    return Case(build=lambda: models.seeded(model()), batch=batch, dtype=dtype)
 
 
-def _tokens(step: int, rank: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(1_000 * step + rank)
-    return torch.randint(0, 11, (2, 5), generator=generator)
+def _two(block: Callable[[int], nn.Module], dim: int, inlet: nn.Module | None = None) -> nn.Module:
+    return models.Blocks(inlet or nn.Identity(), block(dim), block(dim))
 
 
-def _mean_square(output: torch.Tensor) -> torch.Tensor:
-    return (output + 0.5).square().mean()
-
-
-def _case(
-    name: str,
-    model: Callable[[], nn.Module],
-    batch: Callable[[int, int], torch.Tensor],
-    dtype: torch.dtype = torch.float32,
-) -> Case:
-    def build() -> nn.Module:
-        return models.seeded(model())
-
-    return Case(name=name, build=build, batch=batch, loss=_mean_square, dtype=dtype)
-
-
-_ALL: Sequence[Case] = [
-    _case("mlp_stack", models.MlpStack, _normal(3, 6)),
-    _case("transformer", models.Transformer, _tokens),
-    _case("transformer_tied", lambda: models.Transformer(tied=True), _tokens),
-    _case("uneven", models.UnevenMlp, _normal(3, 7)),
-    _case("frozen_beside", models.FrozenBeside, _normal(3, 6)),
-    _case("mixed_dtype", models.MixedDtype, _normal(3, 6), torch.bfloat16),
-    _case("tied_inside", models.TiedInside, _normal(3, 5)),
-    _case("sometimes_unused", models.SometimesUnused, _normal(3, 4)),
-    Case(
-        name="integer",
-        build=IntegerModel,
-        batch=lambda step, rank: integer_batch(step, rank),
-        loss=integer_loss,
-        loss_is_sum=True,
+CASES = {
+    "mlp_stack": _case(models.MlpStack, 3, 6),
+    "transformer": _case(models.Transformer),
+    "transformer_tied": _case(lambda: models.Transformer(tied=True)),
+    "uneven": _case(models.UnevenMlp, 3, 7),
+    # units of frozen and trainable parameters, and one that is all frozen
+    "frozen_beside": _case(
+        lambda: _two(models.Adapted, 6, nn.Linear(6, 6).requires_grad_(False)), 3, 6
     ),
-]
-CASES = {case.name: case for case in _ALL}
+    "mixed_dtype": _case(lambda: _two(models.MixedDtypeBlock, 6), 3, 6, dtype=torch.bfloat16),
+    "tied_inside": _case(lambda: _two(models.TiedBlock, 5), 3, 5),
+    "sometimes_unused": _case(lambda: _two(models.Experts, 4, nn.Linear(4, 4)), 3, 4),
+    "integer": Case(build=IntegerModel, batch=integer_batch, loss=integer_loss, loss_is_sum=True),
+}

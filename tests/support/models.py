@@ -1,4 +1,4 @@
-"""Small models that use their parameters in various ways.
+"""Use these small models, which use their parameters in various ways, or ``Made`` for another.
 
 All randomness comes from a generator of its own: torch's random state is shared by ranks that are
 threads. Forwards take and return one tensor.
@@ -38,6 +38,20 @@ class Made(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self, *args, **kwargs)
+
+
+class Blocks(nn.Module):
+    """Blocks behind an inlet, one after the other: each is called with all that follows ``x``."""
+
+    def __init__(self, inlet: nn.Module, *blocks: nn.Module) -> None:
+        super().__init__()
+        self.inlet, self.blocks = inlet, nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor, *args: Any) -> torch.Tensor:
+        x = self.inlet(x)
+        for block in self.blocks:
+            x = block(x, *args)
+        return x
 
 
 class MlpBlock(nn.Module):
@@ -152,29 +166,14 @@ class UnevenMlp(nn.Module):
 class Adapted(nn.Module):
     """A frozen linear layer with a trainable low-rank addition in the same unit."""
 
-    def __init__(self, dim: int, rank: int = 3) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
         self.base = nn.Linear(dim, dim).requires_grad_(False)
-        self.down = nn.Linear(dim, rank, bias=False)
-        self.up = nn.Linear(rank, dim, bias=False)
+        self.down = nn.Linear(dim, 3, bias=False)
+        self.up = nn.Linear(3, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.base(x) + self.up(self.down(x)))
-
-
-class FrozenBeside(nn.Module):
-    """Units that mix frozen and trainable parameters, and one that is all frozen."""
-
-    def __init__(self, dim: int = 6) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(dim, dim).requires_grad_(False)
-        self.blocks = nn.ModuleList(Adapted(dim) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 class MixedDtypeBlock(nn.Module):
@@ -189,78 +188,28 @@ class MixedDtypeBlock(nn.Module):
         return x + self.linear(self.norm(x).bfloat16()).float()
 
 
-class MixedDtype(nn.Module):
-    """Units whose parameters have two dtypes; activations between them are float32."""
-
-    def __init__(self, dim: int = 6) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(MixedDtypeBlock(dim) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class TiedBlock(nn.Module):
     """Two layers with one weight, inside of one unit."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
-        self.first = nn.Linear(dim, dim)
-        self.second = nn.Linear(dim, dim)
+        self.first, self.second = nn.Linear(dim, dim), nn.Linear(dim, dim)
         self.second.weight = self.first.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.second(torch.tanh(self.first(x)))
 
 
-class TiedInside(nn.Module):
-    """Two units, each with a parameter of two names."""
-
-    def __init__(self, dim: int = 5) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(TiedBlock(dim) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return x
-
-
 class Experts(nn.Module):
-    """Layers of one unit of which a call uses some: ``forward(x, used)``."""
+    """Three layers of one unit of which a call uses some: ``forward(x, used)``."""
 
-    def __init__(self, dim: int, num_experts: int) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(num_experts))
+        self.experts = nn.ModuleList(nn.Linear(dim, dim) for _ in range(3))
 
-    def forward(self, x: torch.Tensor, used: Sequence[bool]) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, used: Sequence[bool] = (True, True, True)) -> torch.Tensor:
         for expert, is_used in zip(self.experts, used, strict=True):
-            if is_used:
-                x = x + torch.tanh(expert(x))
-        return x
-
-
-class SometimesUnused(nn.Module):
-    """``forward(x, used)``: which parameters take part is chosen per call.
-
-    ``used`` has one entry per expert; the same mask holds for every block.
-    """
-
-    num_experts = 3
-
-    def __init__(self, dim: int = 4) -> None:
-        super().__init__()
-        self.inlet = nn.Linear(dim, dim)
-        self.blocks = nn.ModuleList(Experts(dim, self.num_experts) for _ in range(2))
-
-    def forward(
-        self, x: torch.Tensor, used: Sequence[bool] = (True,) * num_experts
-    ) -> torch.Tensor:
-        x = self.inlet(x)
-        for block in self.blocks:
-            x = block(x, used)
+            x = x + torch.tanh(expert(x)) if is_used else x
         return x
 
 
@@ -295,10 +244,9 @@ class Table(nn.Module):
         )
 
     def forward(self, x: torch.Tensor, gradients: Gradients) -> torch.Tensor:
-        terms = [
-            (p * g).sum() for p, g in zip(self.params, gradients, strict=True) if g is not None
-        ]
-        return x + sum(terms) if terms else x
+        for param, gradient in zip(self.params, gradients, strict=True):
+            x = x if gradient is None else x + (param * gradient).sum()
+        return x
 
 
 class Tables(Table):

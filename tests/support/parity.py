@@ -1,8 +1,6 @@
-"""Comparison of a sharded model with the plain one on the whole batch."""
+"""Use ``assert_same`` to compare values, and ``full_grads`` and so on to get those of a model."""
 
-import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -79,79 +77,63 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.cpu().full_tensor().to(tensor.device, copy=True)
 
 
-def full_state(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return all parameters and buffers whole, by name. Collective if they are sharded."""
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: whole(tensor) for name, tensor in named}
-
-
-def full_grads(module: nn.Module) -> dict[str, torch.Tensor | None]:
-    """Return all gradients whole, by parameter name. Collective if they are sharded."""
-    return {
-        name: None if param.grad is None else whole(param.grad)
-        for name, param in module.named_parameters()
-    }
-
-
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return a copy of this rank's part of ``tensor``. Sends nothing."""
     tensor = tensor.detach()
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).clone()
 
 
-def own_state(module: nn.Module) -> dict[str, torch.Tensor]:
+def full_state(module: nn.Module, part: Callable[..., torch.Tensor] = whole) -> dict[str, Any]:
+    """Return all parameters and buffers whole, by name. Collective if they are sharded."""
+    named = [*module.named_parameters(), *module.named_buffers()]
+    return {name: part(tensor) for name, tensor in named}
+
+
+def full_grads(module: nn.Module, part: Callable[..., torch.Tensor] = whole) -> dict[str, Any]:
+    """Return all gradients whole, by parameter name. Collective if they are sharded."""
+    named = [(name, param.grad) for name, param in module.named_parameters()]
+    return {name: None if grad is None else part(grad) for name, grad in named}
+
+
+def own_state(module: nn.Module) -> dict[str, Any]:
     """Return this rank's part of all parameters and buffers, by name.
 
     Enough, and much faster than ``full_state``, where two models are cut alike.
     """
-    named = [*module.named_parameters(), *module.named_buffers()]
-    return {name: own_part(tensor) for name, tensor in named}
+    return full_state(module, own_part)
 
 
-def own_grads(module: nn.Module) -> dict[str, torch.Tensor | None]:
+def own_grads(module: nn.Module) -> dict[str, Any]:
     """Return this rank's part of all gradients, by parameter name."""
-    return {
-        name: None if param.grad is None else own_part(param.grad)
-        for name, param in module.named_parameters()
-    }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
-    """What a training step left: taken after backward (``grads``) and after the update."""
-
-    loss: float  # of the whole batch
-    grads: dict[str, torch.Tensor | None]
-    params: dict[str, torch.Tensor]
-
-
-OptimizerFn = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-LossFn = Callable[[torch.Tensor], torch.Tensor]
+    return full_grads(module, own_part)
 
 
 def train(
     model: nn.Module,
     batches: Sequence[torch.Tensor],
-    optimizer_fn: OptimizerFn,
+    optimizer_fn: Callable[[Sequence[nn.Parameter]], torch.optim.Optimizer],
     *,
-    loss_fn: LossFn,
-    steps: int | None = None,
+    loss_fn: Callable[[torch.Tensor], torch.Tensor],
     reduce_loss: str | None = None,
-) -> list[Step]:
+) -> dict[str, dict[str, Any]]:
     """Train ``model``, sharded or plain, one optimizer step per batch.
+
+    The oracle of a sharded run is that of a plain model on whole batches.
 
     Args:
         model: Changed in place.
-        batches: This rank's inputs; begun again when they are used up.
+        batches: This rank's inputs.
         optimizer_fn: Takes the trainable parameters.
         loss_fn: Of the model's output.
-        steps: Defaults to the number of batches.
         reduce_loss: ``"mean"`` or ``"sum"`` over all ranks, or None for this rank's own loss.
+
+    Returns:
+        By ``"step 0"`` and so on the loss, the gradients, and the parameters after the update.
     """
     optimizer = optimizer_fn([param for param in model.parameters() if param.requires_grad])
-    records = []
-    for step in range(len(batches) if steps is None else steps):
-        loss = loss_fn(model(batches[step % len(batches)]))
+    steps = {}
+    for number, batch in enumerate(batches):
+        loss = loss_fn(model(batch))
         loss.backward()
         total = loss.detach().clone()
         if reduce_loss is not None:
@@ -160,37 +142,9 @@ def train(
         grads = full_grads(model)
         optimizer.step()
         optimizer.zero_grad()
-        records.append(Step(loss=total.item(), grads=grads, params=full_state(model)))
-    return records
-
-
-def train_plain(
-    model: nn.Module,
-    batches: Sequence[torch.Tensor],
-    optimizer_fn: OptimizerFn,
-    steps: int | None = None,
-    *,
-    loss_fn: LossFn,
-) -> list[Step]:
-    """Train a copy of the plain ``model`` on whole batches: the oracle of a sharded run."""
-    return train(copy.deepcopy(model), batches, optimizer_fn, loss_fn=loss_fn, steps=steps)
-
-
-def assert_same_run(
-    actual: Sequence[Step],
-    expected: Sequence[Step],
-    dtype: torch.dtype = torch.float32,
-    *,
-    bitwise: bool = False,
-) -> None:
-    """Compare every loss, gradient and parameter after every step."""
-    assert len(actual) == len(expected), f"{len(actual)} steps are not {len(expected)}"
-    for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
-        for kind in ("loss", "grads", "params"):
-            assert_same(
-                getattr(one, kind),
-                getattr(other, kind),
-                dtype,
-                bitwise=bitwise,
-                what=f"step {number}: {kind}",
-            )
+        steps[f"step {number}"] = {
+            "loss": total.item(),
+            "grads": grads,
+            "params": full_state(model),
+        }
+    return steps

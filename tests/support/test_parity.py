@@ -5,7 +5,7 @@ import torch
 
 from tests.support.cases import CASES
 from tests.support.integer_model import LEARNING_RATE, MAX_GRADIENT
-from tests.support.parity import assert_same, assert_same_run, train_plain
+from tests.support.parity import assert_same, train
 
 
 def _sgd(params):
@@ -15,26 +15,24 @@ def _sgd(params):
 def test_the_integer_model_stays_exact_and_keeps_learning():
     case = CASES["integer"]
     batches = case.whole_batches(20, 4)
-    single = train_plain(case.build(), batches, _sgd, loss_fn=case.loss)
-    double = train_plain(
-        case.build().double(), [b.double() for b in batches], _sgd, loss_fn=case.loss
-    )
-    for one, other in zip(single, double, strict=True):
-        for name, grad in one.grads.items():
+    single = train(case.build(), batches, _sgd, loss_fn=case.loss)
+    double = train(case.build().double(), [b.double() for b in batches], _sgd, loss_fn=case.loss)
+    for one, other in zip(single.values(), double.values(), strict=True):
+        for name, grad in one["grads"].items():
             assert torch.equal(grad, grad.round()), name
-            assert torch.equal(grad.double(), other.grads[name]), name
+            assert torch.equal(grad.double(), other["grads"][name]), name
             assert grad.abs().max() <= MAX_GRADIENT * len(batches[0]) * 2, name
-            assert torch.equal(one.params[name].double(), other.params[name]), name
-        assert all(grad.any() for grad in one.grads.values())
+            assert torch.equal(one["params"][name].double(), other["params"][name]), name
+        assert all(grad.any() for grad in one["grads"].values())
 
 
 def test_a_difference_names_the_step_the_kind_and_the_parameter():
     case = CASES["mlp_stack"]
-    good = train_plain(case.build(), case.batches(2, 0), _sgd, loss_fn=case.loss)
-    bad = train_plain(case.build(), case.batches(2, 0), _sgd, loss_fn=case.loss)
-    bad[1].grads["blocks.2.up.bias"][0] += 1e-3
-    with pytest.raises(AssertionError, match=r"step 1: grads 'blocks\.2\.up\.bias': "):
-        assert_same_run(bad, good)
+    good = train(case.build(), case.batches(2, 0), _sgd, loss_fn=case.loss)
+    bad = train(case.build(), case.batches(2, 0), _sgd, loss_fn=case.loss)
+    bad["step 1"]["grads"]["blocks.2.up.bias"][0] += 1e-3
+    with pytest.raises(AssertionError, match=r"'step 1' 'grads' 'blocks\.2\.up\.bias': "):
+        assert_same(bad, good)
 
 
 def test_bitwise_allows_no_rounding_and_none_is_not_zero():
