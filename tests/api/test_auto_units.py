@@ -6,11 +6,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from meshard import CommLedger, MixedPrecisionPolicy, describe, fully_shard, fully_shard_units
+from meshard import (
+    CommLedger,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    describe,
+    fully_shard,
+    fully_shard_units,
+)
 from tests.support import insides
 from tests.support.against_plain import check_gradients, check_training
 from tests.support.cases import CASES
-from tests.support.insides import members, sharded_modules, taken_by
 from tests.support.models import (
     ChosenBlocks,
     Made,
@@ -30,6 +36,28 @@ TINY = 40  # blocks
 
 def linear():
     return nn.Linear(4, 4)
+
+
+def members(model):
+    """Return the names of the modules of each unit, by that of its first."""
+    found = {}
+    for fqn, module in model.named_modules():
+        for unit in insides.own_units(module):
+            found.setdefault(unit, []).append(fqn)
+    return {names[0]: names for names in found.values()}
+
+
+def taken_by(model):
+    """Return the full names of each parameter that a unit owns, by the name of its module."""
+    holders = {}
+    for fqn, module in model.named_modules(remove_duplicate=False):
+        for name in module._parameters:
+            holders.setdefault((module, name), f"{fqn}.{name}" if fqn else name)
+    return {
+        fqn: [[holders[owner] for owner in param.owners] for param in unit.params]
+        for fqn, module in model.named_modules()
+        for unit in insides.own_units(module)
+    }
 
 
 def squares(*dims):
@@ -363,7 +391,7 @@ def test_what_is_refused_leaves_the_model_as_it_was(build, kwargs, error, match)
     model = build()
     with pytest.raises(error, match=match):
         fully_shard_units(model, **kwargs)
-    assert not sharded_modules(model)
+    assert not any(isinstance(module, FSDPModule) for module in model.modules())
     assert all(type(param) is nn.Parameter for param in model.parameters())
 
 

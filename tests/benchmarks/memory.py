@@ -30,7 +30,7 @@ from tests.benchmarks.contenders import (
 )
 from tests.benchmarks.physical import metered, resident
 from tests.benchmarks.rounds import give_back_freed_memory, on_ranks, show, show_ratios
-from tests.support.memory_formula import Sizes, bytes_of, peaks, saved_by
+from tests.support.memory_formula import Sizes, peaks
 
 RESHARDING, WHOLE = (OURS, SENT), (OURS_WHOLE, SENT_WHOLE)
 EVERYBODY = (PEER, *RESHARDING, PEER_WHOLE, *WHOLE)
@@ -59,6 +59,41 @@ def measure(name):
     dist.all_reduce(mean)
     mean /= dist.get_world_size()
     return {"peak": statistics.median(found), "at rest": at_rest, "loss": mean.item()}
+
+
+def bytes_of(module):
+    return sum(param.nbytes for param in module.parameters())
+
+
+def saved_by(modules, run):
+    """Return what autograd saves for backward, up to the end of each module since the last.
+
+    Args:
+        modules: In the order of forward; plain ones. To the last counts what comes after it.
+        run: Runs the forward, and returns what keeps its graph.
+    """
+    params = {p.untyped_storage().data_ptr() for each in modules for p in each.parameters()}
+    seen = {}  # kept, so that no address comes twice
+    saved = [0] * len(modules)
+    place = 0
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in seen and storage.data_ptr() not in params:
+            seen[storage.data_ptr()] = storage
+            saved[min(place, len(modules) - 1)] += storage.nbytes()
+        return tensor
+
+    def step(*_):
+        nonlocal place
+        place += 1
+
+    handles = [module.register_forward_hook(step) for module in modules]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    for handle in handles:
+        handle.remove()
+    return saved
 
 
 def formula(ranks, *, reshards, configuration=WIDTH_512, device=None):

@@ -90,7 +90,7 @@ def test_norms_of_any_shapes_are_those_of_unsharded_gradients(
         dtypes[0] = dtypes[-1] = torch.float32
     coarsest = torch.float32 if narrow else torch.float64
     args = (mesh, shapes, dtypes, norm_type, max_norm)
-    results = run_threads(norm_of_drawn_shapes, strategies.num_ranks(mesh), *args)
+    results = run_threads(norm_of_drawn_shapes, math.prod(mesh), *args)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     flat = torch.cat([gradient.flatten() for gradient in whole])

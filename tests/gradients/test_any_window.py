@@ -57,7 +57,7 @@ Uses = list[list[bool] | None]  # per unit: which parameters are used; None: the
 class Window:
     """Microbatches that end with F, for units of which the last is the root."""
 
-    mesh: strategies.Mesh
+    mesh: tuple[int, ...]
     params: list[list[Param]]  # of each unit
     modes: list[str]  # per microbatch, one letter per unit
     uses: list[list[Uses]]  # per microbatch and rank
@@ -214,17 +214,13 @@ def expected_reductions(window: Window, unit: int) -> Counter[tuple[str, int, to
     return counted
 
 
-def _dtypes() -> st.SearchStrategy[torch.dtype]:
-    return st.sampled_from([torch.float32]) | strategies.dtypes()
-
-
 @st.composite
 def params(draw: st.DrawFn) -> Param:
     shape = draw(strategies.param_shapes())
     return Param(
         shape=shape,
         dim=draw(st.integers(0, len(shape) - 1)),
-        dtype=draw(_dtypes()),
+        dtype=draw(strategies.dtypes()),
         is_frozen=draw(st.sampled_from([False] * 5 + [True])),
     )
 
@@ -239,16 +235,17 @@ def windows(draw: st.DrawFn) -> Window:
     modes = [*draw(st.lists(letters, max_size=MAX_MICROBATCHES - 1)), "F" * len(units)]
     policy = {}
     for name in ("param_dtype", "reduce_dtype", "accumulate_dtype"):
-        dtype = draw(st.none() | _dtypes())
+        dtype = draw(st.none() | strategies.dtypes())
         if dtype is not None:
             policy[name] = dtype
-    factor = draw(strategies.divide_factors() | strategies.dyadic_divide_factors())
+    powers = st.integers(-4, 8).map(lambda power: 2.0**power)  # by which sums stay exact
+    factors = st.sampled_from([math.prod(mesh), mesh[-1], 1.0, 3.0, 0.5, 300.0])
     return Window(
         mesh=mesh,
         params=units,
         modes=modes,
-        uses=[_draw_uses(draw, units, strategies.num_ranks(mesh)) for _ in modes],
-        factor=strategies.as_number(factor, mesh),
+        uses=[_draw_uses(draw, units, math.prod(mesh)) for _ in modes],
+        factor=float(draw(factors | powers | powers)),
         policy=policy,
     )
 
@@ -271,7 +268,7 @@ def _draw_uses(draw: st.DrawFn, units: list[list[Param]], num_ranks: int) -> lis
 
 @given(window=windows())
 def test_any_window_leaves_the_right_sums_and_sends_the_same_on_all_ranks(window):
-    ranks = strategies.num_ranks(window.mesh)
+    ranks = math.prod(window.mesh)
     results = run_threads(run_window, ranks, window)
     for _, events in results:
         assert events == results[0][1]
@@ -313,7 +310,7 @@ def test_floats_stay_within_the_derived_bound_and_are_deterministic(
     mesh, schedule, wire_dtype, seed
 ):
     """(K + log2 D + 2) eps of the accumulate dtype, and one rounding to the wire per collective."""
-    ranks = strategies.num_ranks(mesh)
+    ranks = math.prod(mesh)
     generator = torch.Generator().manual_seed(seed)
     gradients = torch.randn(len(schedule), ranks, 7, 3, generator=generator)
     exact = gradients.double().sum((0, 1)) / ranks

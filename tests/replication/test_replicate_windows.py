@@ -6,13 +6,13 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from meshard import CommLedger, GradientSync
+from meshard import CommLedger, GradientSync, register_reduce_hook
 from tests.support.insides import large_from
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.models import Ones
 from tests.support.parity import own_state
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.replicated import SMALL, Pair, compressed, run
+from tests.support.replicated import SMALL, Pair, run
 from tests.support.spread import spread
 
 WHOLE = 4 * sum(param.numel() for param in IntegerModel().parameters())  # bytes
@@ -142,7 +142,7 @@ def test_reduce_hooks_see_every_bucket_once_also_after_they_were_made_anew():
             seen.append(flat.numel())
             flat.mul_(2)
 
-    handle = meshard.register_reduce_hook(pair.ours, Double())
+    handle = register_reduce_hook(pair.ours, Double())
     for number in range(3):
         pair.backward(number)
         for param in pair.plain.parameters():
@@ -159,8 +159,17 @@ def test_reduce_hooks_see_every_bucket_once_also_after_they_were_made_anew():
 @on_ranks(2)
 @pytest.mark.parametrize(("large", "cap"), [(2**60, SMALL), (1, 25)])
 def test_gradients_may_travel_compressed(large, cap):
+    pair = Pair(bucket_cap_mb=cap)
+    handle = register_reduce_hook(pair.ours, wire_dtype=torch.bfloat16)
     with large_from(large):
-        compressed(bucket_cap_mb=cap)
+        pair.steps(range(3))
+        with CommLedger(pair.ours) as ledger:
+            pair.step(3)
+        assert ledger.bytes == {"all_reduce": WHOLE // 2}
+        handle.remove()
+        with CommLedger(pair.ours) as ledger:
+            pair.step(4)
+        assert ledger.bytes == {"all_reduce": WHOLE}
 
 
 FACTORS = {

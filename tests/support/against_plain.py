@@ -1,4 +1,4 @@
-"""A sharded model against its plain copy, which gets the batches of all ranks.
+"""Use this to check a sharded model against its plain copy, which gets the batches of all ranks.
 
 A step is a function of a model and a rank. It returns the loss on that rank's batch, or calls
 backward itself and returns nothing. It may depend on the rank in any way.

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from tests.support import models
+from tests.support.against_plain import inputs_of
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 
 
@@ -39,10 +40,10 @@ def _case(model: Callable[[], nn.Module], *shape: int, dtype: torch.dtype = torc
     """Return the case of a model whose inputs are normal, or else token ids."""
 
     def batch(step: int, rank: int) -> torch.Tensor:
+        if shape:
+            return inputs_of(rank, step, shape)
         generator = torch.Generator().manual_seed(1_000 * step + rank)
-        if not shape:
-            return torch.randint(0, 11, (2, 5), generator=generator)
-        return torch.randn(shape, generator=generator)
+        return torch.randint(0, 11, (2, 5), generator=generator)
 
     return Case(build=lambda: models.seeded(model()), batch=batch, dtype=dtype)
 

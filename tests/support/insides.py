@@ -1,8 +1,7 @@
-"""What tests see of the engine beyond its public surface.
+"""Use this where a test is about units, their memory or the lifetime of what the engine keeps.
 
-Use it where a test is about units, their memory or the lifetime of what the engine keeps. Outside
-of the folders ``comm``, ``params``, ``shared_memory`` and ``torch``, tests read nothing else of the
-engine's private names: if the engine is rebuilt, this file is what changes.
+Outside of the folders ``comm``, ``params``, ``shared_memory`` and ``torch``, tests read nothing else
+of the engine's private names: if the engine is rebuilt, this file is what changes.
 """
 
 import weakref
@@ -15,7 +14,6 @@ import pytest
 import torch
 from torch import nn
 
-from meshard import FSDPModule
 from meshard._comm import gradient_buffer
 from meshard._communicators import make_communicator
 from meshard._engine import lifecycle
@@ -81,33 +79,3 @@ def use_communicator(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) 
 def large_from(numel: int) -> AbstractContextManager[Any]:
     """Let units count as large from ``numel`` elements on: their gradients are packed early."""
     return mock.patch.object(gradient_buffer, "_LARGE", numel)
-
-
-# --- which modules became units, and what each took -----------------------------------------------
-
-
-def members(model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of the modules of each unit, by that of its first."""
-    found: dict[Unit, list[str]] = {}
-    for fqn, module in model.named_modules():
-        for unit in own_units(module):
-            found.setdefault(unit, []).append(fqn)
-    return {names[0]: names for names in found.values()}
-
-
-def taken_by(model: nn.Module) -> dict[str, list[list[str]]]:
-    """Return the full names of each parameter that a unit owns, by the name of its module."""
-    holders: dict[tuple[nn.Module, str], str] = {}
-    for fqn, module in model.named_modules(remove_duplicate=False):
-        for name in module._parameters:
-            holders.setdefault((module, name), f"{fqn}.{name}" if fqn else name)
-    return {
-        fqn: [[holders[owner, name] for owner, name in param.owners] for param in unit.params]
-        for fqn, module in model.named_modules()
-        for unit in own_units(module)
-    }
-
-
-def sharded_modules(model: nn.Module) -> set[str]:
-    """Return the names of the modules that became units."""
-    return {fqn for fqn, module in model.named_modules() if isinstance(module, FSDPModule)}

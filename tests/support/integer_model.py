@@ -1,4 +1,4 @@
-"""A model whose sums are the same bits in whatever order they are added.
+"""Use the ``IntegerModel`` to compare bit for bit: its sums are the same in whatever order.
 
 Activations are -1, 0 or 1 and gradients of activations are integers of at most 8, so gradients of
 parameters are integers. Parameters are multiples of a power of two and so stay under SGD with a
@@ -74,7 +74,7 @@ def integer_loss(output: torch.Tensor) -> torch.Tensor:
     return (output * (2 * signs + output.detach())).sum()
 
 
-def integer_batch(step: int, rank: int, *, size: int = 4) -> torch.Tensor:
+def integer_batch(step: int, rank: int) -> torch.Tensor:
     """Return the inputs of one rank in one step, integers from -2 to 2."""
     generator = torch.Generator().manual_seed(1_000 * step + rank)
-    return torch.randint(-2, 3, (size, IntegerModel.in_dim), generator=generator).float()
+    return torch.randint(-2, 3, (4, IntegerModel.in_dim), generator=generator).float()

@@ -1,4 +1,4 @@
-"""Memory of tensors that are alive, for tests that nothing is left behind."""
+"""Use this to test that no memory is left behind: bytes of the tensors that are alive."""
 
 import gc
 import time

@@ -1,4 +1,4 @@
-"""The peak memory of a training step: the formula of docs/explanation/memory.md.
+"""Use ``peaks`` to predict the peak memory of a step: the formula of docs/explanation/memory.md.
 
 For units that compute one after the other inside a root, in one dtype, on a CPU mesh of one axis
 that sends through sockets, under ``GradientSync.FULL``.
@@ -6,12 +6,9 @@ that sends through sockets, under ``GradientSync.FULL``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
-
-import torch
-from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,39 +75,3 @@ def peaks(sizes: Sizes) -> Peaks:
         backward = max(backward, 2 * root + present + max(moments) + reduced + saved)
     at_rest = shards * (1 + sizes.state)
     return Peaks(at_rest + forward, at_rest + backward, at_rest + shards * (1 + sizes.scratch))
-
-
-def bytes_of(module: nn.Module) -> int:
-    """Return the bytes of all parameters."""
-    return sum(param.numel() * param.itemsize for param in module.parameters())
-
-
-def saved_by(modules: Sequence[nn.Module], run: Callable[[], object]) -> list[int]:
-    """Return what autograd saves for backward, up to the end of each module since the last.
-
-    Args:
-        modules: In the order of forward; plain ones. To the last counts what comes after it.
-        run: Runs the forward, and returns what keeps its graph.
-    """
-    params = {p.untyped_storage().data_ptr() for each in modules for p in each.parameters()}
-    seen: dict[int, torch.UntypedStorage] = {}  # kept, so that no address comes twice
-    saved = [0] * len(modules)
-    place = 0
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in seen and storage.data_ptr() not in params:
-            seen[storage.data_ptr()] = storage
-            saved[min(place, len(modules) - 1)] += storage.nbytes()
-        return tensor
-
-    def step(*_: object) -> None:
-        nonlocal place
-        place += 1
-
-    handles = [module.register_forward_hook(step) for module in modules]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run()
-    for handle in handles:
-        handle.remove()
-    return saved

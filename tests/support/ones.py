@@ -1,4 +1,4 @@
-"""A sharded ``Ones``: two vectors whose gradients the call chooses, for arithmetic by hand."""
+"""Use a sharded ``Ones`` for arithmetic by hand: two vectors whose gradients the call chooses."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A replicated model beside a plain one that sees every rank's batch."""
+"""Use a ``Pair`` for a replicated model beside a plain one that sees every rank's batch."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -10,7 +10,6 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from meshard import CommLedger, register_reduce_hook
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.strategies import MODES
@@ -74,9 +73,9 @@ class Pair:
             self.ours.set_gradient_sync(MODES[letter])
             self.backward(10 * number + place)
 
-    def compare(self, *, bitwise: bool = True) -> None:
+    def compare(self) -> None:
         """Compare gradients, values and strides."""
-        assert_same(full_grads(self.ours), full_grads(self.plain), bitwise=bitwise)
+        assert_same(full_grads(self.ours), full_grads(self.plain), bitwise=True)
         for name, param in self.ours.named_parameters():
             if param.grad is not None:
                 assert param.grad.dtype == param.dtype, name
@@ -113,18 +112,3 @@ class Pair:
         storages = {grad.untyped_storage().data_ptr() for grad in grads if grad.numel()}
         assert len(storages) <= len(buckets)
         assert self.ours.num_replaced_gradients == 0
-
-
-def compressed(**kwargs: Any) -> None:
-    """Take a step with gradients sent in bfloat16, and one without; count the bytes of both."""
-    whole = 4 * sum(param.numel() for param in IntegerModel().parameters())
-    pair = Pair(**kwargs)
-    handle = register_reduce_hook(pair.ours, wire_dtype=torch.bfloat16)
-    pair.steps(range(3))
-    with CommLedger(pair.ours) as ledger:
-        pair.step(3)
-    assert ledger.bytes == {"all_reduce": whole // 2}
-    handle.remove()
-    with CommLedger(pair.ours) as ledger:
-        pair.step(4)
-    assert ledger.bytes == {"all_reduce": whole}

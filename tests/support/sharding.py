@@ -1,4 +1,4 @@
-"""The usual ways to shard a small model: one unit for each of its blocks, and the root."""
+"""Use ``shard_blocks`` for the usual units: one for each of ``model.blocks``, and the root."""
 
 from typing import Any, TypeVar
 

@@ -1,4 +1,4 @@
-"""``spread``: parametrize a test over several axes without their product."""
+"""Use ``spread`` to parametrize a test over several axes without their product."""
 
 import itertools
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Training steps on a fake device, which checks the order of streams."""
+"""Use ``run_steps`` to train on a fake device, which checks the order of streams."""
 
 import torch
 from torch import nn
