@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -10,10 +11,33 @@ from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
 from meshard._params.storage import MemoryLocation
 from tests.support import insides
-from tests.support.fake_device import FakeDevice, FakeHost, Recorder
+from tests.support.fake_device import FakeDevice, Recorder
 from tests.support.ranks import fake_group
 from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, StreamRun
+
+
+class FakeHost:
+    """Stands in for a ``MemoryLocation`` in pinned host memory."""
+
+    device = torch.device("cpu")
+    is_pinned = False  # what a CPU can offer; the fake device takes it to be pinned
+
+    def __init__(self, device):
+        self._device = device
+        self.num_allocated = 0
+
+    def empty_like(self, tensor):
+        with _disable_current_modes():
+            made = torch.empty_like(tensor, device=self.device)
+        self.num_allocated += 1
+        self._device.add_host_memory(made)
+        return made
+
+    def buffer_for(self, layout):
+        numel, dtype = layout.shard_form
+        with _disable_current_modes():
+            return self.empty_like(torch.empty(numel, dtype=dtype))
 
 
 class Run(StreamRun):

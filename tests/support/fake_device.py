@@ -1,4 +1,4 @@
-"""A recording device with streams, which checks the order of reads and writes.
+"""Use this device, or ``stream_steps``, to check that streams order all reads and writes.
 
 Tensors live on the CPU, but every operator is taken to run on the stream that is current, and two
 operators on different streams are ordered only by events. Each stream has a vector clock. For each
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 Clock = dict[int, int]
 
@@ -70,23 +70,25 @@ class Event:
         return self.device.is_through
 
 
+Access = tuple[int, int, str]  # the stream, its ticks, and the operator
+
+
 @dataclass
 class _Block:
     """What is known of one storage."""
 
     weak: int
     allocated_on: int
-    wrote: tuple[int, int, str] | None = None
-    reads: dict[int, tuple[int, str]] = field(default_factory=dict)
+    last_write: list[Access] = field(default_factory=list)  # one at most
+    reads: dict[int, Access] = field(default_factory=dict)  # since then, by stream
 
     def memory(self) -> range:
         """Where the storage is now; it may have been resized, and moved."""
         storage = torch.UntypedStorage._new_with_weak_ptr(self.weak)
         return range(0) if storage is None else _memory_of(storage)
 
-    def accesses(self) -> list[tuple[int, int, str]]:
-        reads = [(stream, ticks, what) for stream, (ticks, what) in self.reads.items()]
-        return reads if self.wrote is None else [self.wrote, *reads]
+    def accesses(self) -> list[Access]:
+        return [*self.last_write, *self.reads.values()]
 
 
 class FakeDevice:
@@ -155,29 +157,32 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        kwargs, what = kwargs or {}, str(func)
         reads, writes = _touched(func, args, kwargs)
+        known = {_key(tensor) for tensor in (*reads, *writes)}
         self._notice_frees()
         stream, is_copy = self._runs_on(func, [*reads, *writes])
-        ticks = stream.tick()
+        access = stream.number, stream.tick(), what
         self.streams_used.add(stream.number)
-        for tensor in () if _is_about_shape(func) else reads:
-            self._read(tensor, stream, ticks, str(func))
+        if func.is_view or "empty" in what or "aten.set_." in what:
+            reads, writes = [], []  # it is about shapes, touches no element, and queues nothing
+        for tensor in reads:
+            block = self._block(tensor, stream)
+            self._check(stream, block.last_write, f"read by {what}")
+            block.reads[stream.number] = access
         result = func(*args, **kwargs)
-        outputs = [leaf for leaf in _leaves(result) if isinstance(leaf, torch.Tensor)]
-        known = {_key(tensor) for tensor in (*reads, *writes)}
-        if _is_about_shape(func):
-            writes.clear()
-        for tensor in outputs:
-            if _key(tensor) not in known:
-                self._allocated(tensor, stream, str(func))
+        for tensor in _leaves(result):
+            if isinstance(tensor, torch.Tensor) and _key(tensor) not in known:
+                self._allocated(stream, what)
                 writes.append(tensor)
                 if stream is self.device.host:
                     self.device.add_host_memory(tensor)
         for tensor in writes:
-            self._write(tensor, stream, ticks, str(func))
+            block = self._block(tensor, stream)
+            self._check(stream, block.accesses(), f"write by {what}")
+            block.last_write, block.reads = [access], {}
         is_blocking = is_copy and not (args[2] if len(args) > 2 else kwargs.get("non_blocking"))
-        if is_blocking or "_local_scalar_dense" in str(func):
+        if is_blocking or "_local_scalar_dense" in what:
             self.num_blocking += 1
             self.device.host.catch_up(stream.clock)
         return result
@@ -208,26 +213,13 @@ class Recorder(TorchDispatchMode):
             self._blocks[storage._cdata] = _Block(storage._weak_ref(), owner.number)
         return self._blocks[storage._cdata]
 
-    def _check(self, stream: Stream, access: tuple[int, int, str], what: str) -> None:
-        number, ticks, before = access
-        self.num_checked += 1
-        if not stream.has_seen(number, ticks):
-            self.device.races.append(
-                f"{what} on stream {stream.number} is not ordered after {before} on {number}"
-            )
-
-    def _read(self, tensor: torch.Tensor, stream: Stream, ticks: int, what: str) -> None:
-        block = self._block(tensor, stream)
-        if block.wrote is not None:
-            self._check(stream, block.wrote, f"read by {what}")
-        block.reads[stream.number] = (ticks, what)
-
-    def _write(self, tensor: torch.Tensor, stream: Stream, ticks: int, what: str) -> None:
-        block = self._block(tensor, stream)
-        for access in block.accesses():
-            self._check(stream, access, f"write by {what}")
-        block.wrote = (stream.number, ticks, what)
-        block.reads.clear()
+    def _check(self, stream: Stream, accesses: list[Access], what: str) -> None:
+        for number, ticks, before in accesses:
+            self.num_checked += 1
+            if not stream.has_seen(number, ticks):
+                self.device.races.append(
+                    f"{what} on stream {stream.number} is not ordered after {before} on {number}"
+                )
 
     def _notice_frees(self) -> None:
         for key, block in list(self._blocks.items()):
@@ -235,43 +227,11 @@ class Recorder(TorchDispatchMode):
                 torch.UntypedStorage._free_weak_ref(block.weak)
                 self._freed.append(self._blocks.pop(key))
 
-    def _allocated(self, tensor: torch.Tensor, stream: Stream, what: str) -> None:
+    def _allocated(self, stream: Stream, what: str) -> None:
         self._notice_frees()
-        mine = [block for block in self._freed if block.allocated_on == stream.number]
-        for block in mine:
+        for block in [block for block in self._freed if block.allocated_on == stream.number]:
             self._freed.remove(block)
-            for access in block.accesses():
-                self._check(stream, access, f"reuse of memory by {what}")
-
-
-def _is_about_shape(func: Any) -> bool:
-    """Whether an operator touches no element of its operands: it queues nothing on a device."""
-    return bool(func.is_view) or any(name in str(func) for name in ("empty", "aten.set_."))
-
-
-class FakeHost:
-    """Stands in for a ``MemoryLocation`` in pinned host memory."""
-
-    device = torch.device("cpu")
-    is_pinned = False  # what a CPU can offer; the fake device takes it to be pinned
-
-    def __init__(self, device: FakeDevice) -> None:
-        self._device = device
-        self.num_allocated = 0
-
-    def empty_like(self, tensor: torch.Tensor) -> torch.Tensor:
-        with _disable_current_modes():
-            return self._tell(torch.empty_like(tensor))
-
-    def buffer_for(self, layout: Any) -> torch.Tensor:
-        with _disable_current_modes():
-            numel, dtype = layout.shard_form
-            return self._tell(torch.empty(numel, dtype=dtype, device=self.device))
-
-    def _tell(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.num_allocated += 1
-        self._device.add_host_memory(tensor)
-        return tensor
+            self._check(stream, block.accesses(), f"reuse of memory by {what}")
 
 
 def _memory_of(storage: torch.UntypedStorage) -> range:

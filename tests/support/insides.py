@@ -1,7 +1,7 @@
 """Use this where a test is about units, their memory or the lifetime of what the engine keeps.
 
-Outside of the folders ``comm``, ``params``, ``shared_memory`` and ``torch``, tests read nothing else
-of the engine's private names: if the engine is rebuilt, this file is what changes.
+Outside of the folders ``comm``, ``params``, ``shared_memory`` and ``torch``, tests read no other
+private name of the engine: if it is rebuilt, this file is what changes.
 """
 
 import weakref

@@ -10,14 +10,15 @@ from tests.support.thread_group import DeadlockError
 from tests.support.threads import ThreadRankError, run_threads
 
 
-def _mine(*values: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.tensor(values, dtype=dtype) + dist.get_rank()
+def gather():
+    """Return an all-gather of the numbers of the ranks, with its input and its output."""
+    gathered, mine = torch.zeros(2), torch.full((1,), float(dist.get_rank()))
+    return all_gather_single(gathered, mine, async_op=True), mine, gathered
 
 
 def test_an_output_is_unusable_until_its_wait():
     def step():
-        gathered = torch.zeros(2)
-        work = all_gather_single(gathered, _mine(0), async_op=True)
+        work, _, gathered = gather()
         early = gathered.clone()
         work.wait()
         assert work.is_completed()
@@ -28,8 +29,7 @@ def test_an_output_is_unusable_until_its_wait():
 
 def test_an_input_overwritten_before_the_wait_spoils_the_result():
     def step():
-        gathered, mine = torch.zeros(2), _mine(0)
-        work = all_gather_single(gathered, mine, async_op=True)
+        work, mine, gathered = gather()
         mine.fill_(9)
         work.wait()
         return gathered.tolist()
@@ -38,69 +38,74 @@ def test_an_input_overwritten_before_the_wait_spoils_the_result():
         assert 9.0 in result
 
 
-def test_an_input_freed_before_the_wait_is_told():
-    def step():
-        gathered, mine = torch.zeros(2), _mine(0)
-        work = all_gather_single(gathered, mine, async_op=True)
-        mine.untyped_storage().resize_(0)
-        work.wait()
-
-    with pytest.raises(ThreadRankError, match=r"freed before all_gather #0 .* was waited for"):
-        run_threads(step, 2)
+def frees_an_input():
+    work, mine, _ = gather()
+    mine.untyped_storage().resize_(0)
+    work.wait()
 
 
-def test_a_failure_names_its_rank_and_ends_the_others():
-    def step():
-        if dist.get_rank() == 1:
-            raise KeyError("lost")
+def fails_on_a_rank():
+    if dist.get_rank() == 1:
+        raise KeyError("lost")
+    dist.barrier()
+
+
+def returns_early():
+    if dist.get_rank() != 2:
         dist.barrier()
 
-    with pytest.raises(ThreadRankError, match=r"rank 1 of 4: KeyError: 'lost'") as caught:
-        run_threads(step, 4)
-    assert isinstance(caught.value.__cause__, KeyError)
+
+def waits_on_two_groups_in_another_order():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for axis in ("replicate", "shard") if dist.get_rank() % 3 else ("shard", "replicate"):
+        dist.barrier(group=mesh.get_group(axis))
 
 
-def test_a_rank_that_returns_early_is_a_deadlock():
-    def step():
-        if dist.get_rank() != 2:
-            dist.barrier()
-
-    with pytest.raises(
-        ThreadRankError, match=r"rank 0 waits in barrier #0 .* for ranks \[2\]"
-    ) as c:
-        run_threads(step, 3)
-    assert isinstance(c.value.__cause__, DeadlockError)
+def calls_another_collective():
+    if dist.get_rank():
+        dist.all_reduce(torch.ones(2))
+    else:
+        dist.barrier()
 
 
-def test_ranks_that_wait_for_each_other_on_two_groups_are_a_deadlock():
-    def step():
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        order = ("replicate", "shard") if dist.get_rank() % 3 else ("shard", "replicate")
-        for axis in order:
-            dist.barrier(group=mesh.get_group(axis))
-
-    with pytest.raises(ThreadRankError, match="deadlock: rank 0 waits in barrier"):
-        run_threads(step, 4)
+def sends_another_shape():
+    dist.all_reduce(torch.ones(2 + dist.get_rank()))
 
 
-def test_ranks_that_call_different_collectives_are_told():
-    def step():
-        if dist.get_rank():
-            dist.all_reduce(torch.ones(2))
-        else:
-            dist.barrier()
-
-    with pytest.raises(ThreadRankError, match=r"rank \d calls .* where rank \d calls"):
-        run_threads(step, 2)
+def gathers_into_too_little():
+    all_gather_single(torch.zeros(3), torch.ones(2))
 
 
-def test_a_work_never_waited_for_is_told():
-    def step():
-        dist.all_reduce(torch.ones(2), async_op=True)
+def gathers_another_dtype():
+    all_gather_single(torch.zeros(4), torch.ones(2, dtype=torch.bfloat16))
 
-    with pytest.raises(ThreadRankError, match=r"never waited for: rank 0: all_reduce #0"):
-        run_threads(step, 2)
-    run_threads(step, 2, may_leave_unwaited=True)
+
+def does_not_wait():
+    dist.all_reduce(torch.ones(2), async_op=True)
+
+
+@pytest.mark.parametrize(
+    ("step", "num_ranks", "match", "cause"),
+    [
+        (frees_an_input, 2, r"freed before all_gather #0 .* was waited for", RuntimeError),
+        (fails_on_a_rank, 4, r"rank 1 of 4: KeyError: 'lost'", KeyError),
+        (returns_early, 3, r"rank 0 waits in barrier #0 .* for ranks \[2\]", DeadlockError),
+        (waits_on_two_groups_in_another_order, 4, "deadlock: rank 0 waits in", DeadlockError),
+        (calls_another_collective, 2, r"rank \d calls .* where rank \d calls", RuntimeError),
+        (sends_another_shape, 2, r"rank \d calls .* where rank \d calls", RuntimeError),
+        (gathers_into_too_little, 2, "all_gather over 2 ranks needs", ValueError),
+        (gathers_another_dtype, 2, "all_gather over 2 ranks needs", ValueError),
+        (does_not_wait, 2, r"never waited for: rank 0: all_reduce #0", None),
+    ],
+)
+def test_misuse_is_told_and_ends_all_ranks(step, num_ranks, match, cause):
+    with pytest.raises(ThreadRankError, match=match) as caught:
+        run_threads(step, num_ranks)
+    assert cause is None or type(caught.value.__cause__) is cause
+
+
+def test_a_work_may_be_left_unwaited_on_request():
+    run_threads(does_not_wait, 2, may_leave_unwaited=True)
 
 
 def test_meshes_of_different_runs_are_never_equal():
