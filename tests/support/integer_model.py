@@ -24,13 +24,13 @@ class _Ternary(torch.autograd.Function):
         return x.round().clamp(-1, 1)
 
     @staticmethod
-    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def backward(ctx: object, grad: torch.Tensor) -> torch.Tensor:
         return grad.round().clamp(-MAX_GRADIENT, MAX_GRADIENT)
 
 
 def ternary(x: torch.Tensor) -> torch.Tensor:
     """Return the nearest of -1, 0 and 1, with integer gradients as of the identity."""
-    return _Ternary.apply(x)  # type: ignore[no-any-return]
+    return _Ternary.apply(x)
 
 
 class IntegerBlock(nn.Module):

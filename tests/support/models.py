@@ -216,16 +216,18 @@ class Experts(nn.Module):
 class Ones(nn.Module):
     """Two vectors; ``forward(a, b)`` gives each a gradient of that value, or none."""
 
-    def __init__(self, numel: int = 4, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, numel: int = 4, dtype: torch.dtype | None = None, numel_b: int | None = None
+    ) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.zeros(numel, dtype=dtype))
-        self.b = nn.Parameter(torch.zeros(numel, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(numel_b or numel, dtype=dtype))
 
     def forward(self, a: float | None, b: float | None = None) -> torch.Tensor:
         out = torch.zeros((), requires_grad=True) * 1.0
-        if a is not None:
-            out = out + a * self.a.sum()
-        return out if b is None else out + b * self.b.sum()
+        for param, value in ((self.a, a), (self.b, b)):
+            out = out if value is None else out + value * param.sum()
+        return out
 
 
 Gradients = Sequence[torch.Tensor | None]
@@ -265,7 +267,7 @@ class Tables(Table):
         super().__init__(shapes[-1], rows[-1])
         self.units = nn.ModuleList(Table(*row) for row in zip(shapes[:-1], rows[:-1], strict=True))
 
-    def forward(self, gradients: Sequence[Gradients | None]) -> torch.Tensor:  # type: ignore[override]
+    def forward(self, gradients: Sequence[Gradients | None]) -> torch.Tensor:
         x = torch.zeros((), requires_grad=True) * 1.0
         for unit, own in zip(self.units, gradients[:-1], strict=True):
             x = x if own is None else unit(x, own)

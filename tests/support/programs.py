@@ -1,4 +1,4 @@
-"""Random programs of users, a player that runs them on ranks, and the oracle on one process.
+"""Use ``run`` to play random programs of users on ranks, beside the oracle on one process.
 
 A program is data that Hypothesis draws: a model, how it is cut into units, settings, and operations
 in any order. Every rank also holds the plain model, computes the gradients of all ranks with it and
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import math
 import re
 import time
@@ -69,7 +70,7 @@ class Literal:
     """A dataclass whose repr is what one would write: without what is as by default."""
 
     def given(self) -> dict[str, Any]:
-        fields = dataclasses.fields(self)  # type: ignore[arg-type]
+        fields = dataclasses.fields(self)
         values = {each.name: (getattr(self, each.name), each.default) for each in fields}
         return {name: value for name, (value, default) in values.items() if value != default}
 
@@ -182,10 +183,7 @@ def others() -> st.SearchStrategy[tuple[Any, ...]]:
 
 @st.composite
 def programs(
-    draw: st.DrawFn,
-    num_ranks: int | None = None,
-    *,
-    replicates: bool | None = None,
+    draw: st.DrawFn, num_ranks: int | None = None, *, replicates: bool | None = None
 ) -> Program:
     """Programs of ``fully_shard`` and of ``replicate``, or of one of them."""
 
@@ -462,7 +460,7 @@ class Player:
         if self.program.optimizer == "ordinary":
             return torch.optim.SGD(params, **options)
         make = getattr(meshard, f"{self.program.optimizer}_optimizer")
-        return make(self.model, torch.optim.SGD, params, **options)  # type: ignore[no-any-return]
+        return make(self.model, torch.optim.SGD, params, **options)
 
     @property
     def is_idle(self) -> bool:
@@ -823,24 +821,20 @@ def simpler(literal: Literal) -> Iterator[Any]:
 
     From the last: what is before it keeps its place.
     """
-    given = literal.given()
-
-    def with_(**changed: Any) -> Any:
-        return dataclasses.replace(literal, **changed)  # type: ignore[type-var]
-
-    for listed in ("operations", "units", "frozen"):
-        items = given.get(listed, ())
+    given, replace = literal.given(), functools.partial(dataclasses.replace, literal)
+    for name in ("operations", "units", "frozen"):
+        items = given.get(name, ())
         for place in reversed(range(len(items))):
-            yield with_(**{listed: items[:place] + items[place + 1 :]})
-    defaults = {each.name: each.default for each in dataclasses.fields(literal)}  # type: ignore[arg-type]
+            yield replace(**{name: items[:place] + items[place + 1 :]})
+    defaults = {each.name: each.default for each in dataclasses.fields(literal)}
     optional = {name: defaults[name] for name in given if name != "operations"}
-    yield from [with_(**optional)] if len(optional) > 1 else []
+    yield from [replace(**optional)] if len(optional) > 1 else []
     for name, default in optional.items():
-        yield with_(**{name: default})
+        yield replace(**{name: default})
     for name, value in given.items():
         for each in simpler(value) if isinstance(value, Literal) else ():
-            yield with_(**{name: each})
-    for place, operation in enumerate(given.get("operations", ())):
+            yield replace(**{name: each})
+    operations = given.get("operations", ())
+    for place, operation in enumerate(operations):
         for each in simpler(operation) if isinstance(operation, Literal) else ():
-            operations = given["operations"]
-            yield with_(operations=(*operations[:place], each, *operations[place + 1 :]))
+            yield replace(operations=(*operations[:place], each, *operations[place + 1 :]))
