@@ -1,4 +1,4 @@
-"""Tensor subclasses with a custom all-gather.
+"""Use these tensor subclasses with a custom all-gather, and ``RoundingModel``, their oracle.
 
 ``Int8OnWire`` travels as int8 with one scale per row and computes as an ordinary tensor.
 ``Bfloat16Whole`` travels in bfloat16 and stays a tensor subclass when whole. What either does to a

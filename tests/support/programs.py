@@ -793,14 +793,12 @@ def failure(
     return None
 
 
-def shorten(
-    program: Program, error: Exception, *, seconds: float = 20, **how: bool
-) -> tuple[Program, Exception]:
+def shorten(program: Program, error: Exception, **how: bool) -> tuple[Program, Exception]:
     """Return a program of as little as possible that fails too, and how.
 
     Hypothesis would take minutes: it does not know which parts depend on each other.
     """
-    end = time.monotonic() + seconds
+    end = time.monotonic() + 20
     failed_in = re.search(r"operation (\d+)", str(error))
     length = int(failed_in[1]) + 1 if failed_in else len(program.operations)
     first = dataclasses.replace(program, operations=program.operations[:length])

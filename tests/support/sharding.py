@@ -1,6 +1,6 @@
 """Use ``shard_blocks`` for the usual units: one for each of ``model.blocks``, and the root."""
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,13 +9,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import meshard
 from tests.support.cases import CASES, Case
 
-Model = TypeVar("Model", bound=nn.Module)
 
-
-def shard_blocks(model: Model, mesh: DeviceMesh | None = None, **kwargs: Any) -> Model:
+def shard_blocks(model: Any, mesh: DeviceMesh | None = None, **kwargs: Any) -> Any:
     """Shard every module in ``model.blocks``, then ``model``, with the same arguments."""
-    blocks: Any = model.blocks
-    for block in blocks:
+    for block in model.blocks:
         meshard.fully_shard(block, mesh, **kwargs)
     return meshard.fully_shard(model, mesh, **kwargs)
 
