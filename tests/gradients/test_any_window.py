@@ -16,7 +16,7 @@ from functools import reduce
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -267,6 +267,15 @@ def _draw_uses(draw: st.DrawFn, units: list[list[Param]], num_ranks: int) -> lis
 
 
 @given(window=windows())
+@example(  # few that are drawn have several shards and several replicas
+    window=Window(
+        mesh=(2, 2),
+        params=[[Param(shape=(5, 3)), Param(shape=(3,))], [Param(shape=(2, 2))]],
+        modes=["RN", "NR", "FF"],
+        uses=[[[[True, True], [True]]] * 4] * 3,
+        factor=4.0,
+    )
+)
 def test_any_window_leaves_the_right_sums_and_sends_the_same_on_all_ranks(window):
     ranks = math.prod(window.mesh)
     results = run_threads(run_window, ranks, window)

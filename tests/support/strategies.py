@@ -16,11 +16,12 @@ MAX_RANKS = 8
 
 
 def meshes() -> st.SearchStrategy[tuple[int, ...]]:
-    """``(S,)``, or ``(R, S)`` with those with an axis of one included."""
+    """``(S,)``, ``(R, S)``, and ``(R, S)`` with an axis of one, one as often as the other."""
     ranks = range(1, MAX_RANKS + 1)
     hybrid = [(r, s) for r in ranks for s in ranks if r * s <= MAX_RANKS]
     hybrid.sort(key=lambda shape: (math.prod(shape), shape))  # shrinks to few ranks
-    return st.sampled_from([(s,) for s in ranks]) | st.sampled_from(hybrid)
+    kinds = [(s,) for s in ranks], [m for m in hybrid if 1 in m], [m for m in hybrid if 1 not in m]
+    return st.one_of(st.sampled_from(kind) for kind in kinds)
 
 
 def param_shapes() -> st.SearchStrategy[tuple[int, ...]]:
