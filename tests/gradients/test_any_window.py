@@ -270,7 +270,10 @@ def _draw_uses(draw: st.DrawFn, units: list[list[Param]], num_ranks: int) -> lis
 @example(  # few that are drawn have several shards and several replicas
     window=Window(
         mesh=(2, 2),
-        params=[[Param(shape=(5, 3)), Param(shape=(3,))], [Param(shape=(2, 2))]],
+        params=[
+            [Param(shape=(3,), dtype=torch.bfloat16), Param(shape=(5, 3))],
+            [Param(shape=(2,))],
+        ],
         modes=["RN", "NR", "FF"],
         uses=[[[[True, True], [True]]] * 4] * 3,
         factor=4.0,
