@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -355,7 +356,7 @@ class ThreadGroup(LocalGroup):
         sent, received = cut(input, input_splits), cut(output, output_splits)
         return self._start("all_to_all", sent, received, lambda inputs: zip(*inputs, strict=True))
 
-    def broadcast(self, tensors: Tensors, opts: object = None) -> ThreadWork:
+    def broadcast(self, tensors: Tensors, opts: Any) -> ThreadWork:
         root = opts.rootRank
 
         def compute(inputs):
@@ -363,7 +364,7 @@ class ThreadGroup(LocalGroup):
 
         return self._start("broadcast", tensors, tensors, compute, root, _shape_of(tensors))
 
-    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: object = None) -> ThreadWork:
+    def gather(self, outputs: list[Tensors], inputs: Tensors, opts: Any) -> ThreadWork:
         root = opts.rootRank
 
         def compute(inputs):
@@ -372,7 +373,7 @@ class ThreadGroup(LocalGroup):
 
         return self._start("gather", inputs, outputs[0] if outputs else [], compute, root)
 
-    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: object = None) -> ThreadWork:
+    def scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any) -> ThreadWork:
         root = opts.rootRank
 
         def compute(inputs):
@@ -388,7 +389,7 @@ class ThreadGroup(LocalGroup):
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
 
 
-def create(options: dist.distributed_c10d._DistributedBackendOptions, _: object) -> ThreadGroup:
+def create(options: Any, _: object) -> ThreadGroup:
     """Make a group, as torch asks a backend."""
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     return ThreadGroup(options.group_id, ranks, options.group_rank)
