@@ -216,12 +216,10 @@ class Experts(nn.Module):
 class Ones(nn.Module):
     """Two vectors; ``forward(a, b)`` gives each a gradient of that value, or none."""
 
-    def __init__(
-        self, numel: int = 4, dtype: torch.dtype | None = None, numel_b: int | None = None
-    ) -> None:
+    def __init__(self, numel: int = 4, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.a = nn.Parameter(torch.zeros(numel, dtype=dtype))
-        self.b = nn.Parameter(torch.zeros(numel_b or numel, dtype=dtype))
+        self.b = nn.Parameter(torch.zeros(numel, dtype=dtype))
 
     def forward(self, a: float | None, b: float | None = None) -> torch.Tensor:
         out = torch.zeros((), requires_grad=True) * 1.0
