@@ -174,7 +174,8 @@ class GradientSetters(_AnyModule):
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Declare whether the optimizer steps after the next backward of the root.
 
-        Reductions of a backward that is not the last may overlap with the next microbatch.
+        A backward that is not the last waits only for reductions that bring gradients into
+        ``.grad``. Those of other modes may overlap with the next microbatch.
         """
         check_bool("is_last_backward", is_last_backward)
         _lifecycle(self).is_last_backward = is_last_backward

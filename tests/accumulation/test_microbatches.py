@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, IterableDataset
 
 import meshard
 from meshard import GradientSync
 from tests.support import insides
+from tests.support.models import MlpStack, seeded
 from tests.support.ones import make, values
+from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_threads
+from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
 
 
@@ -58,3 +62,24 @@ def test_a_step_inside_the_loop_says_where_it_belongs(until_last, asks):
     with pytest.raises(RuntimeError, match="holds gradients that are") as error:
         optimizer.step()
     assert "loop" not in str(error.value)
+
+
+@on_threads(4)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+@pytest.mark.parametrize("loops", [True, False])
+def test_fully_reduced_gradients_are_in_grad_after_every_microbatch(mesh_shape, loops):
+    """Users read them there, and edit them: the last unit's reduction must not come later."""
+    model = shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", mesh_shape))
+    plain = seeded(MlpStack())
+    numbers = range(3)
+    if loops:
+        numbers = meshard.microbatches(model, numbers, until_last=GradientSync.FULL)
+    else:
+        model.set_is_last_backward(False)
+    for number in numbers:
+        for module in (model, plain):
+            module(torch.full((2, 6), 0.25 * number + 0.25)).square().mean().backward()
+        assert_same(full_grads(model), full_grads(plain))
+        for module in (model, plain):
+            for param in module.parameters():
+                param.grad.mul_(0.5)

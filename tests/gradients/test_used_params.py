@@ -1,6 +1,7 @@
 """Parameters that some ranks or microbatches do not use."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from tests.support.against_plain import (
 )
 from tests.support.models import Made, seeded
 from tests.support.ones import make
-from tests.support.parity import assert_same
+from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.strategies import MODES
 
@@ -49,19 +50,31 @@ def test_parameters_may_be_frozen_and_thawed_between_steps():
         check_training(model, plain, steps=1)
 
 
-@pytest.mark.parametrize("apply", [meshard.fully_shard, meshard.replicate])
+@pytest.mark.parametrize(
+    "apply",
+    [
+        meshard.fully_shard,
+        meshard.replicate,
+        partial(meshard.fully_shard, reshard_after_forward=True),
+    ],
+)
+@pytest.mark.parametrize("part", ["weight", "all"])
 @on_ranks(2)
-def test_a_module_may_be_frozen_between_forward_and_backward(apply):
-    """No rank has a gradient of it then, so there is nothing to reduce."""
-    plain = seeded(nn.Linear(4, 4))
-    model, inputs = apply(copy.deepcopy(plain)), []
-    for each in (model, plain):
-        inputs.append(torch.ones(1, 4, requires_grad=True))
-        loss = each(inputs[-1]).sum()
-        each.requires_grad_(False)
-        loss.backward()
-    assert_same(inputs[0].grad, inputs[1].grad)
-    assert all(param.grad is None for param in model.parameters())
+def test_a_module_may_be_frozen_between_forward_and_backward(apply, part):
+    """What is frozen gets no gradient, also where it is gathered anew for the backward."""
+    plain = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2)))
+    model, inputs = copy.deepcopy(plain), []
+    apply(model[0])
+    apply(model)
+    for _ in range(2):
+        for each in (model, plain):
+            inputs.append(torch.ones(1, 4, requires_grad=True))
+            loss = each(inputs[-1]).sum()
+            (each[0].weight if part == "weight" else each[0]).requires_grad_(False)
+            loss.backward()
+            each.requires_grad_(True)
+        assert_same(inputs[-2].grad, inputs[-1].grad)
+        assert_same(full_grads(model), full_grads(plain))
 
 
 @on_threads(2)

@@ -6,14 +6,17 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, AdamW, Optimizer
 
 import meshard
 from tests.peers.both import batch
-from tests.support.models import MlpStack, seeded
+from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
+from tests.support.sharding import shard_blocks
 
 NUM_STEPS = 3
 
@@ -93,3 +96,43 @@ def test_torch_compile_can_make_fakes_of_gradients():
     finally:
         dist.destroy_process_group()
         torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@on_ranks(2, timeout=240)
+def test_a_compiled_step_and_then_a_compiled_loop():
+    """What is called before dynamo compiles must not be compiled itself: that waited for ever."""
+
+    def forward(module, x):
+        x = module.embed(x)
+        for block in module.blocks:
+            x = block(x)
+        return module.head(x)
+
+    def losses(*, compiles):
+        kept = []
+        for part in ("step", "all"):
+            members = {"embed": nn.Linear(6, 8), "head": nn.Linear(8, 5)}
+            model = Made(forward, blocks=[nn.Linear(8, 8) for _ in range(2)], **members)
+            shard_blocks(seeded(model))
+            optimizer = AdamW(model.parameters(), lr=0.01)
+            take_step = optimizer.step
+            if compiles and part == "step":
+                take_step = torch.compile(take_step, backend="aot_eager")
+
+            def train(model=model, optimizer=optimizer, take_step=take_step):
+                loss = F.cross_entropy(model(torch.ones(2, 6)), torch.tensor([1, 3]))
+                loss.backward()
+                take_step()
+                optimizer.zero_grad()
+                return loss
+
+            if compiles and part == "all":
+                train = torch.compile(train, backend="aot_eager")
+            kept += [train().item() for _ in range(3)]
+        return kept
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about itself
+        compiled = losses(compiles=True)
+    assert compiled == pytest.approx(losses(compiles=False), rel=1e-4)

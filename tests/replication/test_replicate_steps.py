@@ -166,11 +166,12 @@ def test_ways_to_run_a_step(way, as_views):
 
 
 @on_ranks(2)
-def test_reductions_may_outlast_a_backward_that_is_not_the_last():
+def test_gradients_are_there_after_a_backward_that_is_not_the_last():
     pair = Pair()
     for number in range(3):
         pair.ours.set_is_last_backward(False)
         pair.backward(10 * number)
+        pair.compare()
         pair.backward(10 * number + 1)
         pair.ours.set_is_last_backward(True)
         pair.backward(10 * number + 2)
@@ -178,9 +179,6 @@ def test_reductions_may_outlast_a_backward_that_is_not_the_last():
         pair.update()
     pair.ours.set_is_last_backward(False)
     pair.backward(40)
-    with pytest.raises(RuntimeError, match="still in flight"):
-        pair.optimizers[0].step()
-    meshard.finalize_gradients(pair.ours)
     pair.compare()
     pair.update()
 

@@ -726,6 +726,8 @@ class Lifecycle:
             for unit in full:
                 self.notify_reduced(unit)
             self._settle_host()
+        elif run.accumulates and self.finalization is None:
+            self._queue.finish_published()  # users may read .grad before the next backward
         self._prefetcher.drop_unused()
         for _, grads in buckets_in(units):
             grads.show()

@@ -25,6 +25,7 @@ from meshard._params.sharded_param import (
     install_sharded,
     install_unsharded,
     take_flags,
+    take_frozen,
 )
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
@@ -434,10 +435,12 @@ class ParamGroup:
     # --- what modules hold ------------------------------------------------------------
 
     def install_unsharded(self, *, read_flags: bool = True) -> None:
-        if read_flags:  # a backward uses the flags of its forward, so that ranks agree
+        if read_flags:
             self.num_trainable = take_flags(self.params)
         elif self.state is ParamState.INSTALLED:
             return  # another module of the unit has installed them
+        else:  # in a backward, whose graph may only lose parameters since its forward
+            self.num_trainable -= take_frozen(self.params)
         if self.state is not ParamState.INSTALLED:
             # The state changes first: if the rest is interrupted, the clean-up then undoes it.
             self._move(ParamState.INSTALLED)

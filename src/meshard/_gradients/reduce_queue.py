@@ -137,6 +137,11 @@ class ReduceQueue:
         while any(of is gradients and not in_flight.publishes for of, in_flight, _ in self._queue):
             self._finish_oldest()
 
+    def finish_published(self) -> None:
+        """Finish all reductions up to the last one whose result goes to ``.grad``."""
+        while any(queued.in_flight.publishes for queued in self._queue):
+            self._finish_oldest()
+
     def finish_all(self) -> None:
         while self._queue:
             self._finish_oldest()

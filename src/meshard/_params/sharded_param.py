@@ -12,6 +12,7 @@ import abc
 import enum
 import weakref
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -285,6 +286,21 @@ def take_flags(params: Sequence[UnitParam]) -> int:
     for param in others:
         param.unsharded.requires_grad_(param.sharded.requires_grad)
     return count
+
+
+def take_frozen(params: Sequence[UnitParam]) -> int:
+    """Freeze the unsharded parameters whose sharded ones were frozen; return how many."""
+    with without_torch_function():
+        if list(map(_SHARDED_FLAG, params)) == list(map(_UNSHARDED_FLAG, params)):
+            return 0
+        frozen = [p for p in params if _UNSHARDED_FLAG(p) and not _SHARDED_FLAG(p)]
+    for param in frozen:
+        param.unsharded.requires_grad_(False)
+    return len(frozen)
+
+
+_SHARDED_FLAG = attrgetter("sharded.requires_grad")
+_UNSHARDED_FLAG = attrgetter("unsharded.requires_grad")
 
 
 def install_sharded(params: Sequence[UnitParam]) -> None:

@@ -227,6 +227,7 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     return owners
 
 
+@skip_dynamo  # it may be called while a compiled function runs, whose frames dynamo compiles
 def _before_compiling(_: Any) -> None:
     """Give gradients a form that ``torch.compile`` accepts.
 
