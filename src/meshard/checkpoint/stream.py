@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from typing_extensions import Self
 
+from meshard._mesh.boxes import coordinates
 from meshard.checkpoint.weights_gather import (
     Agreement,
     Intent,
@@ -27,7 +28,6 @@ from meshard.checkpoint.weights_gather import (
 from meshard.checkpoint.weights_layout import (
     Weight,
     check_have_values,
-    coordinates,
     meshes_of,
     own_rank,
     ranks_of_meshes,

@@ -19,11 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshard._comm.blocking import agree_on_max, gather_from_all, gather_to
 from meshard._comm.first_values import sum_of_samples
+from meshard._mesh.boxes import coordinate_of, coordinates
 from meshard._mesh.mesh_info import device_of
 from meshard.checkpoint.weights_layout import (
     Weight,
-    coordinate_of,
-    coordinates,
     device_of_weights,
     own_rank,
 )

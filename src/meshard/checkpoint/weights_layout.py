@@ -1,66 +1,24 @@
 """The weights of a module, and which rank holds which part of each.
 
-A part is a **box**: a contiguous block ``[offsets, offsets + sizes)`` of the unsharded tensor. Its
-local tensor has the shape ``sizes``. Boxes follow from the placements, without communication.
+A part is a box (``_mesh/boxes.py``). Boxes follow from the placements, without communication.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 
 from meshard._engine.param_group import sharded_params
 from meshard._engine.unit import units_in
+from meshard._mesh.boxes import Box, box_at, coordinate_of
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import is_plain, local_of, plain_of
-
-
-@dataclass(frozen=True, slots=True)
-class Box:
-    """A block of a tensor: where it begins in each dim, and how long it is there."""
-
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        """The number of elements."""
-        return math.prod(self.sizes)
-
-    @property
-    def slices(self) -> tuple[slice, ...]:
-        """Return what to index the unsharded tensor with."""
-        pairs = zip(self.offsets, self.sizes, strict=True)
-        return tuple(slice(offset, offset + size) for offset, size in pairs)
-
-    def common(self, other: Box) -> Box:
-        """Return the block that both have, perhaps an empty one."""
-        begins = tuple(map(max, self.offsets, other.offsets))
-        ends = (
-            min(first + size, second + length)
-            for first, size, second, length in zip(
-                self.offsets, self.sizes, other.offsets, other.sizes, strict=True
-            )
-        )
-        return Box(begins, tuple(max(0, end - b) for b, end in zip(begins, ends, strict=True)))
-
-    def relative_to(self, offsets: Sequence[int]) -> Box:
-        """Return the block as seen from ``offsets``."""
-        moved = (own - other for own, other in zip(self.offsets, offsets, strict=True))
-        return Box(tuple(moved), self.sizes)
-
-    @classmethod
-    def of_all(cls, shape: Sequence[int]) -> Box:
-        """Return the box that is the whole tensor."""
-        return cls((0,) * len(shape), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -106,59 +64,16 @@ class Weight:
 
     def box_at(self, coordinate: Sequence[int]) -> Box:
         """Return the box of the rank at ``coordinate`` of the mesh, a number for each axis."""
-        offsets, sizes = [0] * len(self.shape), list(self.shape)
         if isinstance(self.tensor, DTensor):
-            mesh = self.tensor.device_mesh
-            for axis in _axes_in_order(self.tensor):
-                dim, count = self.tensor.placements[axis].dim, mesh.size(axis)  # type: ignore[attr-defined]  # not Replicate
-                chunk = math.ceil(sizes[dim] / count)
-                start = min(chunk * coordinate[axis], sizes[dim])
-                offsets[dim] += start
-                sizes[dim] = min(chunk, sizes[dim] - start)
-        return Box(tuple(offsets), tuple(sizes))
+            return box_at(
+                self.tensor.shape, self.tensor.device_mesh, self.tensor.placements, coordinate
+            )
+        return Box.of_all(self.shape)
 
     @property
     def own_box(self) -> Box:
         """The box that this rank holds."""
         return self.box_at(() if self.mesh is None else coordinate_of(self.mesh))
-
-
-def _axes_in_order(tensor: DTensor) -> list[int]:
-    """Return the axes that cut ``tensor``, in the order in which they do.
-
-    Axes cut from left to right, except those with a strided placement. Such an axis cuts after the
-    axes to its right that have ``split_factor`` ranks together.
-    """
-    order: list[int] = []
-    for axis in reversed(range(tensor.device_mesh.ndim)):
-        placement = tensor.placements[axis]
-        if placement == Replicate():
-            continue
-        factor = getattr(placement, "split_factor", 1)  # only strided placements have the attribute
-        same_dim = [other for other in order if _dim(tensor, other) == _dim(tensor, axis)]
-        cuts = itertools.accumulate(map(tensor.device_mesh.size, same_dim), lambda a, b: a * b)
-        before = next((n for n, product in enumerate(cuts, 1) if product == factor), 0)
-        position = order.index(same_dim[before - 1]) + 1 if factor > 1 and before else 0
-        order.insert(position, axis)
-    return order
-
-
-def _dim(tensor: DTensor, axis: int) -> int:
-    dim: int = tensor.placements[axis].dim  # type: ignore[attr-defined]  # not Replicate
-    return dim
-
-
-def coordinate_of(mesh: DeviceMesh) -> tuple[int, ...]:
-    """Return this rank's position on each axis."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None  # modules hold DTensors only on meshes that have this rank
-    return tuple(coordinate)
-
-
-def coordinates(mesh: DeviceMesh) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Yield the global rank and the coordinate of each rank of a mesh, in its order."""
-    places = itertools.product(*(range(mesh.size(axis)) for axis in range(mesh.ndim)))
-    return zip(mesh.mesh.flatten().tolist(), places, strict=True)
 
 
 def own_rank() -> int:

@@ -17,6 +17,7 @@ import torch
 from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
+from meshard._mesh.boxes import Box
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.blobs import bytes_of
@@ -28,7 +29,7 @@ from meshard.checkpoint._protocol.manifest import (
 )
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Range, Source, Storage
-from meshard.checkpoint.weights_layout import Box, held_box
+from meshard.checkpoint.weights_layout import held_box
 
 
 class Read(NamedTuple):
