@@ -26,6 +26,7 @@ from meshard.initialization import materialize
 from meshard.offloading import offload, onload
 from meshard.optim.flat import flat_optimizer
 from meshard.optim.overlap import OverlappedOptimizer, overlap_optimizer
+from meshard.optim.owner import OwnerOptimizer, owner_optimizer
 from meshard.policies import (
     CPUOffloadPolicy,
     DataParallelMeshDims,
@@ -42,10 +43,10 @@ from meshard.weights import unsharded_params
 __all__ = [
     "CPUOffloadPolicy", "CommLedger", "DataParallelMeshDims", "FSDPModule",
     "GradientReductionHandle", "GradientSync", "MixedPrecisionPolicy", "OffloadPolicy",
-    "OverlappedOptimizer", "ReplicateModule", "ShardPlacementResult", "ShardedGradScaler",
+    "OverlappedOptimizer", "OwnerOptimizer", "ReplicateModule", "ShardPlacementResult", "ShardedGradScaler",
     "UnshardHandle", "clip_grad_norm_", "describe", "finalize_gradients", "flat_optimizer",
     "fully_shard", "fully_shard_units", "get_total_norm", "gradient_sync", "materialize",
-    "microbatches", "no_sync", "offload", "onload", "overlap_optimizer", "pending_gradients",
+    "microbatches", "no_sync", "offload", "onload", "overlap_optimizer", "owner_optimizer", "pending_gradients",
     "register_fsdp_forward_method", "register_reduce_hook", "replicate", "share_comm_ctx",
     "uneven_batches", "unsharded_params",
 ]

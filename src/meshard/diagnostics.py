@@ -231,8 +231,9 @@ class CommLedger:
 
     Attributes:
         events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,
-            ``"all_reduce"`` or, before training, ``"broadcast"``), ``unit``, ``group_size``,
-            ``payload_bytes``, ``dtype`` and ``wire_bytes``.
+            ``"all_reduce"``, in a step of ``owner_optimizer`` ``"all_to_all"`` or, before training,
+            ``"broadcast"``), ``unit``, ``group_size``, ``payload_bytes``, ``dtype`` and
+            ``wire_bytes``.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(4, 4))
@@ -302,7 +303,10 @@ class CommLedger:
 
     @property
     def bytes(self) -> dict[str, int]:
-        """Payload bytes of each kind: whole buffers, before they are spread over ranks."""
+        """Payload bytes of each kind: whole buffers, before they are spread over ranks.
+
+        That of an all-to-all is what all ranks send together.
+        """
         totals = Counter[str]()
         for event in self.events:
             totals[event.op] += event.payload_bytes
@@ -312,7 +316,8 @@ class CommLedger:
     def wire_bytes(self) -> int:
         """Bytes that this rank sends with ring algorithms: ``(n - 1) / n`` of each payload.
 
-        An all-reduce counts twice (Patarasuk and Yuan, 2009).
+        An all-reduce counts twice (Patarasuk and Yuan, 2009). Of an all-to-all it is what this rank
+        sends to others.
         """
         return sum(event.wire_bytes for event in self.events)
 

@@ -7,6 +7,8 @@ receives from them.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 
@@ -34,6 +36,16 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     announce("all_gather", gathered, group, label)
     with Waiting(("all_gather", label), group):
         all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
+    return gathered
+
+
+def gather_objects(value: Any, group: dist.ProcessGroup, *, label: str) -> list[Any]:
+    """Return the values of all ranks, in rank order. Values that can be pickled are sent."""
+    if group.size() == 1:
+        return [value]
+    gathered: list[Any] = [None] * group.size()
+    with Waiting(("all_gather", label), group):
+        dist.all_gather_object(gathered, value, group=group)
     return gathered
 
 

@@ -133,6 +133,13 @@ class Reducing(NamedTuple):
         return not self.rows
 
 
+class Exchanging(NamedTuple):
+    """An all-to-all that has been started. It holds what the collective reads and writes."""
+
+    pending: InFlight
+    received: torch.Tensor  # what the ranks sent, in rank order; valid after ``pending.wait()``
+
+
 class RecordedWork(InFlight, Protocol):
     """Local work that has been queued."""
 
@@ -165,13 +172,20 @@ class CommEvent:
     op: str
     unit: str
     group_size: int
-    # Bytes of the larger buffer: all-gather output, reduce-scatter input or all-reduce buffer.
+    # Bytes of the larger buffer: all-gather output, reduce-scatter input or all-reduce buffer. Of
+    # an all-to-all, what all ranks send together, each to itself too.
     payload_bytes: int
     dtype: torch.dtype
+    sent_bytes: int | None = None  # what this rank sends to others, if it is not what a ring sends
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that a rank sends with a ring algorithm (Patarasuk and Yuan, 2009)."""
+        """Bytes that this rank sends, if not known exactly then with a ring algorithm.
+
+        See Patarasuk and Yuan, 2009.
+        """
+        if self.sent_bytes is not None:
+            return self.sent_bytes
         passes = 2 if self.op == "all_reduce" else 1
         return passes * self.payload_bytes * (self.group_size - 1) // self.group_size
 
@@ -189,19 +203,23 @@ def announce(
     label: str,
     *,
     rows: int = 1,
+    numel: int | None = None,
+    sent_bytes: int | None = None,
     comm: Communicator | None = None,
 ) -> None:
     """Check that the ranks agree, then call the observers: a collective is about to be issued.
 
-    ``payload`` is the larger buffer of the collective, or one of its ``rows`` rows. Under
+    ``payload`` is the larger buffer of the collective, or one of its ``rows`` rows. If its size
+    differs between ranks, ``numel`` is the number of elements to announce. Under
     ``MESHARD_DEBUG=1`` this raises a RuntimeError if the ranks are about to issue different
     collectives.
     """
     is_checked = is_debugging() if comm is None else comm.is_checked
     if not observers and not is_checked:
         return
-    numel = rows * payload.numel()
-    event = CommEvent(op, label, group.size(), numel * payload.itemsize, payload.dtype)
+    numel = rows * payload.numel() if numel is None else numel
+    num_bytes = numel * payload.itemsize
+    event = CommEvent(op, label, group.size(), num_bytes, payload.dtype, sent_bytes)
     if is_checked:
         roots = {} if comm is None else comm.root_names
         of_root = f"{roots[group]}, " if group in roots else ""
@@ -432,6 +450,33 @@ class Communicator:
             op = dist.ReduceOp.SUM
             work = custom(buffer, op=op, group=group, async_op=self.waits_block_host)
             return self._in_flight(work, ("all_reduce", label), group, buffer)
+
+    def all_to_all(
+        self,
+        source: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        *,
+        numel: int,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> Exchanging:
+        """Start sending a part of ``source [n]`` to each rank, and receiving one from each.
+
+        The parts lie in rank order; ``sent`` and ``received`` have their numbers of elements.
+        ``numel`` is what all ranks send together, which is the same on every rank.
+        """
+        if self.is_alone(group):
+            return Exchanging(self.record(source), source)
+        to_others = (source.numel() - sent[group.rank()]) * source.itemsize
+        announce("all_to_all", source, group, label, numel=numel, sent_bytes=to_others, comm=self)
+        with profiled("all_to_all", label):
+            output = source.new_empty(sum(received))
+            work = dist.all_to_all_single(
+                output, source, received, sent, group=group, async_op=self.waits_block_host
+            )
+            pending = self._in_flight(work, ("all_to_all", label), group, source)
+        return Exchanging(pending, output)
 
     # --- for implementations ---------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class MeshInfo:
         if group is None:
             group = self.shard_group
         elif self.shard_axis is not None:
-            group = _extra_pg(self, "meshard_all", sorted(self.mesh.mesh.flatten().tolist()))
+            group = whole_mesh_pg(self.mesh)
         return dataclasses.replace(
             self,
             shard_axis=None,
@@ -141,25 +141,26 @@ def pg_of_one() -> dist.ProcessGroup:
 
 
 _GroupKey = tuple[str, tuple[int, ...]]  # a name and the ranks
-# The process groups that meshard makes, by the shard group that they were made for. Meshes cannot
-# hold them, because meshes are pickled with DTensors.
+# The process groups that meshard makes, by the group of a mesh that they were made for. Meshes
+# cannot hold them, because meshes are pickled with DTensors.
 _extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _extra_pg(mesh_info: MeshInfo, name: str, ranks: list[int]) -> dist.ProcessGroup:
-    """Return a group of ``ranks`` with the backend and the timeout of the shard group.
+def _extra_pg(
+    like: dist.ProcessGroup, device: torch.device, name: str, ranks: list[int]
+) -> dist.ProcessGroup:
+    """Return a group of ``ranks`` with the backend and the timeout of ``like``, on ``device``.
 
     **Collective:** these ranks, in the first call, which makes the group; later calls return it.
     All of them must make their groups in the same order.
     """
-    like = mesh_info.shard_group
     groups, key = _extra_groups.setdefault(like, {}), (name, tuple(ranks))
     if key not in groups:
         group = dist.new_group(
             ranks,
-            timeout=timeout_of(like, device_of(mesh_info.mesh)),
+            timeout=timeout_of(like, device),
             backend=dist.get_backend_config(like),
             use_local_synchronization=True,
             group_desc=name,
@@ -177,7 +178,8 @@ def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:
     """
     first = mesh_info.shard_rank // group_size * group_size
     own = dist.get_process_group_ranks(mesh_info.shard_group)[first : first + group_size]
-    return _extra_pg(mesh_info, f"meshard_post_forward_{group_size}", own)
+    device = device_of(mesh_info.mesh)
+    return _extra_pg(mesh_info.shard_group, device, f"meshard_post_forward_{group_size}", own)
 
 
 def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
@@ -186,7 +188,26 @@ def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
     **Collective:** the shard group, the first time.
     """
     ranks = dist.get_process_group_ranks(mesh_info.shard_group)
-    return _extra_pg(mesh_info, "meshard_scatter", ranks)
+    return _extra_pg(mesh_info.shard_group, device_of(mesh_info.mesh), "meshard_scatter", ranks)
+
+
+def whole_mesh_pg(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return a group of all ranks of ``mesh``; always the same one for a mesh.
+
+    **Collective:** the ranks of the mesh, the first time, if it has several axes.
+    """
+    if mesh.ndim == 1:
+        return mesh.get_group()
+    ranks = ranks_of_whole_mesh(mesh)
+    return _extra_pg(mesh.get_group(0), device_of(mesh), "meshard_all", ranks)
+
+
+def ranks_of_whole_mesh(mesh: DeviceMesh) -> list[int]:
+    """Return the global ranks of a mesh in the order in which ``whole_mesh_pg`` has them."""
+    if mesh.ndim == 1:
+        return dist.get_process_group_ranks(mesh.get_group())
+    ranks: list[int] = sorted(mesh.mesh.flatten().tolist())
+    return ranks
 
 
 def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:

@@ -350,6 +350,8 @@ def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
 without_torch_function: Callable[[], AbstractContextManager[None]] = (
     _find("torch._C.DisableTorchFunctionSubclass") or contextlib.nullcontext
 )
+# A context that sees every operator that is called inside, collectives too.
+DispatchMode: Any = _or_error("torch.utils._python_dispatch.TorchDispatchMode")
 # One kernel for lists of tensors: ``target.copy_(source)`` for each.
 foreach_copy_ = _or_error("torch._foreach_copy_")
 # ``tensor.mul_(factor)`` for each, in a fifth of the time that single calls take.
