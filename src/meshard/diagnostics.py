@@ -17,6 +17,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, alive, joined, units_in
 from meshard._params.sharded_param import tag_of
 from meshard._params.subclass_params import SubclassParams
+from meshard.optim.owner import owner_optimizers
 from meshard.policies import GradientSync
 
 # --- describe: what is sharded where -------------------------------------------------------------
@@ -34,7 +35,7 @@ def describe(module: nn.Module) -> str:
     that tensor parallelism has cut, this rank's part). *per rank* is the size of a flat shard;
     gradients and optimizer states take a multiple of it. *padding* is how much more the
     ranks of a shard group hold together than the unsharded parameters. *policies* are those that
-    differ from the defaults.
+    differ from the defaults. For each ``owner_optimizer`` a line says how it divides the work.
 
     Warnings name units with a quarter or more of padding, and trainable parameters that are in no
     unit, or that an optimizer would step in less than float32. Where several CPU ranks communicate,
@@ -69,6 +70,7 @@ def describe(module: nn.Module) -> str:
         lines += _warnings(row.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
     if any(group.spec.mesh_info.mesh.size() > 1 for group in groups):
         lines += _stray_warning(module, {id(param) for param in left})
+    lines += [each.report() for each in owner_optimizers if each.steps_one_of(sharded)]
     reports = [group.comm.memory_report(group.spec.mesh_info.groups) for group in groups]
     return "\n".join([*lines, *filter(None, dict.fromkeys(reports))])
 

@@ -1,36 +1,89 @@
-"""``owner_optimizer``: each matrix is stepped on one rank, with the numbers of one process."""
+"""``owner_optimizer``: each matrix is stepped on one rank, with the numbers of one process.
+
+The oracle has the whole parameters in one process, and steps them by the ordinary optimizers, with
+the gradients of the sharded model. All numbers must agree bit for bit.
+"""
+
+import copy
+import math
+from functools import partial
 
 import pytest
+import pytorch_optimizer
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import meshard
 from meshard import owner_optimizer
-from tests.support.models import MlpStack, seeded
+from meshard.checkpoint import Checkpointer
+from tests.support.live_memory import settled_tensor_bytes
+from tests.support.models import Made, seeded
 from tests.support.parity import assert_same
-from tests.support.ranks import on_ranks
-from tests.support.sharding import shard_blocks
+from tests.support.ranks import on_ranks, on_threads
 
-MUON = torch.optim.Muon
+ADAMW, MUON = torch.optim.AdamW, torch.optim.Muon
+OPTIMIZERS = {
+    "Muon": (MUON, {"lr": 0.02, "weight_decay": 0.1}),
+    "Shampoo": (pytorch_optimizer.Shampoo, {"lr": 0.02}),
+    "SOAP": (pytorch_optimizer.SOAP, {"lr": 0.02, "precondition_frequency": 2}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 0.02}),
+    "LAMB": (pytorch_optimizer.Lamb, {"lr": 0.02, "weight_decay": 0.1, "foreach": False}),
+    "AdamW": (ADAMW, {"lr": 0.02}),
+}
+FALLBACK = {"lr": 0.01}
 
 
 def whole(tensor):
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def times_inputs(model, inputs):
+    """Return the sum of each input times its parameter, whose gradient is that input."""
+    named = model.named_parameters()
+    return sum((param * inputs[name]).sum() for name, param in named if name in inputs)
+
+
+def make(shapes, *, mesh=None, shard_dims=(), frozen=(), **kwargs):
+    """Return a model of one unit with parameters ``w0``, ``w1``, ... of these shapes."""
+    params = {f"w{number}": nn.Parameter(torch.empty(shape)) for number, shape in enumerate(shapes)}
+    model = seeded(Made(times_inputs, **params))
+    for number in frozen:
+        params[f"w{number}"].requires_grad_(False)
+    dims = {params[f"w{number}"]: Shard(dim) for number, dim in enumerate(shard_dims)}
+    return meshard.fully_shard(model, mesh, shard_placement_fn=dims.get, **kwargs)
+
+
+def backward(model, step, *, unused=(), shapes=None):
+    """Run a backward whose gradients depend on the step."""
+    shapes = shapes or {name: param.shape for name, param in model.named_parameters()}
+    generator = torch.Generator().manual_seed(step)
+    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    model({name: each for name, each in inputs.items() if name not in unused}).backward()
 
 
 class Ordinary:
-    """The ordinary optimizers in one process, which step the gradients of the sharded model."""
+    """The ordinary optimizers in one process."""
 
-    def __init__(self, model, ours, cls, options, fallback_options):
+    def __init__(self, model, ours, cls, options):
         self.params = {name: nn.Parameter(whole(param)) for name, param in model.named_parameters()}
-        rest = [param for name, param in self.params.items() if name not in ours.owners]
-        chosen = [self.params[name] for name in ours.owners]
-        self.optimizers = [cls(chosen, **options)]
+        trained = {name for name, param in model.named_parameters() if param.requires_grad}
+        self.chosen = [self.params[name] for name in ours.owners]
+        rest = [self.params[name] for name in self.params if name in trained - {*ours.owners}]
+        self.optimizers = [cls(self.chosen, **options)]
         if rest:
-            self.optimizers.append(torch.optim.AdamW(rest, **fallback_options))
+            self.optimizers.append(ADAMW(rest, **FALLBACK))
 
     def step(self, model):
         for name, param in model.named_parameters():
@@ -39,26 +92,398 @@ class Ordinary:
             optimizer.step()
 
 
-def backward(model, step):
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    model(torch.randn(3, 6, generator=generator)).square().sum().backward()
-
-
-def compare(model, ours, ordinary, num_steps=4):
-    for step in range(num_steps):
+def check_steps(model, ours, ordinary, steps, **kwargs):
+    """Take steps with both, and compare all parameters after each."""
+    for step in steps:
         ours.zero_grad()
-        backward(model, step)
+        backward(model, step, **kwargs)
         ordinary.step(model)
         ours.step()
         for name, param in model.named_parameters():
             assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
 
 
+def both(model, name, **kwargs):
+    """Return our optimizer and the ordinary ones."""
+    cls, options = OPTIMIZERS[name]
+    ours = owner_optimizer(model, cls, **options, fallback_kwargs=FALLBACK, **kwargs)
+    return ours, Ordinary(model, ours, cls, options)
+
+
+MESHES = {2: [(2,)], 4: [(4,), (2, 2)]}
+SHAPES = [(6, 4), (3, 8), (1, 5), (4, 4), (7,), (2, 9), (5, 1)]  # uneven, and fewer rows than ranks
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)])
+def test_steps_are_those_of_one_process(name, mesh_shape):
+    @on_threads(math.prod(mesh_shape))
+    def body():
+        model = make(SHAPES, mesh=init_device_mesh("cpu", mesh_shape), frozen=[3])
+        check_steps(model, *both(model, name, bucket_mb=1e-4), range(20))
+
+    body()
+
+
+@given(data=st.data())
+def test_any_shapes_on_any_mesh(data):
+    mesh_shape = data.draw(st.sampled_from([(2,), (3,), (4,), (2, 2), (1, 2), (2, 1)]), "mesh")
+    shapes = data.draw(st.lists(st.tuples(*[st.integers(1, 7)] * 2), min_size=1, max_size=6))
+    dims = data.draw(st.tuples(*[st.integers(0, 1)] * len(shapes)), "shard dims")
+    unused = {f"w{number}" for number in data.draw(st.sets(st.integers(1, 5)), "unused")}
+    name = data.draw(st.sampled_from(["Muon", "Adafactor", "Shampoo"]), "optimizer")
+    bucket_mb = data.draw(st.sampled_from([1e-5, 1e-4, 25]), "bucket_mb")
+
+    @on_threads(math.prod(mesh_shape))
+    def body():
+        model = make(shapes, mesh=init_device_mesh("cpu", mesh_shape), shard_dims=dims)
+        ours, ordinary = both(model, name, bucket_mb=bucket_mb)
+        check_steps(model, ours, ordinary, range(2))
+        check_steps(model, ours, ordinary, range(2, 4), unused=unused)
+        check_steps(model, ours, ordinary, range(4, 6))
+
+    body()
+
+
+# --- states --------------------------------------------------------------------------------
+
+
+def unsharded_state(ours):
+    """Return the state dict with unsharded tensors, as it would be after any checkpoint."""
+    packed = ours.state_dict()
+    return {**packed, "state": {n: unsharded(state) for n, state in packed["state"].items()}}
+
+
+def unsharded(value):
+    if isinstance(value, dict):
+        return {key: unsharded(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [unsharded(each) for each in value]
+    return whole(value) if isinstance(value, torch.Tensor) else value
+
+
+def load_ordinary(ordinary, packed):
+    """Load our state into the ordinary optimizers, which number their parameters from zero."""
+    begin = 0
+    for optimizer, group in zip(ordinary.optimizers, packed["param_groups"], strict=True):
+        numbers = range(len(group["params"]))
+        state = {n: packed["state"][begin + n] for n in numbers if begin + n in packed["state"]}
+        group = {**group, "params": list(numbers)}
+        optimizer.load_state_dict(copy.deepcopy({"state": state, "param_groups": [group]}))
+        begin += len(numbers)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(name):
+    saved = {}
+
+    @on_threads(2)
+    def save():
+        model = make(SHAPES, mesh=init_device_mesh("cpu", (2,)))
+        ours, ordinary = both(model, name)
+        check_steps(model, ours, ordinary, range(3))
+        packed, weights = unsharded_state(ours), unsharded(dict(model.named_parameters()))
+        check_steps(model, ours, ordinary, range(3, 6))
+        last = unsharded(dict(model.named_parameters()))
+        if dist.get_rank() == 0:
+            saved.update(optimizer=packed, weights=weights, owners=ours.owners, last=last)
+
+    @on_threads(4)
+    def go_on():
+        model = make(SHAPES, mesh=init_device_mesh("cpu", (2, 2)))
+        with torch.no_grad():
+            for fqn, param in model.named_parameters():
+                place = param.device_mesh, param.placements
+                param.copy_(distribute_tensor(saved["weights"][fqn], *place, src_data_rank=None))
+        ours, ordinary = both(model, name, cost=lambda fqn, _: int(fqn[1:]) + 1, bucket_mb=1e-4)
+        assert ours.owners != saved["owners"]
+        ours.load_state_dict(copy.deepcopy(saved["optimizer"]))
+        load_ordinary(ordinary, saved["optimizer"])
+        check_steps(model, ours, ordinary, range(3, 6))
+        if name != "SOAP":  # its matrices are in columns until they are saved: see below
+            assert_same(unsharded(dict(model.named_parameters())), saved["last"], bitwise=True)
+
+    save()
+    go_on()
+
+
+@pytest.mark.parametrize("kind", ["dcp", "checkpointer"])
+@pytest.mark.parametrize("name", ["Muon", "SOAP", "Shampoo"])
 @on_ranks(4)
-@pytest.mark.parametrize("mesh", [(4,), (2, 2)])
-def test_muon_steps_as_in_one_process(mesh):
-    model = shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", mesh))
-    options = {"lr": 0.02, "weight_decay": 0.1}
-    ours = owner_optimizer(model, MUON, **options, fallback_kwargs={"lr": 0.01})
-    compare(model, ours, Ordinary(model, ours, MUON, options, {"lr": 0.01}))
+def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):
+    """Four ranks save, two by two go on; neither knows the other's owners."""
+    model = make(SHAPES, mesh=init_device_mesh("cpu", (4,)))
+    ours, ordinary = both(model, name)
+    check_steps(model, ours, ordinary, range(3))
+    other = make(SHAPES, mesh=init_device_mesh("cpu", (2, 2)))
+    theirs, _ = both(other, name, bucket_mb=1e-4)
+    # SOAP keeps matrices in columns, and a checkpoint in rows, whose products round otherwise.
+    load_ordinary(ordinary, unsharded_state(ours))
+    if kind == "checkpointer":
+        Checkpointer(tmp_path).save(3, model, ours)
+        Checkpointer(tmp_path).load(other, theirs)
+    else:
+        dcp.save(
+            dict(zip(("model", "optim"), get_state_dict(model, ours), strict=True)),
+            checkpoint_id=tmp_path,
+        )
+        states = dict(zip(("model", "optim"), get_state_dict(other, theirs), strict=True))
+        dcp.load(states, checkpoint_id=tmp_path)
+        set_state_dict(
+            other, theirs, model_state_dict=states["model"], optim_state_dict=states["optim"]
+        )
+    check_steps(other, theirs, ordinary, range(3, 6))
+
+
+# --- what it composes with -------------------------------------------------------------------
+
+
+@on_threads(4)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_windows_clipping_and_a_scheduler(mesh_shape):
+    model = make(SHAPES, mesh=init_device_mesh("cpu", mesh_shape))
+    ours, ordinary = both(model, "Muon")
+    schedulers = [
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (step + 1))
+        for each in (ours, *ordinary.optimizers)
+    ]
+    for step in range(4):
+        ours.zero_grad()
+        for microbatch in meshard.microbatches(model, range(3)):
+            backward(model, 10 * step + microbatch)
+        meshard.clip_grad_norm_(model, 1.0)
+        ordinary.step(model)
+        ours.step()
+        for each in schedulers:
+            each.step()
+        for name, param in model.named_parameters():
+            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+    assert ours.param_groups[0]["lr"] == 0.02 / 5 and ours.param_groups[1]["lr"] == 0.01 / 5
+
+
+@on_threads(4)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_replicated_parameters_are_stepped_on_one_rank_too(mesh_shape):
+    params = {f"w{n}": nn.Parameter(torch.empty(shape)) for n, shape in enumerate(SHAPES)}
+    mesh = init_device_mesh("cpu", mesh_shape)
+    model = meshard.replicate(seeded(Made(times_inputs, **params)), mesh)
+    ours, ordinary = both(model, "Muon")
+    assert len(set(ours.owners.values())) == 4
+    check_steps(model, ours, ordinary, range(3))
+
+
+@on_threads(4)
+def test_parameters_of_several_meshes_and_dtypes():
+    """Experts lie on meshes of their own, and a layer in bfloat16 beside the others."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pairs", "inside"))
+    experts = make([(5, 4), (4, 6)], mesh=mesh["inside"])
+    half = seeded(nn.Linear(6, 4, bias=False)).bfloat16()
+    meshard.fully_shard(half, mesh["pairs"])
+    model = Made(None, experts=experts, half=half, dense=make(SHAPES, mesh=mesh))
+    ours = owner_optimizer(model, MUON, lr=0.02, fallback_kwargs=FALLBACK)
+    ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
+    pair = mesh.get_local_rank("pairs")
+    for step in range(3):
+        ours.zero_grad()
+        backward(model.experts, 10 * step + pair)
+        backward(model.dense, step)
+        half(torch.full((2, 6), 0.1 + step, dtype=torch.bfloat16)).square().sum().backward()
+        ordinary.step(model)
+        ours.step()
+        for name, param in model.named_parameters():
+            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+
+@on_threads(4)
+def test_gradients_of_tensor_parallel_matrices():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = seeded(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5, bias=False)))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    meshard.fully_shard(parallelize_module(model, mesh["tp"], plan), mesh["dp"])
+    ours = owner_optimizer(model, MUON, lr=0.02, fallback_kwargs=FALLBACK)
+    assert sorted(ours.owners) == ["0.weight", "1.weight"]
+    ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
+    for step in range(3):
+        ours.zero_grad()
+        model(torch.full((3, 6), 0.1 * step + 0.1)).square().sum().backward()
+        ordinary.step(model)
+        ours.step()
+        for name, param in model.named_parameters():
+            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+
+@on_ranks(2)
+def test_gradients_may_travel_in_bfloat16():
+    model = make(SHAPES)
+    ours, ordinary = both(model, "Muon", gradient_dtype=torch.bfloat16)
+    backward(model, 0)
+    for name in ours.owners:
+        grad = model.get_parameter(name).grad
+        grad.copy_(grad.bfloat16())
+    ordinary.step(model)  # by gradients that bfloat16 holds exactly
+    with meshard.CommLedger() as ledger:
+        ours.step()
+    assert [event.dtype for event in ledger.events] == [
+        torch.float32,
+        torch.bfloat16,
+        torch.float32,
+    ]
+    for name, param in model.named_parameters():
+        assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+
+@on_threads(2)
+def test_a_closure_is_called_once():
+    model = make(SHAPES)
+    ours, ordinary = both(model, "AdamW")
+    losses = []
+
+    def closure():
+        backward(model, len(losses))
+        losses.append(len(losses))
+        ordinary.step(model)
+        return losses[-1]
+
+    assert ours.step(closure) == 0 and losses == [0]
+    assert_same(whole(model.w0), ordinary.params["w0"].detach(), bitwise=True)
+
+
+# --- what is selected, sent and kept ---------------------------------------------------------
+
+
+@on_threads(2)
+def test_the_default_leaves_out_embeddings_and_heads():
+    model = Made(None, embed=nn.Embedding(5, 4), layers=[nn.Linear(4, 4)], lm_head=nn.Linear(4, 5))
+    meshard.fully_shard(seeded(model))
+    ours = owner_optimizer(model, MUON)
+    assert list(ours.owners) == ["layers.0.weight"]
+    assert len(ours.param_groups[1]["params"]) == 4
+    assert isinstance(ours.param_groups[1]["betas"], tuple)  # AdamW
+    alone = owner_optimizer(model, MUON, fallback=None)
+    assert len(alone.param_groups) == 1
+
+
+@on_threads(4)
+def test_the_costliest_are_dealt_out_first_and_describe_says_so():
+    model = make([(8, 8), (2, 2), (8, 8), (8, 8), (2, 2), (8, 8), (4, 4), (4, 4)])
+    ours = owner_optimizer(model, MUON)
+    owners = [ours.owners[f"w{number}"] for number in range(8)]
+    assert sorted(owners[n] for n in (0, 2, 3, 5)) == [0, 1, 2, 3]
+    assert len({owners[n] for n in (1, 4, 6, 7)}) == 4
+    line = "Muon steps 8 parameters, each on one of 4 ranks (4 own some); the busiest has 1.0"
+    assert line in meshard.describe(model)
+    del ours
+    assert "Muon" not in meshard.describe(model)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_bytes_are_those_of_the_formula(mesh_shape):
+    """To the owner go a value and a gradient, from it a value to every rank but itself."""
+    model = make([(8, 8)] * 8, mesh=init_device_mesh("cpu", mesh_shape))
+    ours = owner_optimizer(model, MUON, lr=0.02)
+    backward(model, 0)
+    with meshard.CommLedger() as ledger:
+        ours.step()
+    assert ledger.counts == {"all_to_all": 2}
+    num_shards, num_ranks = mesh_shape[-1], 4
+    shard_bytes = 8 * 8 * 8 * 4 // num_shards  # of this rank
+    to_owners = 2 * shard_bytes * (num_shards - 1) // num_ranks
+    from_owners = shard_bytes * (num_ranks - 1) // num_ranks
+    assert ledger.wire_bytes == to_owners + from_owners
+
+
+@on_ranks(2)
+def test_whole_matrices_take_no_memory_between_steps():
+    model = make([(64, 64)] * 4)
+    ours = owner_optimizer(model, torch.optim.SGD, lr=0.1)
+    backward(model, 0)
+    before = settled_tensor_bytes()
+    ours.step()
+    assert settled_tensor_bytes() - before < 100
+
+
+# --- what is refused -------------------------------------------------------------------------
+
+
+class Communicating(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                dist.all_reduce(param.grad)
+        return super().step(closure)
+
+
+class Together(torch.optim.SGD):
+    """Keeps a number for all its parameters, as Prodigy does."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["d"] = max(
+                [group.get("d", 0.0), *(p.grad.norm().item() for p in group["params"])]
+            )
+        return super().step(closure)
+
+
+@on_threads(2)
+def test_what_cannot_be_stepped_so_is_refused():
+    model = make([(4, 4), (4,)])
+    own = partial(owner_optimizer, model)
+    refused = [
+        (TypeError, "builds the optimizer itself", lambda: own(ADAMW(model.parameters()))),
+        (TypeError, "needs a closure", lambda: own(torch.optim.LBFGS)),
+        (TypeError, "sparse gradients", lambda: own(torch.optim.SparseAdam)),
+        (TypeError, "must be a class of optimizers", lambda: own(lambda _: 3)),
+        (ValueError, "no unit", lambda: owner_optimizer(nn.Linear(2, 2), MUON)),
+        (ValueError, "selects no parameter", lambda: own(MUON, select=lambda *_: False)),
+        (ValueError, "bucket_mb must be positive", lambda: own(MUON, bucket_mb=0)),
+        (ValueError, "Muon only supports 2D", lambda: own(MUON, select=lambda *_: True)),
+        (ValueError, "does not hold", lambda: own(lambda _: ADAMW(model.parameters()))),
+    ]
+    for error, text, call in refused:
+        with pytest.raises(error, match=text):
+            call()
+    stray = Made(None, inside=model, outside=nn.Linear(3, 3))
+    with pytest.raises(ValueError, match=r"'outside.weight' is in no unit"):
+        owner_optimizer(stray, MUON, select=lambda name, param: param.dim() == 2)
+    overlapped = meshard.overlap_optimizer(model, ADAMW)
+    with pytest.raises(ValueError, match="'w0' is stepped by overlap_optimizer already"):
+        owner_optimizer(model, MUON)
+    overlapped.detach()
+    with pytest.raises(TypeError, match="owner_optimizer"):
+        meshard.overlap_optimizer(model, lambda _: owner_optimizer(model, MUON))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize(
+    ("cls", "text"), [(Communicating, "communicates in its step"), (Together, "writes 'd' into")]
+)
+def test_an_optimizer_that_needs_other_ranks_is_refused_when_it_steps(cls, text):
+    model = make([(4, 4), (4, 4)])
+    ours = owner_optimizer(model, cls, lr=0.1)
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match=text):
+        ours.step()
+
+
+@on_ranks(2)
+def test_ranks_that_select_differently_are_told():
+    model = make([(4, 4), (4, 4)])
+    first = dist.get_rank() == 0
+    ours = owner_optimizer(model, MUON, select=lambda name, _: first or name == "w0", fallback=None)
+    backward(model, 0)
+    with pytest.raises(RuntimeError, match="ranks 1 have selected other parameters"):
+        ours.step()
+
+
+@on_threads(2)
+def test_changed_parameters_are_refused():
+    model = make([(4, 4), (4, 4)])
+    ours = owner_optimizer(model, MUON)
+    with pytest.raises(NotImplementedError, match="make it anew"):
+        ours.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    with pytest.raises(TypeError, match="neither pickled nor copied"):
+        copy.deepcopy(ours)
+    ours.param_groups[0]["params"].pop()
+    with pytest.raises(RuntimeError, match="param_groups has other parameters"):
+        ours.step()

@@ -46,6 +46,7 @@ from meshard.optim.flat import (
 )
 from meshard.optim.flat_slices import States
 from meshard.optim.hooks import find_overlapped, overlapped_optimizers
+from meshard.optim.owner import OwnerOptimizer
 from meshard.optim.unsharded_step import UnshardedStep
 
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
@@ -56,6 +57,8 @@ _NOT_SCALED = (
     "in the ordinary way (detach())."
 )
 _REFUSED: dict[type[Optimizer], str] = {
+    OwnerOptimizer: "exchanges matrices of several units at a time, in the same order on all "
+    "ranks; call its step() after backward. (owner_optimizer has a fallback for other parameters.)",
     torch.optim.LBFGS: "computes the loss several times per step, so it cannot step in backward; "
     "build it on module.parameters() as usual.",
     torch.optim.SparseAdam: "takes sparse gradients, and reduced gradients are dense; use Adam.",

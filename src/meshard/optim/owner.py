@@ -7,9 +7,10 @@ import hashlib
 import heapq
 import inspect
 import itertools
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,9 @@ from meshard._comm.communicator import Communicator, profiled
 from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import owner_of, sharded_params_of
 from meshard._engine.unit import require_units
-from meshard._torch.dtensor import gradient_dtype, is_placed_like, is_plain, plain_of
+from meshard._mesh.boxes import box_at, coordinate_of
+from meshard._torch.dtensor import gradient_dtype, is_placed_like, is_plain, place_like, plain_of
+from meshard._torch.patches import params_in
 from meshard._torch.private import DispatchMode
 from meshard.optim.exchange import ExchangeInFlight, Layout, MeshRanks, Route
 from meshard.optim.flat import (
@@ -121,11 +124,13 @@ class _BucketStep:
         ]
         self._values = [plain_of(bucket.members[position].param) for position in self._positions]
         self._grads = [_gradient_of(bucket.members[position]) for position in self._positions]
-        dtypes = [dtype] if dtype else [grad.dtype for grad in self._grads]
+        grad_dtypes = {grad.dtype for grad in self._grads}
+        # Of values and of gradients; the second may be sent in another dtype.
         self._dtypes = (
             bucket.members[0].param.dtype,
-            functools.reduce(torch.promote_types, dtypes, dtypes[0]) if dtypes else None,
+            functools.reduce(torch.promote_types, grad_dtypes) if grad_dtypes else torch.float32,
         )
+        self._sent_dtype = dtype or self._dtypes[1]
         self._whole: dict[int, torch.Tensor] = {}  # of the parameters that this rank owns
         self._in_flight: list[ExchangeInFlight] = []
 
@@ -141,7 +146,7 @@ class _BucketStep:
     def arrive(self) -> None:
         """Send values and gradients of this rank's shards to their owners."""
         values, grads, whole_of = self._values, self._grads, self._whole_of
-        dtype, grad_dtype = self._dtypes
+        dtype, grad_dtype = self._dtypes[0], self._sent_dtype
         if dtype == grad_dtype:
             self._start(values + grads, whole_of, dtype, is_arrival=True)
         else:
@@ -201,13 +206,12 @@ class _BucketStep:
         self,
         shards: list[torch.Tensor],
         whole_of: Callable[[int], torch.Tensor],
-        dtype: torch.dtype | None,
+        dtype: torch.dtype,
         *,
         is_arrival: bool,
     ) -> None:
         if not shards:
             return
-        assert dtype is not None
         bucket, times = self.bucket, len(shards) // len(self._positions)
         ends = (shards.__getitem__, whole_of)
         source, target = ends if is_arrival else reversed(ends)
@@ -268,6 +272,10 @@ class OwnerOptimizer(StateOnRead):
             member.fqn: self._all_ranks[_mesh_of(member.param)].ranks[member.owner]
             for member in self._members
         }
+
+    def steps_one_of(self, ids: Container[int]) -> bool:
+        """Whether a parameter with one of these ids is stepped as a whole."""
+        return any(id(member.param) in ids for member in self._members)
 
     def report(self) -> str:
         """Return a line on how the work is divided, for ``describe``."""
@@ -362,13 +370,20 @@ class OwnerOptimizer(StateOnRead):
         Raises:
             ValueError: There are other param groups, or groups of another size.
         """
-        states, count = dict(state_dict["state"]), len(self._members)
-        others = {number: state for number, state in states.items() if number >= count}
+        # The given dict may name parameters as it likes; their order is that of this optimizer.
+        order = [each for group in state_dict["param_groups"] for each in group["params"]]
+        keys = dict(zip(map(id, (member.param for member in self._members)), order, strict=False))
+        chosen = set(keys.values())
+        params = dict(zip(order, params_in(self), strict=False))
+        others = {
+            key: {name: _cut_like(params.get(key), value) for name, value in state.items()}
+            for key, state in state_dict["state"].items()
+            if key not in chosen
+        }
         super().load_state_dict({**state_dict, "state": others})
-        number_of = {id(member.param): number for number, member in enumerate(self._members)}
         for bucket in self._buckets():
-            numbers = [number_of[id(member.param)] for member in bucket.members]
-            load_states(bucket, [states.get(number, {}) for number in numbers])
+            saved = [state_dict["state"].get(keys[id(each.param)], {}) for each in bucket.members]
+            load_states(bucket, saved)
             self._show_state(bucket)
 
     @override
@@ -672,8 +687,7 @@ def _cost_of_products(_: str, param: torch.Tensor) -> float:
     """Return the multiplications of ``M @ M.T``, its square, and that times ``M``."""
     if param.dim() < 2:
         return float(param.numel())
-    rows, columns = param.shape[0], param[0].numel()
-    short, long = sorted((rows, columns))
+    short, long = sorted((param.shape[0], math.prod(param.shape[1:])))
     return float(short * short * (2 * long + short) + 1)
 
 
@@ -694,6 +708,20 @@ def _gradient_of(member: OwnedParam) -> torch.Tensor:
             "has others; redistribute it before step()."
         )
     return plain_of(grad)
+
+
+def _cut_like(param: torch.Tensor | None, value: Any) -> Any:
+    """Return this rank's shard of ``value`` if that is a whole tensor for a sharded parameter."""
+    if (
+        not isinstance(param, DTensor)
+        or not isinstance(value, torch.Tensor)
+        or isinstance(value, DTensor)
+        or value.shape != param.shape
+    ):
+        return value
+    place = coordinate_of(param.device_mesh)
+    box = box_at(value.shape, param.device_mesh, param.placements, place)
+    return place_like(param, value[box.slices].to(plain_of(param).device, copy=True))
 
 
 # --- the ordinary optimizer --------------------------------------------------------------------

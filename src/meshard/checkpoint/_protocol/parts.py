@@ -225,8 +225,10 @@ def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, saved in numbered["state"].items():
         if number in keep:
+            # An OwnerOptimizer has the state of a parameter on one rank, and casts none.
             present = optimizer.state[params[number]]
-            present.update({key: _uncast(present[key], each) for key, each in saved.items()})
+            kept = {key: each for key, each in saved.items() if key in present}
+            present.update({key: _uncast(present[key], each) for key, each in kept.items()})
 
 
 def _uncast(present: Any, saved: Any) -> Any:
