@@ -333,6 +333,18 @@ def test_gradients_may_travel_in_bfloat16():
 
 
 @on_threads(2)
+def test_gradients_may_be_there_before_any_forward():
+    """torch.distributed.checkpoint steps by zeros to make a state."""
+    model = make([(4, 4)])
+    before = whole(model.w0)
+    ours = owner_optimizer(model, MUON, lr=0.02, weight_decay=0.0)
+    model.w0.grad = torch.zeros_like(model.w0)
+    ours.step()
+    assert_same(whole(model.w0), before, bitwise=True)
+    assert [*ours.state_dict()["state"][0]] == ["momentum_buffer"]
+
+
+@on_threads(2)
 def test_a_closure_is_called_once():
     model = make(SHAPES)
     ours, ordinary = both(model, "AdamW")

@@ -25,7 +25,7 @@ from meshard._comm.blocking import exchange_numbers
 from meshard._comm.communicator import Communicator, profiled
 from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import owner_of, sharded_params_of
-from meshard._engine.unit import require_units
+from meshard._engine.unit import Unit, require_units
 from meshard._mesh.boxes import box_at, coordinate_of
 from meshard._torch.dtensor import gradient_dtype, is_placed_like, is_plain, place_like, plain_of
 from meshard._torch.patches import params_in
@@ -58,6 +58,7 @@ class OwnedParam:
 
     fqn: str
     param: torch.Tensor  # sharded
+    unit: Unit
     layout: Layout
     owner: int  # a rank of the group of its mesh
     cost: float
@@ -92,10 +93,10 @@ class Bucket:
 
     @property
     def comm(self) -> Communicator:
-        """Of the root of the first parameter."""
-        owner = owner_of(self.members[0].param)
-        assert owner is not None  # OwnerOptimizer has checked it
-        return owner.comm
+        """Of the root of the first parameter. The first use of the root makes it."""
+        unit = self.members[0].unit
+        assert unit.lifecycle is not None
+        return unit.group.comm
 
     def route(self, positions: Sequence[int], *, times: int = 1, to_owners: bool) -> Route:
         """Return the route of members, each ``times`` times: values, then gradients."""
@@ -536,7 +537,7 @@ def owner_optimizer(
     {'0.weight': 0}
     """
     check_is_no_instance("owner_optimizer", optimizer)
-    require_units(module)
+    units = {unit.group: unit for unit in require_units(module)}
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, got {bucket_mb!r}.")
     chosen, others = _selected(module, select)
@@ -554,7 +555,7 @@ def owner_optimizer(
     digest = hashlib.sha256(repr((described, bucket_mb, str(gradient_dtype))).encode()).digest()
     return OwnerOptimizer(
         groups,
-        _with_owners(chosen, all_ranks, cost or _cost_of_products),
+        _with_owners(chosen, units, all_ranks, cost or _cost_of_products),
         all_ranks,
         make=make,
         make_fallback=make_fallback,
@@ -662,6 +663,7 @@ def _check_holds(made: Optimizer, params: Iterable[torch.Tensor]) -> None:
 
 def _with_owners(
     chosen: Sequence[tuple[str, torch.Tensor]],
+    units: Mapping[Any, Unit],  # by their ParamGroup
     all_ranks: Mapping[DeviceMesh, MeshRanks],
     cost: Cost,
 ) -> list[OwnedParam]:
@@ -678,7 +680,9 @@ def _with_owners(
         heapq.heapreplace(heap, (load + costs[fqn], rank))
         owners[fqn] = rank
     return [
-        OwnedParam(fqn, param, Layout.of_param(param), owners[fqn], costs[fqn])
+        OwnedParam(
+            fqn, param, units[owner_of(param)], Layout.of_param(param), owners[fqn], costs[fqn]
+        )
         for fqn, param in chosen
     ]
 
