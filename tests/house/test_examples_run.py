@@ -102,6 +102,15 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_two(tmp_path):
 
 
 @pytest.mark.slow
+def test_muon_has_a_lower_loss_than_adamw_and_draws_both(tmp_path):
+    printed = run_example("muon.py", tmp_path, "--plot", "muon.png", num_ranks=2)
+    assert "each on one of 2 ranks" in printed
+    adamw, muon = (float(loss) for loss in re.findall(r"to (\d+\.\d+)", printed))
+    assert muon < adamw, printed
+    assert (tmp_path / "muon.png").read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 @pytest.mark.parametrize(
     ("name", "text"),

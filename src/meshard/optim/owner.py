@@ -48,6 +48,8 @@ Cost = Callable[[str, torch.Tensor], float]
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]
 
 _MIB = 2**20
+# By such parts of their names are embeddings known that are parameters of their own.
+_EMBEDDINGS = ("emb", "position")
 # Names of the modules that turn the last hidden state into scores, in models of the field.
 _HEADS = ("head", "lm_head", "output", "out", "classifier", "score", "embed_out", "unembed")
 
@@ -109,7 +111,7 @@ class Bucket:
 
 
 class _BucketStep:
-    """The step of one bucket: ``arrive``, ``run``, ``leave`` and ``end``, in this order.
+    """The step of one bucket: ``arrive``, ``finish``, ``run``, ``leave`` and ``finish``.
 
     Tensors of the bucket are numbered: first the values of the parameters that have a gradient,
     then their gradients.
@@ -156,7 +158,6 @@ class _BucketStep:
 
     def run(self, group: dict[str, Any]) -> None:
         """Step what this rank owns, with the hyperparameters of ``group``."""
-        self._finish()
         bucket, inner, count = self.bucket, self.bucket.inner, len(self._positions)
         if inner is None:
             return
@@ -193,10 +194,6 @@ class _BucketStep:
         self._start(values, whole.__getitem__, self._dtypes[0], is_arrival=False)
         self._whole = {}
 
-    def end(self) -> None:
-        """Wait for the new values of this rank's shards."""
-        self._finish()
-
     def abandon(self) -> None:
         """Give up after an error."""
         for exchange in self._in_flight:
@@ -221,7 +218,8 @@ class _BucketStep:
             route.start(source, target, dtype, bucket.ranks, bucket.comm, bucket.label)
         )
 
-    def _finish(self) -> None:
+    def finish(self) -> None:
+        """Wait until what was sent has arrived."""
         while self._in_flight:
             self._in_flight[0].finish()
             del self._in_flight[0]
@@ -314,13 +312,14 @@ class OwnerOptimizer(StateOnRead):
             steps[0].arrive()
             self._step_fallback()
             for number, present in enumerate(steps):
+                present.finish()
                 if number + 1 < len(steps):
                     steps[number + 1].arrive()
                 present.run(self.param_groups[0])
                 if number:
-                    steps[number - 1].end()
+                    steps[number - 1].finish()
                 present.leave()
-            steps[-1].end()
+            steps[-1].finish()
         except BaseException:
             for each in steps:
                 each.abandon()
@@ -505,7 +504,11 @@ def owner_optimizer(
             ordinary tensors. It must treat each parameter by itself, and not communicate.
         select: Called with the name and the sharded parameter, returns whether ``optimizer`` steps
             it. None: matrices, but for those of embeddings and of the head, as the author of Muon
-            advises (https://kellerjordan.github.io/posts/muon/).
+            advises (https://kellerjordan.github.io/posts/muon/). They are known by the class
+            ``nn.Embedding``, by ``get_output_embeddings()``, by a name with ``emb`` or
+            ``position`` in it, and by a module named ``head``, ``lm_head``, ``output``, ``out``,
+            ``classifier``, ``score``, ``embed_out`` or ``unembed``. ``owners`` of what is returned
+            lists what was selected.
         fallback: Steps the trainable parameters that are not selected. None: nothing does.
         fallback_kwargs: Arguments of ``fallback``.
         bucket_mb: A rank's matrices are stepped in buckets of so many MiB of values or more. One
@@ -604,8 +607,11 @@ def _is_hidden_matrix(module: nn.Module) -> Select:
             heads.append(each)
         for head in filter(None, heads):
             left_out.update(map(id, sharded_params_of(list(head.parameters(recurse=False)))))
-    return lambda _, param: (
-        param.dim() == 2 and id(param) not in left_out and owner_of(param) is not None
+    return lambda fqn, param: (
+        param.dim() == 2
+        and id(param) not in left_out
+        and not any(part in fqn for part in _EMBEDDINGS)
+        and owner_of(param) is not None
     )
 
 
