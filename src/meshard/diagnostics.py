@@ -17,7 +17,7 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, alive, joined, units_in
 from meshard._params.sharded_param import tag_of
 from meshard._params.subclass_params import SubclassParams
-from meshard.optim.owner import owner_optimizers
+from meshard.optim.owner import owner_reports
 from meshard.policies import GradientSync
 
 # --- describe: what is sharded where -------------------------------------------------------------
@@ -70,7 +70,7 @@ def describe(module: nn.Module) -> str:
         lines += _warnings(row.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
     if any(group.spec.mesh_info.mesh.size() > 1 for group in groups):
         lines += _stray_warning(module, {id(param) for param in left})
-    lines += [each.report() for each in owner_optimizers if each.steps_one_of(sharded)]
+    lines += owner_reports(sharded)
     reports = [group.comm.memory_report(group.spec.mesh_info.groups) for group in groups]
     return "\n".join([*lines, *filter(None, dict.fromkeys(reports))])
 

@@ -7,6 +7,7 @@ the gradients of the sharded model. All numbers must agree bit for bit.
 import copy
 import importlib
 import math
+import warnings
 from functools import partial
 
 import pytest
@@ -28,7 +29,7 @@ from torch.distributed.tensor.parallel import (
 import meshard
 from meshard import owner_optimizer
 from meshard.checkpoint import Checkpointer
-from tests.support.live_memory import settled_tensor_bytes
+from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_ranks, on_threads
@@ -115,7 +116,6 @@ def both(model, name, **kwargs):
     return ours, Ordinary(model, ours, cls, options)
 
 
-MESHES = {2: [(2,)], 4: [(4,), (2, 2)]}
 SHAPES = [(6, 4), (3, 8), (1, 5), (4, 4), (7,), (2, 9), (5, 1)]  # uneven, and fewer rows than ranks
 
 
@@ -299,6 +299,39 @@ def test_parameters_of_several_meshes_and_dtypes():
             assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
 
 
+@on_threads(2)
+def test_ranks_may_have_other_experts_beside_common_layers():
+    """Each rank has one expert, on a mesh of its own, with a name and a shape of its own."""
+    mesh, rank = init_device_mesh("cpu", (2,)), dist.get_rank()
+    alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ranks", "alone"))["alone"]
+    expert, dense = make([(4 + rank, 3)], mesh=alone), make([(4, 4), (3, 5)], mesh=mesh)
+    model = Made(None, dense=dense, **{f"expert{rank}": expert})
+    ours = owner_optimizer(model, MUON, lr=0.02)
+    ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
+    for step in range(3):
+        ours.zero_grad()
+        backward(dense, step)
+        backward(expert, step)
+        ordinary.step(model)
+        ours.step()
+        for name, param in model.named_parameters():
+            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+
+@on_threads(2)
+def test_a_part_of_a_model_with_parameters_of_an_outer_unit():
+    inner = Made(None, unit=nn.Linear(4, 4), loose=nn.Parameter(torch.empty(4, 4)))
+    model = Made(lambda m, x: m.inner.unit(x) @ m.inner.loose, inner=inner)
+    meshard.fully_shard(seeded(model).inner.unit)
+    meshard.fully_shard(model)
+    ours = owner_optimizer(model.inner, MUON, lr=0.02)
+    assert list(ours.owners) == ["loose", "unit.weight"]
+    before = whole(model.inner.loose)
+    model(torch.ones(2, 4)).sum().backward()
+    ours.step()
+    assert not torch.equal(whole(model.inner.loose), before)
+
+
 @on_threads(4)
 def test_gradients_of_tensor_parallel_matrices():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -411,14 +444,31 @@ def test_bytes_are_those_of_the_formula(mesh_shape):
     assert ledger.wire_bytes == to_owners + from_owners
 
 
-@on_ranks(2)
-def test_whole_matrices_take_no_memory_between_steps():
-    model = make([(64, 64)] * 4)
-    ours = owner_optimizer(model, torch.optim.SGD, lr=0.1)
+class Looks(torch.optim.SGD):
+    """Looks at the memory that is alive in its step."""
+
+    def step(self, closure=None):
+        seen.append(live_tensor_bytes())
+        return super().step(closure)
+
+
+seen = []
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_memory_of_a_step_is_that_of_three_buckets_and_none_is_kept(mesh_shape):
+    model = make([(64, 64)] * 16, mesh=init_device_mesh("cpu", mesh_shape))
+    ours = owner_optimizer(model, Looks, lr=0.1, bucket_mb=0.01)
     backward(model, 0)
     before = settled_tensor_bytes()
+    seen.clear()
     ours.step()
-    assert settled_tensor_bytes() - before < 100
+    one, num_replicas = 64 * 64 * 4, 4 // mesh_shape[-1]
+    # Value and gradient of the bucket that is stepped; sent and received, the two of the next one,
+    # and the new values of the one before.
+    assert max(seen) - before <= (2 + 2 * 2 + 2 * num_replicas) * one + 1000
+    assert settled_tensor_bytes() - before < 200
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -443,6 +493,9 @@ class Together(torch.optim.SGD):
         return super().step(closure)
 
 
+Adafactor = torch.optim.Adafactor
+
+
 @on_threads(2)
 def test_what_cannot_be_stepped_so_is_refused():
     model = make([(4, 4), (4,)])
@@ -457,6 +510,10 @@ def test_what_cannot_be_stepped_so_is_refused():
         (ValueError, "bucket_mb must be positive", lambda: own(MUON, bucket_mb=0)),
         (ValueError, "Muon only supports 2D", lambda: own(MUON, select=lambda *_: True)),
         (ValueError, "does not hold", lambda: own(lambda _: ADAMW(model.parameters()))),
+        (TypeError, "'Adafactor' is none of them", lambda: own(MUON, fallback=Adafactor)),
+        (TypeError, "builds the optimizer itself", lambda: own(MUON, fallback=ADAMW([model.w0]))),
+        (ValueError, "fallback=None", lambda: own(MUON, fallback=None, fallback_kwargs=FALLBACK)),
+        (ValueError, "gradient_dtype must be", lambda: own(MUON, gradient_dtype=torch.int8)),
     ]
     for error, text, call in refused:
         with pytest.raises(error, match=text):
@@ -472,25 +529,72 @@ def test_what_cannot_be_stepped_so_is_refused():
         meshard.overlap_optimizer(model, lambda _: owner_optimizer(model, MUON))
 
 
-@on_ranks(2)
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        raise ZeroDivisionError("not today")
+
+
+@on_ranks(4)
 @pytest.mark.parametrize(
-    ("cls", "text"), [(Communicating, "communicates in its step"), (Together, "writes 'd' into")]
+    ("cls", "error", "text"),
+    [
+        (Communicating, RuntimeError, "communicates in its step"),
+        (Together, RuntimeError, "writes 'd' into"),
+        (Failing, ZeroDivisionError, "not today"),
+    ],
 )
-def test_an_optimizer_that_needs_other_ranks_is_refused_when_it_steps(cls, text):
+def test_what_the_first_step_raises_is_raised_on_ranks_that_own_nothing_too(cls, error, text):
     model = make([(4, 4), (4, 4)])
     ours = owner_optimizer(model, cls, lr=0.1)
     backward(model, 0)
-    with pytest.raises(RuntimeError, match=text):
+    owns = dist.get_rank() in ours.owners.values()
+    expected = (error, text) if owns else (RuntimeError, f"{cls.__name__} has raised an exception")
+    with pytest.raises(expected[0], match=expected[1]):
         ours.step()
 
 
+class Compiled(torch.optim.SGD):
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                compiled_update(param, param.grad)
+
+
+def update(param, grad):
+    with torch.no_grad():
+        param.sub_(grad)
+
+
+compiled_update = torch.compile(update, backend="eager")
+
+
 @on_ranks(2)
-def test_ranks_that_select_differently_are_told():
+def test_what_an_optimizer_compiles_is_compiled():
     model = make([(4, 4), (4, 4)])
-    first = dist.get_rank() == 0
-    ours = owner_optimizer(model, MUON, select=lambda name, _: first or name == "w0", fallback=None)
+    ours = owner_optimizer(model, Compiled)
+    torch._dynamo.reset()
+    frames = torch._dynamo.utils.counters["frames"]
+    frames.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch, about itself
+        for step in range(2):
+            ours.zero_grad()
+            backward(model, step)
+            ours.step()
+    assert frames["ok"] >= 1
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("what", ["select", "cost"])
+def test_ranks_that_choose_differently_are_refused(what):
+    model, rank = make([(4, 4), (4, 4), (4, 4)]), dist.get_rank()
+    chosen = {
+        "select": lambda name, _: rank == 0 or name == "w0",
+        "cost": lambda name, _: 1.0 + rank * int(name[1:]),
+    }[what]
+    ours = owner_optimizer(model, MUON, fallback=None, **{what: chosen})
     backward(model, 0)
-    with pytest.raises(RuntimeError, match="ranks 1 have selected other parameters"):
+    with pytest.raises(RuntimeError, match="ranks 1 have selected other parameters than rank 0"):
         ours.step()
 
 

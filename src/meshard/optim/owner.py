@@ -1,4 +1,4 @@
-"""Optimizers that step whole matrices, each on one rank."""
+"""Optimizers that step unsharded matrices, each on one rank."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import itertools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,15 +21,15 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from meshard._comm.blocking import exchange_numbers
-from meshard._comm.communicator import Communicator, profiled
 from meshard._engine.manual_unshard import listed
-from meshard._engine.param_group import owner_of, sharded_params_of
-from meshard._engine.unit import Unit, require_units
+from meshard._engine.param_group import owner_of as param_group_of
+from meshard._engine.param_group import sharded_params_of
+from meshard._engine.unit import require_units
 from meshard._mesh.boxes import box_at, coordinate_of
-from meshard._torch.dtensor import gradient_dtype, is_placed_like, is_plain, place_like, plain_of
+from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
+from meshard._torch.dtensor import is_plain, place_like, plain_of
 from meshard._torch.patches import params_in
-from meshard._torch.private import DispatchMode
-from meshard.optim.exchange import ExchangeInFlight, Layout, MeshRanks, Route
+from meshard.optim.exchange import Layout, MeshRanks
 from meshard.optim.flat import (
     POINTWISE,
     FlatStepper,
@@ -42,280 +41,104 @@ from meshard.optim.flat import (
 )
 from meshard.optim.hooks import find_overlapped
 from meshard.optim.owner_state import load_states, states_as_shards
+from meshard.optim.owner_step import (
+    Bucket,
+    BucketStep,
+    MakeInner,
+    OwnedParam,
+    check_holds,
+    placeholder_for,
+)
 
 Select = Callable[[str, torch.Tensor], bool]
 Cost = Callable[[str, torch.Tensor], float]
-MakeInner = Callable[[list[dict[str, Any]]], Optimizer]
+Chosen = list[tuple[str, torch.Tensor]]  # parameters with their names
 
 _MIB = 2**20
-# By such parts of their names are embeddings known that are parameters of their own.
+# Embeddings that are bare parameters are recognised by these parts of their own names.
 _EMBEDDINGS = ("emb", "position")
-# Names of the modules that turn the last hidden state into scores, in models of the field.
+# Usual names of the module that computes scores from the last hidden state.
 _HEADS = ("head", "lm_head", "output", "out", "classifier", "score", "embed_out", "unembed")
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnedParam:
-    """A parameter that one rank steps as a whole."""
-
-    fqn: str
-    param: torch.Tensor  # sharded
-    unit: Unit
-    layout: Layout
-    owner: int  # a rank of the group of its mesh
-    cost: float
-
-
-class Bucket:
-    """Parameters of one mesh and dtype that travel together, and the optimizer of this rank's own.
-
-    ``placeholders`` are ordinary parameters of the whole shape, by position in ``members``, for
-    those that this rank owns. Between steps they take no memory.
-    """
-
-    def __init__(
-        self, number: int, ranks: MeshRanks, members: Sequence[OwnedParam], make: MakeInner
-    ) -> None:
-        self.label = f"(owners, bucket {number})"
-        self.ranks = ranks
-        self.members = members
-        self.placeholders = {
-            position: _placeholder(member.param, ranks.device)
-            for position, member in enumerate(members)
-            if member.owner == ranks.own
-        }
-        self.inner: Optimizer | None = None
-        if self.placeholders:
-            self.inner = make([{"params": list(self.placeholders.values())}])
-            _check_holds(self.inner, self.placeholders.values())
-        self.has_stepped = False
-        # What the optimizer has written to its param group in the last step, such as a count.
-        self.written: dict[str, Any] = {}
-        self._routes: dict[tuple[Any, ...], Route] = {}
-
-    @property
-    def comm(self) -> Communicator:
-        """Of the root of the first parameter. The first use of the root makes it."""
-        unit = self.members[0].unit
-        assert unit.lifecycle is not None
-        return unit.group.comm
-
-    def route(self, positions: Sequence[int], *, times: int = 1, to_owners: bool) -> Route:
-        """Return the route of members, each ``times`` times: values, then gradients."""
-        key = (*positions, times, to_owners)
-        if key not in self._routes:
-            chosen = [self.members[position] for position in positions] * times
-            layouts, owners = [each.layout for each in chosen], [each.owner for each in chosen]
-            self._routes[key] = Route.of(layouts, owners, self.ranks, to_owners=to_owners)
-        return self._routes[key]
-
-
-class _BucketStep:
-    """The step of one bucket: ``arrive``, ``finish``, ``run``, ``leave`` and ``finish``.
-
-    Tensors of the bucket are numbered: first the values of the parameters that have a gradient,
-    then their gradients.
-    """
-
-    def __init__(self, bucket: Bucket, dtype: torch.dtype | None) -> None:
-        """``dtype`` is that in which gradients are sent; None: their own."""
-        self.bucket = bucket
-        self._positions = [
-            position
-            for position, member in enumerate(bucket.members)
-            if member.param.grad is not None
-        ]
-        self._values = [plain_of(bucket.members[position].param) for position in self._positions]
-        self._grads = [_gradient_of(bucket.members[position]) for position in self._positions]
-        grad_dtypes = {grad.dtype for grad in self._grads}
-        # Of values and of gradients; the second may be sent in another dtype.
-        self._dtypes = (
-            bucket.members[0].param.dtype,
-            functools.reduce(torch.promote_types, grad_dtypes) if grad_dtypes else torch.float32,
-        )
-        self._sent_dtype = dtype or self._dtypes[1]
-        self._whole: dict[int, torch.Tensor] = {}  # of the parameters that this rank owns
-        self._in_flight: list[ExchangeInFlight] = []
-
-    def _whole_of(self, number: int) -> torch.Tensor:
-        if number not in self._whole:
-            is_gradient, index = divmod(number, len(self._positions))
-            shape = self.bucket.members[self._positions[index]].layout.shape
-            self._whole[number] = torch.empty(
-                shape, dtype=self._dtypes[is_gradient], device=self.bucket.ranks.device
-            )
-        return self._whole[number]
-
-    def arrive(self) -> None:
-        """Send values and gradients of this rank's shards to their owners."""
-        values, grads, whole_of = self._values, self._grads, self._whole_of
-        dtype, grad_dtype = self._dtypes[0], self._sent_dtype
-        if dtype == grad_dtype:
-            self._start(values + grads, whole_of, dtype, is_arrival=True)
-        else:
-            self._start(values, whole_of, dtype, is_arrival=True)
-            self._start(grads, lambda n: whole_of(len(values) + n), grad_dtype, is_arrival=True)
-
-    def run(self, group: dict[str, Any]) -> None:
-        """Step what this rank owns, with the hyperparameters of ``group``."""
-        bucket, inner, count = self.bucket, self.bucket.inner, len(self._positions)
-        if inner is None:
-            return
-        own = inner.param_groups[0]
-        given = {key: value for key, value in group.items() if key != "params"}
-        own.update(given)
-        stepped = {
-            number: bucket.placeholders[position]
-            for number, position in enumerate(self._positions)
-            if position in bucket.placeholders
-        }
-        for number, placeholder in stepped.items():
-            placeholder.grad_dtype = None  # None: a .grad of any dtype is accepted
-            placeholder.data = self._whole_of(number)
-            placeholder.grad = self._whole_of(count + number)
-        try:
-            with profiled("optimizer", bucket.label):
-                _step(inner, is_first=not bucket.has_stepped)
-            bucket.has_stepped = True
-            # A step may replace ``.data``.
-            self._whole = {number: each.data for number, each in stepped.items()}
-        finally:
-            for placeholder in stepped.values():
-                _empty(placeholder)
-        bucket.written = {
-            key: value
-            for key, value in own.items()
-            if key != "params" and (key not in given or _differ(value, given[key]))
-        }
-
-    def leave(self) -> None:
-        """Send the new values to all ranks that hold shards of them."""
-        whole, values = self._whole, self._values
-        self._start(values, whole.__getitem__, self._dtypes[0], is_arrival=False)
-        self._whole = {}
-
-    def abandon(self) -> None:
-        """Give up after an error."""
-        for exchange in self._in_flight:
-            exchange.abandon()
-        self._in_flight = []
-
-    def _start(
-        self,
-        shards: list[torch.Tensor],
-        whole_of: Callable[[int], torch.Tensor],
-        dtype: torch.dtype,
-        *,
-        is_arrival: bool,
-    ) -> None:
-        if not shards:
-            return
-        bucket, times = self.bucket, len(shards) // len(self._positions)
-        ends = (shards.__getitem__, whole_of)
-        source, target = ends if is_arrival else reversed(ends)
-        route = bucket.route(self._positions, times=times, to_owners=is_arrival)
-        self._in_flight.append(
-            route.start(source, target, dtype, bucket.ranks, bucket.comm, bucket.label)
-        )
-
-    def finish(self) -> None:
-        """Wait until what was sent has arrived."""
-        while self._in_flight:
-            self._in_flight[0].finish()
-            del self._in_flight[0]
 
 
 class OwnerOptimizer(StateOnRead):
     """An optimizer that steps each selected parameter on one rank: see ``owner_optimizer``.
 
-    ``param_groups`` has the selected parameters first, and then those of the fallback, if any.
-    ``state`` has the state of a selected parameter on its owner, of the whole shape, and an empty
-    dict on other ranks.
+    ``param_groups[0]`` has the selected parameters, and ``param_groups[1]``, if there is one, those
+    of the fallback. ``state`` has the state of a selected parameter on its owner, of the unsharded
+    shape, and an empty dict on other ranks. The tensors in it may be edited in place; replacing
+    them changes nothing.
     """
+
+    _is_made = False
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],  # of the selected parameters, and of the fallback
+        groups: list[dict[str, Any]],
         members: Sequence[OwnedParam],
-        all_ranks: Mapping[DeviceMesh, MeshRanks],
-        *,
         make: MakeInner,
-        make_fallback: MakeInner,
+        fallback: Any,  # a class of POINTWISE
+        *,
+        name: str,
         bucket_bytes: float,
         gradient_dtype: torch.dtype | None,
-        name: str,
-        digest: int,
     ) -> None:
+        # Some schedulers look into ``defaults`` for what every group has.
         common = set.intersection(*(set(group) for group in groups)) - {"params", "param_names"}
-        defaults = {key: value for key, value in groups[0].items() if key in common}
-        super().__init__(Optimizer(groups, defaults))
+        super().__init__(Optimizer(groups, {key: groups[0][key] for key in sorted(common)}))
         self._members = members
-        self._all_ranks = all_ranks
         self._make = make
+        self._name = name
         self._bucket_bytes = bucket_bytes
         self._gradient_dtype = gradient_dtype
-        self._name = name
-        self._digest = digest
-        self._stepper = FlatStepper(make_fallback)
+        self._stepper = FlatStepper(fallback)
         self._flat_steppers = [self._stepper]
         self._planned = objects_in(self.param_groups)
         self._made: list[Bucket] | None = None
-        owner_optimizers.add(self)
+        self._has_stepped = False
+        self._is_made = True
+        _alive[self] = None
 
     # --- for users -------------------------------------------------------------------------
 
     @property
     def owners(self) -> dict[str, int]:
         """The global rank that steps each selected parameter, by the parameter's name."""
-        return {
-            member.fqn: self._all_ranks[_mesh_of(member.param)].ranks[member.owner]
-            for member in self._members
-        }
-
-    def steps_one_of(self, ids: Container[int]) -> bool:
-        """Whether a parameter with one of these ids is stepped as a whole."""
-        return any(id(member.param) in ids for member in self._members)
-
-    def report(self) -> str:
-        """Return a line on how the work is divided, for ``describe``."""
-        costs = defaultdict[int, float](float)
-        for member in self._members:
-            costs[self._all_ranks[_mesh_of(member.param)].ranks[member.owner]] += member.cost
-        num_ranks = len({rank for each in self._all_ranks.values() for rank in each.ranks})
-        most = max(costs.values()) * num_ranks / (sum(costs.values()) or 1)
-        return (
-            f"{self._name} steps {len(self._members)} parameters, each on one of {num_ranks} ranks "
-            f"({len(costs)} own some); the busiest has {most:.2f} times the mean work"
-        )
+        return {each.fqn: each.ranks.ranks[each.owner] for each in self._members}
 
     @override
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Step every parameter that has a gradient.
 
-        ``closure`` computes the loss and its gradients, and is called first, once.
+        ``closure`` computes the loss and its gradients, and is called first, once. An exception of
+        the optimizer is raised on all ranks in the first step. In a later one, ranks that did not
+        raise wait for the one that did.
 
         **Collective:** all ranks of the meshes of selected parameters, with gradients for the same
         parameters. **Stream:** the current one, which waits for the exchanges.
 
         Raises:
-            RuntimeError: Gradients are pending (see ``meshard.pending_gradients``); the parameters
-                have changed since the optimizer was made; ranks have selected other parameters; the
-                optimizer communicates in its step, or keeps a number for all its parameters
-                together. Some parameters may be stepped then, and others not.
+            RuntimeError: Gradients are pending (see ``meshard.pending_gradients``); parameters have
+                changed since the optimizer was made; ranks have selected other parameters; the
+                optimizer communicates in its step, or writes to its param group what is no count of
+                steps. The last two are found only after some parameters were stepped: load a
+                checkpoint before you go on.
         """
         loss = loss_of(closure)
         self._check_params()
-        steps = [_BucketStep(bucket, self._gradient_dtype) for bucket in self._buckets()]
+        steps = [BucketStep(bucket, self._gradient_dtype) for bucket in self._buckets()]
         try:
             # While one bucket is stepped, the next one arrives and the one before leaves.
             steps[0].arrive()
-            self._step_fallback()
+            if len(self.param_groups) > 1:
+                self._stepper.take(self.param_groups[1:], self._state)
+                self._stepper.run()
             for number, present in enumerate(steps):
                 present.finish()
                 if number + 1 < len(steps):
                     steps[number + 1].arrive()
-                present.run(self.param_groups[0])
+                self._run(present)
                 if number:
                     steps[number - 1].finish()
                 present.leave()
@@ -324,37 +147,35 @@ class OwnerOptimizer(StateOnRead):
             for each in steps:
                 each.abandon()
             raise
+        self._has_stepped = True
         for bucket in self._buckets():
             self._show_state(bucket)
-        written = [bucket.written for bucket in self._buckets()]
-        self.param_groups[0].update(_merged(written, self._name))
+            self.param_groups[0].update(bucket.written)
         return loss
-
-    def _step_fallback(self) -> None:
-        if len(self.param_groups) > 1:
-            self._stepper.take(self.param_groups[1:], self._state)
-            self._stepper.run()
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all parameters, as a rank of any mesh can load it.
+        """Return the state of all parameters in a form that loads onto any mesh.
 
-        State of the shape of a selected parameter is a DTensor with its placements. Other tensors
-        are DTensors that the same axes cut along dim 0. Numbers are the same on every rank.
+        State of the shape of a sharded parameter is a DTensor with its placements. State of another
+        shape is sharded along dim 0 by the same mesh axes. That of parameters of ``replicate`` is
+        unsharded. Numbers are the same on every rank.
 
-        **Collective:** all ranks of the meshes of selected parameters.
+        **Collective:** all ranks of the meshes of selected parameters. **Stream:** the current one.
+
+        Raises:
+            NotImplementedError: A state is neither a tensor nor a plain value.
+            RuntimeError: As ``step``, if this is the first call of the two.
         """
         packed = super().state_dict()
-        number_of = {id(member.param): number for number, member in enumerate(self._members)}
-        written = []
+        numbers = {id(member.param): number for number, member in enumerate(self._members)}
         for bucket in self._buckets():
-            states, of_ranks = states_as_shards(bucket)
-            written += of_ranks
+            states, written = states_as_shards(bucket)
+            packed["param_groups"][0].update(written)
             for member, state in zip(bucket.members, states, strict=True):
-                packed["state"].pop(number_of[id(member.param)], None)
+                packed["state"].pop(numbers[id(member.param)], None)
                 if state:
-                    packed["state"][number_of[id(member.param)]] = state
-        packed["param_groups"][0].update(_merged(written, self._name))
+                    packed["state"][numbers[id(member.param)]] = state
         packed["state"] = dict(sorted(packed["state"].items()))
         return packed
 
@@ -362,17 +183,19 @@ class OwnerOptimizer(StateOnRead):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of an optimizer with the same parameters returned.
 
-        State of selected parameters may be DTensors of any mesh, or whole tensors, as those of the
-        ordinary optimizer in one process. It keeps its dtypes.
+        State of selected parameters may be DTensors of any mesh, or unsharded tensors, as those of
+        the ordinary optimizer in one process. It keeps its dtypes, and may share the memory of the
+        given tensors.
 
-        **Collective:** all ranks of the meshes of selected parameters.
+        **Collective:** all ranks of the meshes of selected parameters. **Stream:** the current one.
 
         Raises:
+            RuntimeError: As ``step``, if this is the first call of the two.
             ValueError: There are other param groups, or groups of another size.
         """
-        # The given dict may name parameters as it likes; their order is that of this optimizer.
+        # The keys of parameters are arbitrary; only their order counts.
         order = [each for group in state_dict["param_groups"] for each in group["params"]]
-        keys = dict(zip(map(id, (member.param for member in self._members)), order, strict=False))
+        keys = dict(zip((id(member.param) for member in self._members), order, strict=False))
         chosen = set(keys.values())
         params = dict(zip(order, params_in(self), strict=False))
         others = {
@@ -381,15 +204,17 @@ class OwnerOptimizer(StateOnRead):
             if key not in chosen
         }
         super().load_state_dict({**state_dict, "state": others})
+        group = self.param_groups[0]
+        keeps_counts = not (group.get("capturable") or group.get("fused"))
         for bucket in self._buckets():
             saved = [state_dict["state"].get(keys[id(each.param)], {}) for each in bucket.members]
-            load_states(bucket, saved)
+            load_states(bucket, saved, keeps_counts=keeps_counts)
             self._show_state(bucket)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse further parameters, but for the groups that the optimizer is made with."""
-        if hasattr(self, "_members"):
+        """Refuse new param groups after construction."""
+        if self._is_made:
             raise NotImplementedError(
                 "owner_optimizer has chosen the owners of its parameters; make it anew for others, "
                 "and load its state_dict."
@@ -405,14 +230,34 @@ class OwnerOptimizer(StateOnRead):
 
     # --- inside ----------------------------------------------------------------------------
 
+    def _run(self, present: BucketStep) -> None:
+        """Step what this rank owns. In the first step an exception is raised on all ranks."""
+        error: Exception | None = None
+        try:
+            present.run(self.param_groups[0], is_first=not self._has_stepped)
+        except Exception as raised:
+            if self._has_stepped:
+                raise
+            error = raised
+        if self._has_stepped:
+            return
+        ranks, purpose = present.bucket.ranks, f"first step of owner_optimizer({self._name})"
+        number = [int(error is not None)]
+        rows = exchange_numbers(number, ranks.group, ranks.device, purpose=purpose)
+        if error is not None:
+            raise error
+        raised_on = [rank for rank, row in zip(ranks.ranks, rows, strict=True) if row[0]]
+        if raised_on:
+            raise RuntimeError(f"{self._name} has raised an exception on rank {raised_on[0]}.")
+
     def _show_state(self, bucket: Bucket) -> None:
         for position, member in enumerate(bucket.members):
             placeholder = bucket.placeholders.get(position)
             inner = {} if bucket.inner is None else bucket.inner.state
-            self._state[member.param] = {} if placeholder is None else inner[placeholder]
+            self._state[member.param] = {} if placeholder is None else inner.get(placeholder, {})
 
     def _check_params(self) -> None:
-        changed = [each.fqn for each in self._members if owner_of(each.param) is None]
+        changed = [each.fqn for each in self._members if param_group_of(each.param) is None]
         if changed:
             raise RuntimeError(
                 f"parameters {listed(changed)} were replaced since owner_optimizer was called; "
@@ -426,56 +271,85 @@ class OwnerOptimizer(StateOnRead):
     def _buckets(self) -> list[Bucket]:
         """Return the buckets. **Collective:** the first call."""
         if self._made is None:
-            for ranks in self._all_ranks.values():
+            for ranks in dict.fromkeys(member.ranks for member in self._members):
                 self._check_agreement(ranks)
             made: list[Bucket] = []
-            for ranks, members in self._chosen_together():
-                made.append(Bucket(len(made), ranks, members, self._make))
+            for members in self._chosen_together():
+                made.append(Bucket(len(made), members, self._make))
             self._made = made
         return self._made
 
     def _check_agreement(self, ranks: MeshRanks) -> None:
+        """Raise unless all ranks of a mesh exchange the same parameters. **Collective:** these."""
+        described = [
+            (each.fqn, each.layout, each.param.dtype, each.owner)
+            for each in self._members
+            if each.ranks is ranks
+        ]
+        options = self._bucket_bytes, self._gradient_dtype
+        digest = hashlib.sha256(repr((described, options)).encode()).digest()
         purpose = "comparison of what owner_optimizer steps on each rank"
-        rows = exchange_numbers([self._digest], ranks.group, ranks.device, purpose=purpose)
+        numbers = [int.from_bytes(digest[:7], "little")]
+        rows = exchange_numbers(numbers, ranks.group, ranks.device, purpose=purpose)
         different = [rank for rank, row in zip(ranks.ranks, rows, strict=True) if row != rows[0]]
         if different:
             raise RuntimeError(
-                f"ranks {', '.join(map(str, different))} have selected other parameters, shapes or "
-                f"options for {self._name} than rank {ranks.ranks[0]}; call owner_optimizer alike "
-                "on every rank."
+                f"ranks {', '.join(map(str, different))} have selected other parameters than rank "
+                f"{ranks.ranks[0]} for {self._name}, or with other shapes, owners or options; call "
+                "owner_optimizer alike on every rank."
             )
 
-    def _chosen_together(self) -> Iterator[tuple[MeshRanks, list[OwnedParam]]]:
+    def _chosen_together(self) -> Iterator[list[OwnedParam]]:
         """Iterate over the members of the buckets, in the same order on all ranks.
 
-        A bucket takes the next costliest parameter of each owner, until the busiest has enough. So
-        all owners work at the same time.
+        A bucket takes the next costliest parameter of each owner, until one owner has enough to
+        send. So all owners work at the same time.
         """
         alike: dict[tuple[Any, ...], list[OwnedParam]] = {}
         for member in self._members:
-            param = member.param
-            key = (_mesh_of(param), param.dtype, gradient_dtype(param))
+            key = member.ranks, member.param.dtype, dtype_of_gradient(member.param)
             alike.setdefault(key, []).append(member)
-        for (mesh, *_), members in alike.items():
+        for members in alike.values():
             queues: dict[int, list[OwnedParam]] = {}
             for member in sorted(members, key=lambda each: -each.cost):
                 queues.setdefault(member.owner, []).append(member)
-            rounds = itertools.zip_longest(*queues.values())
             bucket: list[OwnedParam] = []
-            sizes = defaultdict[int, int](int)
-            for chosen in rounds:
-                bucket += filter(None, chosen)
-                for member in filter(None, chosen):
-                    sizes[member.owner] += member.param.numel() * member.param.itemsize
+            sizes = defaultdict[int, int](int)  # bytes of new values that each owner sends
+            for one_of_each in itertools.zip_longest(*queues.values()):
+                for member in filter(None, one_of_each):
+                    bucket.append(member)
+                    num_bytes = member.param.numel() * member.param.itemsize
+                    sizes[member.owner] += num_bytes * member.layout.num_replicas(member.ranks)
                 if max(sizes.values()) >= self._bucket_bytes:
-                    yield self._all_ranks[mesh], bucket
+                    yield bucket
                     bucket, sizes = [], defaultdict(int)
             if bucket:
-                yield self._all_ranks[mesh], bucket
+                yield bucket
 
 
-# All that are alive, for ``describe``.
-owner_optimizers: weakref.WeakSet[OwnerOptimizer] = weakref.WeakSet()
+# All that are alive, in the order in which they were made.
+_alive: weakref.WeakKeyDictionary[OwnerOptimizer, None] = weakref.WeakKeyDictionary()
+
+
+def owner_reports(ids: Container[int]) -> list[str]:
+    """Return a line for each optimizer that owns a parameter with one of ``ids``."""
+    return [
+        _report(optimizer)
+        for optimizer in _alive
+        if any(id(member.param) in ids for member in optimizer._members)
+    ]
+
+
+def _report(optimizer: OwnerOptimizer) -> str:
+    costs = defaultdict[int, float](float)
+    for member in optimizer._members:
+        costs[member.ranks.ranks[member.owner]] += member.cost
+    num_ranks = len({rank for member in optimizer._members for rank in member.ranks.ranks})
+    most = max(costs.values()) * num_ranks / (sum(costs.values()) or 1)
+    return (
+        f"{optimizer._name} steps {len(optimizer._members)} parameters, each on one of {num_ranks} "
+        f"ranks ({len(costs)} own some); the busiest has {most:.2f} times the mean work"
+    )
 
 
 def owner_optimizer(
@@ -483,19 +357,21 @@ def owner_optimizer(
     optimizer: type[Optimizer] | Callable[..., Optimizer],
     *,
     select: Select | None = None,
-    fallback: type[Optimizer] | Callable[..., Optimizer] | None = torch.optim.AdamW,
+    fallback: type[Optimizer] | None = torch.optim.AdamW,
     fallback_kwargs: dict[str, Any] | None = None,
     bucket_mb: float = 25,
     gradient_dtype: torch.dtype | None = None,
     cost: Cost | None = None,
     **optimizer_kwargs: Any,
 ) -> OwnerOptimizer:
-    """Step whole matrices by an ordinary optimizer, each on one rank, with one process's numbers.
+    """Step unsharded matrices by an ordinary optimizer, each on one rank.
 
     Muon, Shampoo and SOAP need a whole matrix, and a shard is not one. Here each selected parameter
     has an owner among the ranks of its mesh. In a step, the owner receives the shards of value and
-    gradient, steps the whole matrix by ``optimizer``, and sends every rank its new shard. The other
-    parameters are stepped as shards by ``fallback``.
+    gradient, steps the unsharded matrix by ``optimizer``, and sends every rank its new shard. The
+    numbers are those of one process. The other parameters are stepped as shards by ``fallback``.
+
+    This communicates nothing; the first step compares the ranks.
 
     Args:
         module: With units in it. Build the optimizer after the last ``fully_shard`` or
@@ -504,16 +380,17 @@ def owner_optimizer(
             ordinary tensors. It must treat each parameter by itself, and not communicate.
         select: Called with the name and the sharded parameter, returns whether ``optimizer`` steps
             it. None: matrices, but for those of embeddings and of the head, as the author of Muon
-            advises (https://kellerjordan.github.io/posts/muon/). They are known by the class
-            ``nn.Embedding``, by ``get_output_embeddings()``, by a name with ``emb`` or
-            ``position`` in it, and by a module named ``head``, ``lm_head``, ``output``, ``out``,
-            ``classifier``, ``score``, ``embed_out`` or ``unembed``. ``owners`` of what is returned
-            lists what was selected.
-        fallback: Steps the trainable parameters that are not selected. None: nothing does.
+            advises (https://kellerjordan.github.io/posts/muon/). Embeddings are known by the class
+            ``nn.Embedding``, or by ``emb`` or ``position`` in the parameter's own name. Heads are
+            known by ``get_output_embeddings()``, or by the name of a module outside of lists:
+            ``head``, ``lm_head``, ``output``, ``out``, ``classifier``, ``score``, ``embed_out`` or
+            ``unembed``. ``owners`` of what is returned lists what was selected.
+        fallback: Steps the trainable parameters that are not selected, as ``flat_optimizer`` does.
+            None: nothing does.
         fallback_kwargs: Arguments of ``fallback``.
-        bucket_mb: A rank's matrices are stepped in buckets of so many MiB of values or more. One
-            bucket arrives and one leaves while one is stepped.
-        gradient_dtype: In which gradients are sent to the owners. None: in their own dtype.
+        bucket_mb: Parameters are exchanged in buckets. A bucket is closed once one owner has this
+            many MiB to send. One bucket arrives and one leaves while one is stepped.
+        gradient_dtype: The dtype in which gradients are sent to the owners. None: their own dtype.
             Values always keep theirs.
         cost: Called like ``select``, returns the relative time of a step of the parameter. Owners
             are chosen by it, the costliest first, each to the rank that has the least so far. None:
@@ -521,15 +398,17 @@ def owner_optimizer(
         **optimizer_kwargs: Arguments of ``optimizer``.
 
     Returns:
-        An optimizer. ``param_groups[0]`` has the selected parameters, and ``param_groups[1]`` those
-        of the fallback; a scheduler scales the learning rates of both.
+        An optimizer, whose ``param_groups`` a scheduler scales together.
 
     Raises:
+        RuntimeError: A forward or backward is under way.
         TypeError: ``optimizer`` makes no ``Optimizer``, or one that is refused (``LBFGS``,
-            ``SparseAdam``, one that needs a closure).
+            ``SparseAdam``, one that needs a closure), or ``fallback`` is no class that
+            ``flat_optimizer`` takes.
         ValueError: There is no unit in ``module``, or no parameter is selected; one that is
-            selected is in no unit, a tensor subclass, or stepped in backward by
+            selected is in no unit, or a tensor subclass; one is stepped in backward by
             ``overlap_optimizer``; or an argument is not as described here.
+        Exception: What ``optimizer`` and ``fallback`` raise when they are made.
 
     >>> import torch, meshard
     >>> model = meshard.fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 8)))
@@ -539,44 +418,66 @@ def owner_optimizer(
     >>> optimizer.owners
     {'0.weight': 0}
     """
-    check_is_no_instance("owner_optimizer", optimizer)
-    units = {unit.group: unit for unit in require_units(module)}
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb must be positive, got {bucket_mb!r}.")
+    _check_arguments(optimizer, fallback, fallback_kwargs, bucket_mb, gradient_dtype)
+    for unit in require_units(module):
+        unit.lifecycle.check_between_steps(unit, "owner_optimizer")
     chosen, others = _selected(module, select)
-    all_ranks = {mesh: MeshRanks(mesh) for mesh in dict.fromkeys(_mesh_of(p) for _, p in chosen)}
+    members = _with_owners(chosen, cost or _cost_of_products)
     make = functools.partial(optimizer, **optimizer_kwargs)
-    groups = [_template(make, chosen, all_ranks)]
-    make_fallback: Any = functools.partial(fallback or torch.optim.SGD, **(fallback_kwargs or {}))
+    groups = [_template(make, members, is_fused=bool(optimizer_kwargs.get("fused")))]
     if fallback is not None and others:
-        template = make_fallback(others)
-        groups += template.param_groups
-        if type(template) in POINTWISE:
-            make_fallback = type(template)
-    name = getattr(optimizer, "__name__", type(optimizer).__name__)
-    described = [(fqn, tuple(p.shape), str(p.dtype)) for fqn, p in chosen]
-    digest = hashlib.sha256(repr((described, bucket_mb, str(gradient_dtype))).encode()).digest()
+        make_fallback: Any = fallback
+        groups += make_fallback(others, **(fallback_kwargs or {})).param_groups
     return OwnerOptimizer(
         groups,
-        _with_owners(chosen, units, all_ranks, cost or _cost_of_products),
-        all_ranks,
-        make=make,
-        make_fallback=make_fallback,
+        members,
+        make,
+        fallback,
+        name=getattr(optimizer, "__name__", type(optimizer).__name__),
         bucket_bytes=bucket_mb * _MIB,
         gradient_dtype=gradient_dtype,
-        name=name,
-        digest=int.from_bytes(digest[:7], "little"),
     )
 
 
-def _selected(
-    module: nn.Module, select: Select | None
-) -> tuple[list[tuple[str, torch.Tensor]], list[torch.Tensor]]:
+def _check_arguments(
+    optimizer: object,
+    fallback: object,
+    fallback_kwargs: object,
+    bucket_mb: float,
+    gradient_dtype: torch.dtype | None,
+) -> None:
+    for each in (optimizer, fallback):
+        check_is_no_instance("owner_optimizer", each)
+    if fallback is not None and fallback not in POINTWISE:
+        names = ", ".join(each.__name__ for each in POINTWISE)
+        raise TypeError(
+            f"fallback steps shards, which is right for {names}; "
+            f"{getattr(fallback, '__name__', fallback)!r} is none of them: pass fallback=None, and "
+            "give the other parameters an optimizer of their own."
+        )
+    if fallback is None and fallback_kwargs:
+        raise ValueError("fallback_kwargs are given, and fallback=None; pass a fallback, or none.")
+    if not bucket_mb > 0:
+        raise ValueError(f"bucket_mb must be positive, got {bucket_mb!r}.")
+    is_dtype = isinstance(gradient_dtype, torch.dtype) and gradient_dtype.is_floating_point
+    if gradient_dtype is not None and not is_dtype:
+        raise ValueError(f"gradient_dtype must be a floating torch.dtype, got {gradient_dtype!r}.")
+
+
+def _selected(module: nn.Module, select: Select | None) -> tuple[Chosen, list[torch.Tensor]]:
     """Return the selected parameters with their names, and the other trainable ones."""
     named = [(fqn, param) for fqn, param in module.named_parameters() if param.requires_grad]
     sharded = sharded_params_of([param for _, param in named])
+    overlapped = find_overlapped(sharded)
+    if overlapped is not None:
+        names = [fqn for (fqn, _), param in zip(named, sharded, strict=True) if param is overlapped]
+        raise ValueError(
+            f"parameter {names[0]!r} is stepped by overlap_optimizer already; call its detach() "
+            "first."
+        )
     is_chosen = select or _is_hidden_matrix(module)
-    chosen, others = [], []
+    chosen: Chosen = []
+    others = []
     for (fqn, _), param in zip(named, sharded, strict=True):
         if is_chosen(fqn, param):
             _check_can_be_owned(fqn, param)
@@ -588,13 +489,6 @@ def _selected(
             "owner_optimizer selects no parameter; the default takes trainable matrices in units, "
             "but for embeddings and heads. Pass select=."
         )
-    overlapped = find_overlapped([param for _, param in chosen])
-    if overlapped is not None:
-        name = next(fqn for fqn, param in chosen if param is overlapped)
-        raise ValueError(
-            f"parameter {name!r} is stepped by overlap_optimizer already; call its detach() first, "
-            "or leave the parameter out with select=."
-        )
     return chosen, others
 
 
@@ -602,21 +496,22 @@ def _is_hidden_matrix(module: nn.Module) -> Select:
     """Return the default of ``select``: a matrix in a unit, of neither an embedding nor a head."""
     left_out: set[int] = set()
     for name, each in module.named_modules():
-        heads = [getattr(each, "get_output_embeddings", lambda: None)()]
-        if isinstance(each, nn.Embedding) or name.rpartition(".")[2] in _HEADS:
-            heads.append(each)
-        for head in filter(None, heads):
-            left_out.update(map(id, sharded_params_of(list(head.parameters(recurse=False)))))
+        parts = name.split(".")
+        is_head = parts[-1] in _HEADS and not any(part.isdigit() for part in parts)
+        found = [each] if is_head or isinstance(each, nn.Embedding) else []
+        found += filter(None, [getattr(each, "get_output_embeddings", lambda: None)()])
+        for layer in found:
+            left_out.update(map(id, sharded_params_of(list(layer.parameters(recurse=False)))))
     return lambda fqn, param: (
         param.dim() == 2
         and id(param) not in left_out
-        and not any(part in fqn for part in _EMBEDDINGS)
-        and owner_of(param) is not None
+        and not any(part in fqn.rpartition(".")[2] for part in _EMBEDDINGS)
+        and param_group_of(param) is not None
     )
 
 
 def _check_can_be_owned(fqn: str, param: torch.Tensor) -> None:
-    if owner_of(param) is None:
+    if param_group_of(param) is None:
         raise ValueError(
             f"parameter {fqn!r} is in no unit, so no mesh says which ranks could own it; apply "
             "fully_shard or replicate to the module around it, or leave it out with select=."
@@ -628,20 +523,51 @@ def _check_can_be_owned(fqn: str, param: torch.Tensor) -> None:
         )
 
 
-def _template(
-    make: MakeInner,
-    chosen: Sequence[tuple[str, torch.Tensor]],
-    all_ranks: Mapping[DeviceMesh, MeshRanks],
-) -> dict[str, Any]:
+def _with_owners(chosen: Chosen, cost: Cost) -> list[OwnedParam]:
+    """Give each parameter an owner: the costliest first, each to the rank with the least so far."""
+    ranks = {
+        mesh: MeshRanks(mesh) for mesh in dict.fromkeys(_mesh_of(param) for _, param in chosen)
+    }
+    # For each mesh a heap: the ranks of its group, with the cost that each has so far.
+    loads = {mesh: [(0.0, rank) for rank in range(len(each.ranks))] for mesh, each in ranks.items()}
+    costs = {fqn: float(cost(fqn, param)) for fqn, param in chosen}
+    owners = {}
+    for fqn, param in sorted(chosen, key=lambda each: -costs[each[0]]):
+        heap = loads[_mesh_of(param)]
+        load, rank = heap[0]
+        heapq.heapreplace(heap, (load + costs[fqn], rank))
+        owners[fqn] = rank
+    return [
+        OwnedParam(
+            fqn, param, ranks[_mesh_of(param)], Layout.of_param(param), owners[fqn], costs[fqn]
+        )
+        for fqn, param in chosen
+    ]
+
+
+def _cost_of_products(_: str, param: torch.Tensor) -> float:
+    """Return the multiplications of ``M @ M.T``, its square, and that times ``M``."""
+    if param.dim() < 2:
+        return float(param.numel())
+    # By the shape only: indexing a DTensor would communicate.
+    short, long = sorted((param.shape[0], math.prod(param.shape[1:])))
+    return float(short * short * (2 * long + short) + 1)
+
+
+def _mesh_of(param: torch.Tensor) -> DeviceMesh:
+    if isinstance(param, DTensor):
+        return param.device_mesh
+    group = param_group_of(param)
+    assert group is not None  # ``_check_can_be_owned`` has checked it
+    return group.spec.mesh_info.mesh
+
+
+def _template(make: MakeInner, members: Sequence[OwnedParam], *, is_fused: bool) -> dict[str, Any]:
     """Return the param group of ``optimizer`` with the selected parameters."""
-    placeholders = [_placeholder(p, all_ranks[_mesh_of(p)].device) for _, p in chosen]
+    # On the meta device, because some optimizers make their state at once. Fused ones refuse it.
+    device = members[0].ranks.device if is_fused else torch.device("meta")
+    placeholders = [placeholder_for(member.param, device) for member in members]
     template = make([{"params": placeholders}])
-    _check_optimizer(template)
-    _check_holds(template, placeholders)
-    return {**template.param_groups[0], "params": [param for _, param in chosen]}
-
-
-def _check_optimizer(template: object) -> None:
     name = type(template).__name__
     if not isinstance(template, Optimizer):
         raise TypeError(f"optimizer must be a class of optimizers or make one, got a {name}.")
@@ -653,144 +579,17 @@ def _check_optimizer(template: object) -> None:
             f"the step of {name} needs a closure: it computes the loss anew, so all parameters "
             "must be there at once; build it on module.parameters()."
         )
-    if any(group.get("differentiable") for group in template.param_groups):
+    check_holds(template, placeholders)
+    if template.param_groups[0].get("differentiable"):
         raise ValueError("owner_optimizer has no differentiable step.")
-
-
-def _check_holds(made: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    given = list(params)
-    held = [param for group in made.param_groups for param in group["params"]]
-    if len(made.param_groups) != 1 or not are_same(held, given):
-        raise ValueError(
-            f"the {type(made).__name__} does not hold the parameters that it was to be made for, "
-            "in one group; make it from the param groups that are passed."
-        )
-
-
-def _with_owners(
-    chosen: Sequence[tuple[str, torch.Tensor]],
-    units: Mapping[Any, Unit],  # by their ParamGroup
-    all_ranks: Mapping[DeviceMesh, MeshRanks],
-    cost: Cost,
-) -> list[OwnedParam]:
-    """Give each parameter an owner: the costliest first, each to the rank with the least so far."""
-    costs = {fqn: float(cost(fqn, param)) for fqn, param in chosen}
-    # For each mesh a heap: the ranks of its group, with the cost that each has so far.
-    loads = {
-        mesh: [(0.0, rank) for rank in range(len(each.ranks))] for mesh, each in all_ranks.items()
-    }
-    owners = {}
-    for fqn, param in sorted(chosen, key=lambda each: -costs[each[0]]):
-        heap = loads[_mesh_of(param)]
-        load, rank = heap[0]
-        heapq.heapreplace(heap, (load + costs[fqn], rank))
-        owners[fqn] = rank
-    return [
-        OwnedParam(
-            fqn, param, units[owner_of(param)], Layout.of_param(param), owners[fqn], costs[fqn]
-        )
-        for fqn, param in chosen
-    ]
-
-
-def _cost_of_products(_: str, param: torch.Tensor) -> float:
-    """Return the multiplications of ``M @ M.T``, its square, and that times ``M``."""
-    if param.dim() < 2:
-        return float(param.numel())
-    short, long = sorted((param.shape[0], math.prod(param.shape[1:])))
-    return float(short * short * (2 * long + short) + 1)
-
-
-def _mesh_of(param: torch.Tensor) -> DeviceMesh:
-    if isinstance(param, DTensor):
-        return param.device_mesh
-    owner = owner_of(param)
-    assert owner is not None  # ``_check_can_be_owned`` has checked it
-    return owner.spec.mesh_info.mesh
-
-
-def _gradient_of(member: OwnedParam) -> torch.Tensor:
-    grad = member.param.grad
-    assert grad is not None
-    if isinstance(grad, DTensor) and not is_placed_like(grad, member.param):
-        raise RuntimeError(
-            f"the gradient of {member.fqn!r} has placements {grad.placements}, and the parameter "
-            "has others; redistribute it before step()."
-        )
-    return plain_of(grad)
+    return {**template.param_groups[0], "params": [member.param for member in members]}
 
 
 def _cut_like(param: torch.Tensor | None, value: Any) -> Any:
-    """Return this rank's shard of ``value`` if that is a whole tensor for a sharded parameter."""
-    if (
-        not isinstance(param, DTensor)
-        or not isinstance(value, torch.Tensor)
-        or isinstance(value, DTensor)
-        or value.shape != param.shape
-    ):
+    """Return this rank's shard of ``value`` if that is unsharded, and of a sharded parameter."""
+    is_unsharded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not isinstance(param, DTensor) or not is_unsharded or value.shape != param.shape:
         return value
     place = coordinate_of(param.device_mesh)
     box = box_at(value.shape, param.device_mesh, param.placements, place)
     return place_like(param, value[box.slices].to(plain_of(param).device, copy=True))
-
-
-# --- the ordinary optimizer --------------------------------------------------------------------
-
-
-def _placeholder(param: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the whole shape that takes the memory of one element."""
-    one = torch.zeros((), dtype=param.dtype, device=device)
-    return nn.Parameter(one.expand(param.shape))
-
-
-def _empty(placeholder: nn.Parameter) -> None:
-    """Drop value and gradient of a placeholder; its shape stays."""
-    placeholder.grad = None
-    one = torch.zeros((), dtype=placeholder.dtype, device=placeholder.device)
-    placeholder.data = one.expand(placeholder.shape)
-
-
-class _RefuseCollectives(DispatchMode):  # type: ignore[misc]  # an Any
-    """Raises where an optimizer communicates: other ranks do not step the same parameters."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(
-                f"{self._name} communicates in its step ({func}), but each parameter is stepped on "
-                "one rank only; build it on module.parameters(), or switch that off."
-            )
-        return func(*args, **(kwargs or {}))
-
-
-def _step(inner: Optimizer, *, is_first: bool) -> None:
-    """Step, without the hooks of torch, which the user's optimizer has called already."""
-    step = getattr(type(inner).step, "__wrapped__", type(inner).step)
-    if is_first:
-        with _RefuseCollectives(type(inner).__name__):
-            step(inner)
-    else:
-        step(inner)
-
-
-def _merged(written: Sequence[dict[str, Any]], name: str) -> dict[str, Any]:
-    """Return what all optimizers have written to their param groups; raise if they differ."""
-    result: dict[str, Any] = {}
-    for each in written:
-        for key, value in each.items():
-            if not isinstance(value, int) or result.setdefault(key, value) != value:
-                raise RuntimeError(
-                    f"{name} writes {key!r} into its param group, a number for all its parameters "
-                    "together, but each rank steps some of them only; build it on "
-                    "module.parameters(). Parameters have been stepped once."
-                )
-    return result
-
-
-def _differ(value: object, other: object) -> bool:
-    if value is other:
-        return False
-    return isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other

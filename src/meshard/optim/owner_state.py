@@ -11,11 +11,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import gather_objects
-from meshard._torch.dtensor import local_of, make_dtensor
+from meshard._torch.dtensor import is_plain, local_of, make_dtensor
 from meshard.optim.exchange import Layout, Route, TensorOf
 
 if TYPE_CHECKING:
-    from meshard.optim.owner import Bucket
+    from meshard.optim.owner_step import Bucket
 
 _LABEL = "(state of owners)"
 
@@ -37,20 +37,26 @@ class _Item:
     dtype: torch.dtype
 
 
-def states_as_shards(bucket: Bucket) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the state of each member with shards in the place of whole tensors.
+def states_as_shards(bucket: Bucket) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the state of each member with shards in the place of unsharded tensors.
 
-    The second value is what the optimizer of each rank has written to its param group.
+    The second value is what the optimizers have written to their param groups.
 
-    **Collective:** all ranks of the mesh.
+    **Collective:** all ranks of the mesh. **Stream:** the current one.
+
+    Raises:
+        NotImplementedError: A state is neither a tensor nor a plain value.
     """
     ranks, inner = bucket.ranks, bucket.inner
     own = {
         position: {} if inner is None else dict(inner.state.get(placeholder, {}))
         for position, placeholder in bucket.placeholders.items()
     }
-    told = gather_objects((_mapped(own, _describe), bucket.written), ranks.group, label=_LABEL)
-    described = {position: state for states, _ in told for position, state in states.items()}
+    for position, state in own.items():
+        _check_can_be_saved(bucket.members[position].fqn, state)
+    mine = _mapped(own, _describe), bucket.written
+    gathered = gather_objects(mine, ranks.group, label=_LABEL)
+    described = {position: state for states, _ in gathered for position, state in states.items()}
     states = [described[position] for position in range(len(bucket.members))]
     items = [
         _Item(position, bucket.members[position].layout.of_state(each.shape), each.dtype)
@@ -81,29 +87,35 @@ def states_as_shards(bucket: Bucket) -> tuple[list[dict[str, Any]], list[dict[st
         _mapped(state, lambda each: next(made) if isinstance(each, _Described) else each)
         for state in states
     ]
-    return filled, [written for _, written in told]
+    return filled, {key: value for _, written in gathered for key, value in written.items()}
 
 
-def load_states(bucket: Bucket, states: Sequence[dict[str, Any]]) -> None:
-    """Give owners the state of each member: whole tensors, or DTensors of any mesh.
+def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_counts: bool) -> None:
+    """Give owners the state of each member: unsharded tensors, or DTensors of any mesh.
 
-    **Collective:** all ranks of the mesh.
+    With ``keeps_counts`` the count ``step`` stays on its device; other tensors go to that of the
+    mesh.
+
+    **Collective:** all ranks of the mesh. **Stream:** the current one.
     """
     ranks, inner = bucket.ranks, bucket.inner
     items: list[_Item] = []
     shards: dict[int, torch.Tensor] = {}
     whole: dict[int, torch.Tensor] = {}  # of what arrives
 
-    def taken(position: int, each: Any) -> Any:
-        """Return what the owner gets: for shards a whole tensor, which is filled below."""
+    def taken(position: int, key: str, each: Any) -> Any:
+        """Return what the owner gets, and None elsewhere. What arrives is filled in below."""
         is_own = position in bucket.placeholders
         if not isinstance(each, torch.Tensor):
             return each
         if not isinstance(each, DTensor):
-            return each.to(ranks.device) if _is_cut(each) else each.clone()
+            keeps = keeps_counts and key == "step"
+            device = each.device if keeps else ranks.device
+            return each.to(device, copy=not _is_cut(each)) if is_own else None
         layout = bucket.members[position].layout.of_state(each.shape)
         if each.device_mesh != ranks.mesh or tuple(each.placements) != layout.placements:
-            return each.full_tensor()
+            unsharded = each.full_tensor()
+            return unsharded if is_own else None
         number = len(items)
         items.append(_Item(position, layout, each.dtype))
         shards[number] = local_of(each)
@@ -112,7 +124,11 @@ def load_states(bucket: Bucket, states: Sequence[dict[str, Any]]) -> None:
         return whole.get(number)
 
     trees = [
-        _mapped(state, functools.partial(taken, position)) for position, state in enumerate(states)
+        {
+            key: _mapped(value, functools.partial(taken, position, key))
+            for key, value in state.items()
+        }
+        for position, state in enumerate(states)
     ]
     _exchange(bucket, items, shards, whole, to_owners=True)
     bucket.written = {}
@@ -152,12 +168,23 @@ def _exchange(
         ).finish()
 
 
+def _check_can_be_saved(fqn: str, state: dict[str, Any]) -> None:
+    for key, value in state.items():
+        for each in _leaves(value):
+            is_fine = is_plain(each) or isinstance(each, (int, float, complex, str, type(None)))
+            if not is_fine:
+                raise NotImplementedError(
+                    f"the state {key!r} of parameter {fqn!r} has a {type(each).__name__} in it, "
+                    "which cannot be cut into shards; only ordinary tensors and plain values can."
+                )
+
+
 def _in_order(tensors: dict[int, torch.Tensor], numbers: list[int]) -> TensorOf:
     return lambda index: tensors[numbers[index]]
 
 
 def _is_cut(value: object) -> bool:
-    """Whether ranks have shards of a value of a state; numbers are the same on all of them."""
+    """Whether a value of a state is sharded. Numbers are the same on every rank."""
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 

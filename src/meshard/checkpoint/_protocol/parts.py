@@ -227,8 +227,8 @@ def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int
         if number in keep:
             # An OwnerOptimizer has the state of a parameter on one rank, and casts none.
             present = optimizer.state[params[number]]
-            kept = {key: each for key, each in saved.items() if key in present}
-            present.update({key: _uncast(present[key], each) for key, each in kept.items()})
+            if present:
+                present.update({key: _uncast(present[key], each) for key, each in saved.items()})
 
 
 def _uncast(present: Any, saved: Any) -> Any:
