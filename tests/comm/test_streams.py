@@ -8,7 +8,7 @@ from torch import nn
 import meshard
 from meshard import MixedPrecisionPolicy
 from meshard._comm import streams
-from meshard._comm.communicator import CommStream
+from meshard._comm.communicator import DONE, CommStream, Communicator
 from meshard._comm.streams import StreamCommunicator
 from tests.support import insides
 from tests.support.fake_device import FakeDevice, Recorder, Stream
@@ -46,6 +46,42 @@ def test_unused_and_frozen_parameters_cause_no_race(monkeypatch, mesh_shape, mp_
         monkeypatch, mesh_shape, prepare=add_idle, mp_policy=mp_policy, is_last=is_last
     )
     assert device.races == []
+
+
+def steps_of_owners(monkeypatch, mesh_shape):
+    """Train with matrices that one rank steps each, in several buckets; return the device."""
+    with fake_group(torch.Size(mesh_shape).numel()):
+        run = StreamRun(monkeypatch, mesh_shape)
+        owners = meshard.owner_optimizer(run.model, torch.optim.SGD, lr=0.1, bucket_mb=1e-4)
+        with run.recorder:
+            for _ in range(3):
+                run.window()
+                owners.step()
+                owners.zero_grad()
+    return run.device
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_exchanges_with_owners_have_no_race(monkeypatch, mesh_shape):
+    assert steps_of_owners(monkeypatch, mesh_shape).races == []
+
+
+def test_matrices_that_are_used_before_they_have_arrived_are_found_out(monkeypatch):
+    monkeypatch.setattr(StreamCommunicator, "all_to_all", without_wait(Communicator.all_to_all))
+    device = steps_of_owners(monkeypatch, (4,))
+    assert any("_foreach_copy_" in race for race in device.races)
+
+
+def without_wait(start):
+    """Return ``start``, with a result that is taken for done."""
+
+    def start_and_forget(self, *args, **kwargs):
+        started = start(self, *args, **kwargs)
+        kept.append(started)
+        return started._replace(pending=DONE)
+
+    kept = []
+    return start_and_forget
 
 
 def test_a_shard_group_of_one_rank_gathers_nothing(monkeypatch):
