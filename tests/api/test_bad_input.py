@@ -306,6 +306,13 @@ EXCEPT = {
     ("describe", "module"): "module",
     ("overlap_optimizer", "max_norm"): "None",
     ("overlap_optimizer", "optimizer"): "",
+    ("owner_optimizer", "bucket_mb"): "3",
+    ("owner_optimizer", "cost"): CALLABLE,
+    ("owner_optimizer", "fallback"): "None",
+    ("owner_optimizer", "fallback_kwargs"): "None",
+    ("owner_optimizer", "gradient_dtype"): "None",
+    ("owner_optimizer", "optimizer"): "",
+    ("owner_optimizer", "select"): CALLABLE,
     ("register_fsdp_forward_method", "module"): "module",
     ("register_reduce_hook", "hook"): "",
     ("register_reduce_hook", "wire_dtype"): "None",
@@ -351,6 +358,7 @@ VALID = {
 
 NOT_CALLED_BY_USERS = {
     "FSDPModule", "GradientReductionHandle", "GradientSync", "OffloadPolicy", "OverlappedOptimizer",
+    "OwnerOptimizer",
     "ReplicateModule", "UnshardHandle",
 }  # fmt: skip
 NAMES = [name for name in meshard.__all__ if name not in NOT_CALLED_BY_USERS]

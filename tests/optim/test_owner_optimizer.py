@@ -7,8 +7,10 @@ the gradients of the sharded model. All numbers must agree bit for bit.
 import copy
 import importlib
 import math
+import os
 import warnings
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -508,6 +510,7 @@ def test_what_cannot_be_stepped_so_is_refused():
         (ValueError, "no unit", lambda: owner_optimizer(nn.Linear(2, 2), MUON)),
         (ValueError, "selects no parameter", lambda: own(MUON, select=lambda *_: False)),
         (ValueError, "bucket_mb must be positive", lambda: own(MUON, bucket_mb=0)),
+        (ValueError, "cost must return a positive", lambda: own(MUON, cost=lambda *_: 0)),
         (ValueError, "Muon only supports 2D", lambda: own(MUON, select=lambda *_: True)),
         (ValueError, "does not hold", lambda: own(lambda _: ADAMW(model.parameters()))),
         (TypeError, "'Adafactor' is none of them", lambda: own(MUON, fallback=Adafactor)),
@@ -585,17 +588,100 @@ def test_what_an_optimizer_compiles_is_compiled():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", ["select", "cost"])
+@pytest.mark.parametrize("what", ["select", "cost", "cost that only changes the order"])
 def test_ranks_that_choose_differently_are_refused(what):
-    model, rank = make([(4, 4), (4, 4), (4, 4)]), dist.get_rank()
+    model, rank = make([(4, 4)] * 4), dist.get_rank()
+    order = [[4.0, 3.0, 2.0, 1.0], [1.0, 3.0, 2.0, 4.0]][rank]  # the same owners come out
     chosen = {
         "select": lambda name, _: rank == 0 or name == "w0",
         "cost": lambda name, _: 1.0 + rank * int(name[1:]),
+        "cost that only changes the order": lambda name, _: order[int(name[1:])],
     }[what]
+    what = what.partition(" ")[0]
     ours = owner_optimizer(model, MUON, fallback=None, **{what: chosen})
     backward(model, 0)
     with pytest.raises(RuntimeError, match="ranks 1 have selected other parameters than rank 0"):
         ours.step()
+
+
+@on_threads(2)
+def test_a_part_that_was_converted_is_refused():
+    model = Made(None, parts=[make([(4, 4)]), make([(4, 4)])])
+    ours = owner_optimizer(model, MUON)
+    for part in model.parts:
+        backward(part, 0)
+    ours.step()
+    model.parts[1].to(torch.bfloat16)
+    with pytest.raises(RuntimeError, match=r"now are of 'torch.bfloat16', 'torch.float32'"):
+        ours.step()
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps the values that parameters have when it is made, as lookahead optimizers do."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr=lr)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["first"] = param.detach().clone()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.lerp_(self.state[param]["first"], 0.5).sub_(param.grad)
+
+
+@on_threads(2)
+def test_an_optimizer_may_keep_the_first_values():
+    model = make([(4, 4), (3, 5)])
+    ours = owner_optimizer(model, Remembers, lr=0.1)
+    check_steps(model, ours, Ordinary(model, ours, Remembers, {"lr": 0.1}), range(3))
+
+
+@on_ranks(2)
+def test_ranks_that_load_states_of_different_forms_are_refused():
+    model = make([(4, 4), (4, 4)])
+    ours = owner_optimizer(model, MUON)
+    backward(model, 0)
+    ours.step()
+    state = ours.state_dict()
+    if dist.get_rank() == 0:
+        state["state"][0] = {}
+    with pytest.raises(ValueError, match="ranks load states of different forms"):
+        ours.load_state_dict(state)
+
+
+class Objects(torch.optim.SGD):
+    def step(self, closure=None):
+        for param in self.param_groups[0]["params"]:
+            self.state[param]["object"] = object()
+
+
+@on_ranks(4)
+def test_states_that_cannot_be_cut_are_refused_on_all_ranks():
+    model = make([(4, 4), (4, 4)])
+    ours = owner_optimizer(model, Objects)
+    backward(model, 0)
+    ours.step()
+    with pytest.raises(NotImplementedError, match="'object' of parameter 'w0' has a object in it"):
+        ours.state_dict()
+
+
+@on_ranks(2)
+def test_gradients_for_different_parameters_are_found_out_under_debug():
+    with mock.patch.dict(os.environ, MESHARD_DEBUG="1"):
+        model = make([(4, 4)] * 4)
+        ours = owner_optimizer(model, MUON, lr=0.1, cost=lambda name, _: 4.0 - int(name[1:]) / 9)
+        backward(model, 0)
+        ours.step()
+        ours.zero_grad()
+        backward(model, 1)
+        owned = [name for name, owner in ours.owners.items() if owner == 0]
+        model.get_parameter(owned[dist.get_rank()]).grad = None
+        with pytest.raises(RuntimeError, match="all_to_all"):
+            ours.step()
 
 
 @on_threads(2)

@@ -199,7 +199,8 @@ def whole_mesh_pg(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = ranks_of_whole_mesh(mesh)
-    return _extra_pg(mesh.get_group(0), device_of(mesh), "meshard_all", ranks)
+    last = mesh.get_group(mesh.ndim - 1)
+    return _extra_pg(last, device_of(mesh), "meshard_all", ranks)
 
 
 def ranks_of_whole_mesh(mesh: DeviceMesh) -> list[int]:

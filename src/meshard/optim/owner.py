@@ -263,6 +263,14 @@ class OwnerOptimizer(StateOnRead):
                 f"parameters {listed(changed)} were replaced since owner_optimizer was called; "
                 "make it anew, and load its state_dict."
             )
+        for bucket in self._made or ():
+            dtypes = {member.param.dtype for member in bucket.members}
+            if len(dtypes) > 1:
+                raise RuntimeError(
+                    f"{bucket.members[0].fqn!r} and others were of one dtype when owner_optimizer "
+                    f"was called, and now are of {listed(sorted(map(str, dtypes)))}; make it anew, "
+                    "and load its state_dict."
+                )
         if not are_same(objects_in(self.param_groups), self._planned):
             raise RuntimeError(
                 "param_groups has other parameters than owner_optimizer chose; make it anew."
@@ -271,23 +279,21 @@ class OwnerOptimizer(StateOnRead):
     def _buckets(self) -> list[Bucket]:
         """Return the buckets. **Collective:** the first call."""
         if self._made is None:
-            for ranks in dict.fromkeys(member.ranks for member in self._members):
-                self._check_agreement(ranks)
-            made: list[Bucket] = []
-            for members in self._chosen_together():
-                made.append(Bucket(len(made), members, self._make))
-            self._made = made
+            chosen = list(self._chosen_together())
+            for ranks in dict.fromkeys(members[0].ranks for members in chosen):
+                self._check_agreement(ranks, [each for each in chosen if each[0].ranks is ranks])
+            self._made = [
+                Bucket(number, members, self._make) for number, members in enumerate(chosen)
+            ]
         return self._made
 
-    def _check_agreement(self, ranks: MeshRanks) -> None:
+    def _check_agreement(self, ranks: MeshRanks, buckets: list[list[OwnedParam]]) -> None:
         """Raise unless all ranks of a mesh exchange the same parameters. **Collective:** these."""
         described = [
-            (each.fqn, each.layout, each.param.dtype, each.owner)
-            for each in self._members
-            if each.ranks is ranks
+            [(each.fqn, each.layout, each.param.dtype, each.owner) for each in members]
+            for members in buckets
         ]
-        options = self._bucket_bytes, self._gradient_dtype
-        digest = hashlib.sha256(repr((described, options)).encode()).digest()
+        digest = hashlib.sha256(repr((described, self._gradient_dtype)).encode()).digest()
         purpose = "comparison of what owner_optimizer steps on each rank"
         numbers = [int.from_bytes(digest[:7], "little")]
         rows = exchange_numbers(numbers, ranks.group, ranks.device, purpose=purpose)
@@ -418,7 +424,9 @@ def owner_optimizer(
     >>> optimizer.owners
     {'0.weight': 0}
     """
-    _check_arguments(optimizer, fallback, fallback_kwargs, bucket_mb, gradient_dtype)
+    _check_functions(optimizer, select, cost)
+    _check_fallback(fallback, fallback_kwargs)
+    _check_sizes(bucket_mb, gradient_dtype)
     for unit in require_units(module):
         unit.lifecycle.check_between_steps(unit, "owner_optimizer")
     chosen, others = _selected(module, select)
@@ -439,15 +447,19 @@ def owner_optimizer(
     )
 
 
-def _check_arguments(
-    optimizer: object,
-    fallback: object,
-    fallback_kwargs: object,
-    bucket_mb: float,
-    gradient_dtype: torch.dtype | None,
-) -> None:
-    for each in (optimizer, fallback):
-        check_is_no_instance("owner_optimizer", each)
+def _check_functions(optimizer: object, select: object, cost: object) -> None:
+    check_is_no_instance("owner_optimizer", optimizer)
+    if not callable(optimizer) or isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
+        )
+    for name, function in {"select": select, "cost": cost}.items():
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function or None, got {function!r}.")
+
+
+def _check_fallback(fallback: object, fallback_kwargs: object) -> None:
+    check_is_no_instance("owner_optimizer", fallback)
     if fallback is not None and fallback not in POINTWISE:
         names = ", ".join(each.__name__ for each in POINTWISE)
         raise TypeError(
@@ -455,8 +467,15 @@ def _check_arguments(
             f"{getattr(fallback, '__name__', fallback)!r} is none of them: pass fallback=None, and "
             "give the other parameters an optimizer of their own."
         )
+    if fallback_kwargs is not None and not isinstance(fallback_kwargs, dict):
+        raise TypeError(f"fallback_kwargs must be a dict or None, got {fallback_kwargs!r}.")
     if fallback is None and fallback_kwargs:
         raise ValueError("fallback_kwargs are given, and fallback=None; pass a fallback, or none.")
+
+
+def _check_sizes(bucket_mb: object, gradient_dtype: object) -> None:
+    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
+        raise TypeError(f"bucket_mb must be a number, got {bucket_mb!r}.")
     if not bucket_mb > 0:
         raise ValueError(f"bucket_mb must be positive, got {bucket_mb!r}.")
     is_dtype = isinstance(gradient_dtype, torch.dtype) and gradient_dtype.is_floating_point
@@ -531,6 +550,9 @@ def _with_owners(chosen: Chosen, cost: Cost) -> list[OwnedParam]:
     # For each mesh a heap: the ranks of its group, with the cost that each has so far.
     loads = {mesh: [(0.0, rank) for rank in range(len(each.ranks))] for mesh, each in ranks.items()}
     costs = {fqn: float(cost(fqn, param)) for fqn, param in chosen}
+    for fqn, each in costs.items():
+        if not 0 < each < math.inf:
+            raise ValueError(f"cost must return a positive number, got {each!r} for {fqn!r}.")
     owners = {}
     for fqn, param in sorted(chosen, key=lambda each: -costs[each[0]]):
         heap = loads[_mesh_of(param)]
@@ -548,7 +570,7 @@ def _with_owners(chosen: Chosen, cost: Cost) -> list[OwnedParam]:
 def _cost_of_products(_: str, param: torch.Tensor) -> float:
     """Return the multiplications of ``M @ M.T``, its square, and that times ``M``."""
     if param.dim() < 2:
-        return float(param.numel())
+        return float(param.numel() + 1)
     # By the shape only: indexing a DTensor would communicate.
     short, long = sorted((param.shape[0], math.prod(param.shape[1:])))
     return float(short * short * (2 * long + short) + 1)

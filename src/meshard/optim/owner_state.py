@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.blocking import gather_objects
+from meshard._comm.blocking import exchange_numbers, gather_objects
 from meshard._torch.dtensor import is_plain, local_of, make_dtensor
 from meshard.optim.exchange import Layout, Route, TensorOf
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from meshard.optim.owner_step import Bucket
 
 _LABEL = "(state of owners)"
+_PLAIN = (int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,17 @@ def states_as_shards(bucket: Bucket) -> tuple[list[dict[str, Any]], dict[str, An
         position: {} if inner is None else dict(inner.state.get(placeholder, {}))
         for position, placeholder in bucket.placeholders.items()
     }
-    for position, state in own.items():
-        _check_can_be_saved(bucket.members[position].fqn, state)
-    mine = _mapped(own, _describe), bucket.written
-    gathered = gather_objects(mine, ranks.group, label=_LABEL)
+    problems = [
+        problem
+        for position, state in own.items()
+        for problem in _problems(bucket.members[position].fqn, state)
+    ]
+    mine = {} if problems else _mapped(own, _describe)
+    told = gather_objects((mine, bucket.written, problems), ranks.group, label=_LABEL)
+    for *_, found in told:
+        if found:
+            raise NotImplementedError(found[0])
+    gathered = [each[:2] for each in told]
     described = {position: state for states, _ in gathered for position, state in states.items()}
     states = [described[position] for position in range(len(bucket.members))]
     items = [
@@ -98,7 +107,8 @@ def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_count
 
     **Collective:** all ranks of the mesh. **Stream:** the current one.
     """
-    ranks, inner = bucket.ranks, bucket.inner
+    ranks = bucket.ranks
+    _check_same_trees(states, bucket)
     items: list[_Item] = []
     shards: dict[int, torch.Tensor] = {}
     whole: dict[int, torch.Tensor] = {}  # of what arrives
@@ -132,7 +142,9 @@ def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_count
     ]
     _exchange(bucket, items, shards, whole, to_owners=True)
     bucket.written = {}
-    if inner is not None:
+    if any(states):
+        bucket.make_inner()
+    if (inner := bucket.inner) is not None:
         inner.state.clear()
         for position, placeholder in bucket.placeholders.items():
             if trees[position]:
@@ -168,15 +180,34 @@ def _exchange(
         ).finish()
 
 
-def _check_can_be_saved(fqn: str, state: dict[str, Any]) -> None:
+def _problems(fqn: str, state: dict[str, Any]) -> Iterator[str]:
+    """Iterate over what cannot be saved of the state of one parameter, as texts of errors."""
     for key, value in state.items():
         for each in _leaves(value):
-            is_fine = is_plain(each) or isinstance(each, (int, float, complex, str, type(None)))
-            if not is_fine:
-                raise NotImplementedError(
+            if not is_plain(each) and not isinstance(each, _PLAIN):
+                yield (
                     f"the state {key!r} of parameter {fqn!r} has a {type(each).__name__} in it, "
                     "which cannot be cut into shards; only ordinary tensors and plain values can."
                 )
+
+
+def _check_same_trees(trees: Sequence[dict[str, Any]], bucket: Bucket) -> None:
+    """Raise on all ranks unless they load states of the same form. **Collective:** these."""
+    forms = [
+        _mapped(state, lambda each: tuple(each.shape) if _is_cut(each) else type(each).__name__)
+        for state in trees
+    ]
+    digest = hashlib.sha256(repr(forms).encode()).digest()
+    ranks, purpose = bucket.ranks, "comparison of the states that owner_optimizer loads"
+    numbers = [int.from_bytes(digest[:7], "little")]
+    rows = exchange_numbers(numbers, ranks.group, ranks.device, purpose=purpose)
+    if any(row != rows[0] for row in rows):
+        raise ValueError(
+            "ranks load states of different forms into owner_optimizer: all must load the same "
+            "keys, with tensors of the same shapes. "
+            "(flatten_optimizer_state_dict=True of torch.distributed.checkpoint loses those of "
+            "parameters that other ranks own: leave it out.)"
+        )
 
 
 def _in_order(tensors: dict[int, torch.Tensor], numbers: list[int]) -> TensorOf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +37,8 @@ class OwnedParam:
 class Bucket:
     """Parameters of one mesh and dtype that are exchanged together.
 
-    ``inner`` is the optimizer that steps those that this rank owns; None: it owns none.
+    ``inner`` is the optimizer that steps those that this rank owns. It is made in the first step,
+    when their values are there, or when a state is loaded; None: not yet, or this rank owns none.
     ``placeholders`` has an ordinary parameter of the unsharded shape for each of them, by position
     in ``members``. Between steps they take no memory.
     """
@@ -51,13 +53,18 @@ class Bucket:
             if member.owner == self.ranks.own
         }
         self.inner: Optimizer | None = None
-        if self.placeholders:
-            self.inner = make([{"params": list(self.placeholders.values())}])
-            check_holds(self.inner, self.placeholders.values())
+        self._make = make
         # What the optimizer has written to its param group in the last step, such as a count.
         self.written: dict[str, Any] = {}
         # The last route in each direction, with what it is valid for.
         self._routes: dict[bool, tuple[object, Route]] = {}
+
+    def make_inner(self) -> None:
+        """Make the optimizer, unless it is made or this rank owns nothing."""
+        if self.inner is None and self.placeholders:
+            inner = self._make([{"params": list(self.placeholders.values())}])
+            check_holds(inner, self.placeholders.values())
+            self.inner = inner
 
     @property
     def comm(self) -> Communicator:
@@ -133,23 +140,27 @@ class BucketStep:
 
         In the first step, collectives are refused.
         """
-        bucket, inner, count = self.bucket, self.bucket.inner, len(self._positions)
-        if inner is None:
+        bucket, count = self.bucket, len(self._positions)
+        if not bucket.placeholders:
             return
-        own = inner.param_groups[0]
-        given = {key: value for key, value in group.items() if key != "params"}
-        own.update(given)
         stepped = {
             number: bucket.placeholders[position]
             for number, position in enumerate(self._positions)
             if position in bucket.placeholders
         }
         blanks = {number: placeholder.data for number, placeholder in stepped.items()}
-        for number, placeholder in stepped.items():
-            placeholder.grad_dtype = None  # None: a .grad of any dtype is accepted
-            placeholder.data = self._whole_of(number)
-            placeholder.grad = self._whole_of(count + number)
         try:
+            for number, placeholder in stepped.items():
+                placeholder.grad_dtype = None  # None: a .grad of any dtype is accepted
+                placeholder.data = self._whole_of(number)
+            bucket.make_inner()
+            inner = bucket.inner
+            assert inner is not None
+            own = inner.param_groups[0]
+            given = {key: value for key, value in group.items() if key != "params"}
+            own.update(given)
+            for number, placeholder in stepped.items():
+                placeholder.grad = self._whole_of(count + number)
             with profiled("optimizer", bucket.label):
                 _step(inner, is_first=is_first)
             # A step may replace ``.data``.
@@ -190,9 +201,10 @@ class BucketStep:
         ends = (shards.__getitem__, whole_of)
         source, target = ends if is_arrival else reversed(ends)
         route = bucket.route(self._positions, times=times, to_owners=is_arrival)
-        self._in_flight.append(
-            route.start(source, target, dtype, bucket.ranks, bucket.comm, bucket.label)
-        )
+        comm, label = bucket.comm, bucket.label
+        if comm.is_checked:  # under MESHARD_DEBUG=1 ranks compare labels
+            label = f"{label[:-1]}, parameters {self._positions})"
+        self._in_flight.append(route.start(source, target, dtype, bucket.ranks, comm, label))
 
     def finish(self) -> None:
         """Wait until what was sent has arrived."""
@@ -216,9 +228,13 @@ def _gradient_of(member: OwnedParam) -> torch.Tensor:
 
 
 def placeholder_for(param: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the whole shape that takes the memory of one element."""
-    one = torch.zeros((), dtype=param.dtype, device=device)
-    return nn.Parameter(one.expand(param.shape))
+    """Return a parameter of the unsharded shape that takes the memory of one element.
+
+    Its value is not a number, so that an optimizer that copies it too early is found out.
+    """
+    filler = math.nan if param.is_floating_point() else 0
+    one = torch.full((), filler, dtype=param.dtype, device=device)
+    return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
 
 
 class _RefuseCollectives(DispatchMode):  # type: ignore[misc]  # an Any
