@@ -99,11 +99,11 @@ def count_poison(mesh):
 
 def clear_what_is_on_its_way(mesh):
     model = sharded(mesh)
-    model.set_is_last_backward(False)
+    model.set_manual_backward_finalization(True)  # so backwards leave reductions in flight
     backward(model, "F", 100.0, 100.0)
     model.zero_grad()
-    model.set_is_last_backward(True)
     backward(model, "F", 2.5, None)
+    model.finalize_backward()
     return values(model)
 
 

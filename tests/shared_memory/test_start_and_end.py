@@ -43,7 +43,7 @@ def train(end):
     elif end == "gather in flight":
         handle = model[1].unshard(async_op=True)
     elif end == "reduction in flight":
-        model.set_is_last_backward(False)
+        model.set_manual_backward_finalization(True)
         model(batch).sum().backward()
     elif end == "failed backward":
         model[1].register_full_backward_hook(fail)
