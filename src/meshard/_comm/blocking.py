@@ -7,6 +7,7 @@ receives from them.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
@@ -64,6 +65,19 @@ def exchange_numbers(
         all_gather_single(gathered, own, group=group)
     rows: list[list[int]] = gathered.view(group.size(), -1).tolist()
     return rows
+
+
+def ranks_that_differ(
+    value: object, group: dist.ProcessGroup, device: torch.device, *, purpose: str
+) -> list[int]:
+    """Return the positions in ``group`` of ranks whose value differs from that of the first.
+
+    Values are compared by a digest of their ``repr``. The result is the same on every rank.
+    """
+    digest = hashlib.sha256(repr(value).encode()).digest()
+    number = int.from_bytes(digest[:7], "little")  # an int64 holds it
+    rows = exchange_numbers([number], group, device, purpose=purpose)
+    return [rank for rank, row in enumerate(rows) if row != rows[0]]
 
 
 def agree_on_max(

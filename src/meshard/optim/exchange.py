@@ -1,9 +1,9 @@
 """Exchange of matrices between the ranks that hold their shards and the rank that steps each.
 
-A matrix has one *owner* among the ranks of its mesh. On the way in every rank sends its shard to
-the owner, who puts the whole matrix together; on the way out the owner sends every rank its shard.
-Either way takes one all-to-all for many matrices. Ranks that hold the same shard are *replicas*: on
-the way in only those of the owner's own replica send.
+A matrix has one *owner* among the ranks of its mesh. On the way in, ranks send their shards to the
+owner, which puts the unsharded matrix together. On the way out the owner sends every rank its
+shard. One all-to-all serves many matrices of one dtype. Ranks with equal shards belong to different
+replicas, and on the way in only the ranks of the owner's replica send.
 """
 
 from __future__ import annotations

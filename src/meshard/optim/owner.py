@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import heapq
 import inspect
 import itertools
@@ -20,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._comm.blocking import exchange_numbers
+from meshard._comm.blocking import exchange_numbers, ranks_that_differ
 from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._engine.param_group import sharded_params_of
@@ -293,16 +292,18 @@ class OwnerOptimizer(StateOnRead):
             [(each.fqn, each.layout, each.param.dtype, each.owner) for each in members]
             for members in buckets
         ]
-        digest = hashlib.sha256(repr((described, self._gradient_dtype)).encode()).digest()
-        purpose = "comparison of what owner_optimizer steps on each rank"
-        numbers = [int.from_bytes(digest[:7], "little")]
-        rows = exchange_numbers(numbers, ranks.group, ranks.device, purpose=purpose)
-        different = [rank for rank, row in zip(ranks.ranks, rows, strict=True) if row != rows[0]]
+        different = ranks_that_differ(
+            (described, self._gradient_dtype),
+            ranks.group,
+            ranks.device,
+            purpose="comparison of what owner_optimizer steps on each rank",
+        )
         if different:
+            others = ", ".join(str(ranks.ranks[position]) for position in different)
             raise RuntimeError(
-                f"ranks {', '.join(map(str, different))} have selected other parameters than rank "
-                f"{ranks.ranks[0]} for {self._name}, or with other shapes, owners or options; call "
-                "owner_optimizer alike on every rank."
+                f"ranks {others} have selected other parameters than rank {ranks.ranks[0]} for "
+                f"{self._name}, or with other shapes, owners or options; call owner_optimizer "
+                "alike on every rank."
             )
 
     def _chosen_together(self) -> Iterator[list[OwnedParam]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.blocking import exchange_numbers, gather_objects
+from meshard._comm.blocking import gather_objects, ranks_that_differ
 from meshard._torch.dtensor import is_plain, local_of, make_dtensor
 from meshard.optim.exchange import Layout, Route, TensorOf
 
@@ -60,12 +59,11 @@ def states_as_shards(bucket: Bucket) -> tuple[list[dict[str, Any]], dict[str, An
         for problem in _problems(bucket.members[position].fqn, state)
     ]
     mine = {} if problems else _mapped(own, _describe)
-    told = gather_objects((mine, bucket.written, problems), ranks.group, label=_LABEL)
-    for *_, found in told:
+    gathered = gather_objects((mine, bucket.written, problems), ranks.group, label=_LABEL)
+    for *_, found in gathered:
         if found:
             raise NotImplementedError(found[0])
-    gathered = [each[:2] for each in told]
-    described = {position: state for states, _ in gathered for position, state in states.items()}
+    described = {position: state for states, *_ in gathered for position, state in states.items()}
     states = [described[position] for position in range(len(bucket.members))]
     items = [
         _Item(position, bucket.members[position].layout.of_state(each.shape), each.dtype)
@@ -96,7 +94,7 @@ def states_as_shards(bucket: Bucket) -> tuple[list[dict[str, Any]], dict[str, An
         _mapped(state, lambda each: next(made) if isinstance(each, _Described) else each)
         for state in states
     ]
-    return filled, {key: value for _, written in gathered for key, value in written.items()}
+    return filled, {key: value for _, written, _ in gathered for key, value in written.items()}
 
 
 def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_counts: bool) -> None:
@@ -197,11 +195,8 @@ def _check_same_trees(trees: Sequence[dict[str, Any]], bucket: Bucket) -> None:
         _mapped(state, lambda each: tuple(each.shape) if _is_cut(each) else type(each).__name__)
         for state in trees
     ]
-    digest = hashlib.sha256(repr(forms).encode()).digest()
     ranks, purpose = bucket.ranks, "comparison of the states that owner_optimizer loads"
-    numbers = [int.from_bytes(digest[:7], "little")]
-    rows = exchange_numbers(numbers, ranks.group, ranks.device, purpose=purpose)
-    if any(row != rows[0] for row in rows):
+    if ranks_that_differ(forms, ranks.group, ranks.device, purpose=purpose):
         raise ValueError(
             "ranks load states of different forms into owner_optimizer: all must load the same "
             "keys, with tensors of the same shapes. "
