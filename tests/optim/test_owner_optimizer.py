@@ -140,11 +140,12 @@ def test_any_shapes_on_any_mesh(data):
     unused = {f"w{number}" for number in data.draw(st.sets(st.integers(1, 5)), "unused")}
     name = data.draw(st.sampled_from(["Muon", "Adafactor", "AdamW"]), "optimizer")
     bucket_mb = data.draw(st.sampled_from([1e-5, 1e-4, 25]), "bucket_mb")
+    keep_values = data.draw(st.booleans(), "keep_values")
 
     @on_threads(math.prod(mesh_shape))
     def body():
         model = make(shapes, mesh=init_device_mesh("cpu", mesh_shape), shard_dims=dims)
-        ours, ordinary = both(model, name, bucket_mb=bucket_mb)
+        ours, ordinary = both(model, name, bucket_mb=bucket_mb, keep_values=keep_values)
         check_steps(model, ours, ordinary, range(2))
         check_steps(model, ours, ordinary, range(2, 4), unused=unused)
         check_steps(model, ours, ordinary, range(4, 6))
@@ -446,6 +447,102 @@ def test_bytes_are_those_of_the_formula(mesh_shape):
     assert ledger.wire_bytes == to_owners + from_owners
 
 
+@on_ranks(4)
+@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
+def test_kept_values_are_not_sent_again(mesh_shape):
+    """The bytes are at most twice ``(S - 1) / S`` of the shards in and out, which the page says."""
+    model = make([(8, 8)] * 8, mesh=init_device_mesh("cpu", mesh_shape))
+    ours = owner_optimizer(model, MUON, lr=0.02, keep_values=True)
+    backward(model, 0)
+    ours.step()
+    with meshard.CommLedger() as ledger:
+        ours.step()
+    assert ledger.counts == {"all_to_all": 2}
+    num_shards, num_ranks = mesh_shape[-1], 4
+    shard_bytes = 8 * 8 * 8 * 4 // num_shards  # of this rank
+    to_owners = shard_bytes * (num_shards - 1) // num_ranks
+    from_owners = shard_bytes * (num_ranks - 1) // num_ranks
+    assert ledger.wire_bytes == to_owners + from_owners
+
+
+def edit_in_place(param):
+    param.clamp_(-0.1, 0.1)
+
+
+def edit_the_shard(param):
+    param.to_local().mul_(0.5)
+
+
+def edit_by_another_optimizer(param):
+    torch.optim.SGD([param], lr=0.1).step()
+
+
+@pytest.mark.parametrize("sending", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "edit", [edit_in_place, edit_the_shard, edit_by_another_optimizer, "load_state_dict"]
+)
+def test_edits_reach_owners_that_keep_values(edit, sending):
+    """Some of them are made on one rank only, which owns none of the edited parameters."""
+
+    @on_threads(2)
+    def body():
+        model = make([(6, 4), (4, 6), (5, 3)], mesh=init_device_mesh("cpu", (2,)))
+        options = {"bucket_mb": 1e-5, "keep_values": True, "gradient_dtype": sending}
+        ours, ordinary = both(model, "Muon", **options)
+        saved = {name: value.clone() for name, value in model.state_dict().items()}
+        for step in range(6):
+            with torch.no_grad():
+                if step % 2 and edit == "load_state_dict":
+                    model.load_state_dict(saved)
+                elif step % 2 and (edit != edit_the_shard or dist.get_rank() == 1):
+                    edit(model.w0)
+            for name, param in model.named_parameters():
+                ordinary.params[name].data.copy_(whole(param))
+            ours.zero_grad()
+            backward(model, step)
+            for param in model.parameters():
+                param.grad = param.grad.to(sending).to(torch.float32)
+            ordinary.step(model)
+            ours.step()
+            for name, param in model.named_parameters():
+                assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+    body()
+
+
+class Raising(torch.optim.SGD):
+    """Raises after its update, once in each process or thread of a rank."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.param_groups[0]["nesterov"]:
+            raise ArithmeticError("after the update")
+
+
+def test_kept_values_of_a_failed_step_are_thrown_away():
+    @on_threads(2)
+    def body():
+        model = make([(4, 4), (4, 4)], mesh=init_device_mesh("cpu", (2,)))
+        ours = owner_optimizer(
+            model, Raising, lr=0.5, momentum=0.5, nesterov=False, keep_values=True
+        )
+        backward(model, 0)
+        ours.step()
+        before = [whole(param) for param in model.parameters()]
+        ours.param_groups[0]["nesterov"] = True
+        with pytest.raises(ArithmeticError, match="after the update"):
+            ours.step()
+        ours.param_groups[0]["nesterov"] = False
+        for param in model.parameters():
+            param.grad.zero_()
+        ours.param_groups[0]["momentum"] = 0
+        ours.step()
+        for param, value in zip(model.parameters(), before, strict=True):
+            assert_same(whole(param), value, bitwise=True)
+
+    body()
+
+
 class Looks(torch.optim.SGD):
     """Looks at the memory that is alive in its step."""
 
@@ -459,18 +556,20 @@ seen = []
 
 @on_ranks(4)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_memory_of_a_step_is_that_of_three_buckets_and_none_is_kept(mesh_shape):
+@pytest.mark.parametrize("keep_values", [False, True])
+def test_memory_of_a_step_is_that_of_three_buckets_and_what_is_kept(keep_values, mesh_shape):
     model = make([(64, 64)] * 16, mesh=init_device_mesh("cpu", mesh_shape))
-    ours = owner_optimizer(model, Looks, lr=0.1, bucket_mb=0.01)
+    ours = owner_optimizer(model, Looks, lr=0.1, bucket_mb=0.01, keep_values=keep_values)
     backward(model, 0)
     before = settled_tensor_bytes()
     seen.clear()
     ours.step()
     one, num_replicas = 64 * 64 * 4, 4 // mesh_shape[-1]
+    kept = 16 // 4 * one if keep_values else 0
     # Value and gradient of the bucket that is stepped; sent and received, the two of the next one,
     # and the new values of the one before.
-    assert max(seen) - before <= (2 + 2 * 2 + 2 * num_replicas) * one + 1000
-    assert settled_tensor_bytes() - before < 200
+    assert max(seen) - before <= (2 + 2 * 2 + 2 * num_replicas) * one + kept + 1000
+    assert settled_tensor_bytes() - before - kept < 200
 
 
 # --- what is refused -------------------------------------------------------------------------

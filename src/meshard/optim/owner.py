@@ -81,6 +81,7 @@ class OwnerOptimizer(StateOnRead):
         name: str,
         bucket_bytes: float,
         gradient_dtype: torch.dtype | None,
+        keeps_values: bool,
     ) -> None:
         # Some schedulers look into ``defaults`` for what every group has.
         common = set.intersection(*(set(group) for group in groups)) - {"params", "param_names"}
@@ -90,6 +91,7 @@ class OwnerOptimizer(StateOnRead):
         self._name = name
         self._bucket_bytes = bucket_bytes
         self._gradient_dtype = gradient_dtype
+        self._keeps_values = keeps_values
         self._stepper = FlatStepper(fallback)
         self._flat_steppers = [self._stepper]
         self._planned = objects_in(self.param_groups)
@@ -126,7 +128,12 @@ class OwnerOptimizer(StateOnRead):
         """
         loss = loss_of(closure)
         self._check_params()
-        steps = [BucketStep(bucket, self._gradient_dtype) for bucket in self._buckets()]
+        steps = [
+            BucketStep(bucket, self._gradient_dtype, keeps_values=self._keeps_values)
+            for bucket in self._buckets()
+        ]
+        if self._keeps_values:
+            self._find_edits(steps)
         try:
             # While one bucket is stepped, the next one arrives and the one before leaves.
             steps[0].arrive()
@@ -147,9 +154,10 @@ class OwnerOptimizer(StateOnRead):
                 each.abandon()
             raise
         self._has_stepped = True
-        for bucket in self._buckets():
-            self._show_state(bucket)
-            self.param_groups[0].update(bucket.written)
+        for each in steps:
+            each.mark()
+            self._show_state(each.bucket)
+            self.param_groups[0].update(each.bucket.written)
         return loss
 
     @override
@@ -229,6 +237,18 @@ class OwnerOptimizer(StateOnRead):
 
     # --- inside ----------------------------------------------------------------------------
 
+    def _find_edits(self, steps: list[BucketStep]) -> None:
+        """Let values be sent again in buckets of which any rank has edited a shard."""
+        of_mesh: dict[MeshRanks, list[BucketStep]] = {}
+        for each in steps:
+            of_mesh.setdefault(each.bucket.ranks, []).append(each)
+        for ranks, own in of_mesh.items():
+            edited = [int(each.was_edited()) for each in own]
+            purpose = f"comparison of edits before a step of owner_optimizer({self._name})"
+            rows = exchange_numbers(edited, ranks.group, ranks.device, purpose=purpose)
+            for each, column in zip(own, zip(*rows, strict=True), strict=True):
+                each.sends_values = any(column)
+
     def _run(self, present: BucketStep) -> None:
         """Step what this rank owns. In the first step an exception is raised on all ranks."""
         error: Exception | None = None
@@ -293,7 +313,7 @@ class OwnerOptimizer(StateOnRead):
             for members in buckets
         ]
         different = ranks_that_differ(
-            (described, self._gradient_dtype),
+            (described, self._gradient_dtype, self._keeps_values),
             ranks.group,
             ranks.device,
             purpose="comparison of what owner_optimizer steps on each rank",
@@ -368,6 +388,7 @@ def owner_optimizer(
     fallback_kwargs: dict[str, Any] | None = None,
     bucket_mb: float = 25,
     gradient_dtype: torch.dtype | None = None,
+    keep_values: bool = False,
     cost: Cost | None = None,
     **optimizer_kwargs: Any,
 ) -> OwnerOptimizer:
@@ -399,6 +420,11 @@ def owner_optimizer(
             many MiB to send. One bucket arrives and one leaves while one is stepped.
         gradient_dtype: The dtype in which gradients are sent to the owners. None: their own dtype.
             Values always keep theirs.
+        keep_values: Owners keep the unsharded values between steps, so that only gradients are sent
+            to them, and a third of the bytes is saved. This takes the memory of one more shard of
+            the selected parameters on each rank. Edits of parameters are found by their versions,
+            which ranks exchange before each step; an edit through ``.data`` leaves no trace there,
+            and is lost.
         cost: Called like ``select``, returns the relative time of a step of the parameter. Owners
             are chosen by it, the costliest first, each to the rank that has the least so far. None:
             the arithmetic of products of the matrix with its transpose.
@@ -445,6 +471,7 @@ def owner_optimizer(
         name=getattr(optimizer, "__name__", type(optimizer).__name__),
         bucket_bytes=bucket_mb * _MIB,
         gradient_dtype=gradient_dtype,
+        keeps_values=keep_values,
     )
 
 

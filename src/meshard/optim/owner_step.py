@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import Communicator, profiled
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._torch.dtensor import is_placed_like, plain_of
-from meshard._torch.private import DispatchMode
+from meshard._torch.private import DispatchMode, version_of
 from meshard.optim.exchange import ExchangeInFlight, Layout, MeshRanks, Route
 
 MakeInner = Callable[[list[dict[str, Any]]], Optimizer]
@@ -41,6 +41,9 @@ class Bucket:
     when their values are there, or when a state is loaded; None: not yet, or this rank owns none.
     ``placeholders`` has an ordinary parameter of the unsharded shape for each of them, by position
     in ``members``. Between steps they take no memory.
+
+    With ``keep_values``, ``kept`` has the unsharded values of what this rank owns, and ``marks``
+    shows whether this rank's shards are as the last step left them, both by position.
     """
 
     def __init__(self, number: int, members: Sequence[OwnedParam], make: MakeInner) -> None:
@@ -53,6 +56,8 @@ class Bucket:
             if member.owner == self.ranks.own
         }
         self.inner: Optimizer | None = None
+        self.kept: dict[int, torch.Tensor] = {}
+        self.marks: dict[int, tuple[int, int, int]] = {}
         self._make = make
         # What the optimizer has written to its param group in the last step, such as a count.
         self.written: dict[str, Any] = {}
@@ -96,9 +101,11 @@ class BucketStep:
     then their gradients.
     """
 
-    def __init__(self, bucket: Bucket, dtype: torch.dtype | None) -> None:
+    def __init__(self, bucket: Bucket, dtype: torch.dtype | None, *, keeps_values: bool) -> None:
         """``dtype`` is that in which gradients are sent; None: their own."""
         self.bucket = bucket
+        self.sends_values = True  # False: the owners have kept them
+        self._keeps_values = keeps_values
         self._positions = [
             position
             for position, member in enumerate(bucket.members)
@@ -125,15 +132,37 @@ class BucketStep:
             )
         return self._whole[number]
 
+    def was_edited(self) -> bool:
+        """Return whether a shard may have changed since the last step, or was in none."""
+        bucket = self.bucket
+        return any(
+            bucket.marks.get(position) != _mark_of(bucket.members[position].param)
+            for position in self._positions
+        )
+
+    def mark(self) -> None:
+        """Remember that the shards are as this step has left them."""
+        if self._keeps_values:
+            for position in self._positions:
+                self.bucket.marks[position] = _mark_of(self.bucket.members[position].param)
+
     def arrive(self) -> None:
-        """Send values and gradients of this rank's shards to their owners."""
-        values, grads, whole_of = self._values, self._grads, self._whole_of
+        """Send gradients of this rank's shards to their owners, and values if these lack them."""
+        bucket, grads, whole_of = self.bucket, self._grads, self._whole_of
+        values = self._values if self.sends_values else []
         dtype, grad_dtype = self._dtypes[0], self._sent_dtype
-        if dtype == grad_dtype:
+        for number, position in enumerate(self._positions):
+            # Without a mark the value is sent again. So it stays until the step has succeeded.
+            bucket.marks.pop(position, None)
+            kept = bucket.kept.pop(position, None)
+            if kept is not None and not self.sends_values:
+                self._whole[number] = kept
+        if values and dtype == grad_dtype:
             self._start(values + grads, whole_of, dtype, is_arrival=True)
         else:
             self._start(values, whole_of, dtype, is_arrival=True)
-            self._start(grads, lambda n: whole_of(len(values) + n), grad_dtype, is_arrival=True)
+            first = len(self._positions)
+            self._start(grads, lambda n: whole_of(first + n), grad_dtype, is_arrival=True)
 
     def run(self, group: dict[str, Any], *, is_first: bool) -> None:
         """Step what this rank owns, with the hyperparameters of ``group``.
@@ -178,6 +207,8 @@ class BucketStep:
     def leave(self) -> None:
         """Send the new values to all ranks that hold shards of them."""
         whole, values = self._whole, self._values
+        if self._keeps_values:
+            self.bucket.kept.update({self._positions[number]: whole[number] for number in whole})
         self._start(values, whole.__getitem__, self._dtypes[0], is_arrival=False)
         self._whole = {}
 
@@ -211,6 +242,13 @@ class BucketStep:
         while self._in_flight:
             self._in_flight[0].finish()
             del self._in_flight[0]
+
+
+def _mark_of(param: torch.Tensor) -> tuple[int, int, int]:
+    """Return numbers that change if ``param`` is edited, other than through ``.data``."""
+    shard = plain_of(param)
+    # Operations on a DTensor raise its own version, and those on its ``to_local()`` the other.
+    return shard.data_ptr(), version_of(shard), version_of(param)
 
 
 def _gradient_of(member: OwnedParam) -> torch.Tensor:
