@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
 import threading
@@ -389,6 +390,26 @@ def is_of_to_empty(fn: Callable[..., Any]) -> bool:
 # Flatten nested containers that are registered with torch's pytree, and build them again.
 tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
 tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
+
+
+_dispatch_mode_at = _or_error("torch._C._get_dispatch_mode")
+
+
+def is_faking() -> bool:
+    """Return whether torch's FakeTensorMode is active, as inside DTensor's sharding propagation."""
+    return _dispatch_mode_at(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
+_FAKE_PG = "torch.testing._internal.distributed.fake_pg"  # takes 0.1 s, so imported when used
+
+
+def fake_store() -> dist.Store:
+    """Return the store of a process group of the backend ``fake``, which never communicates.
+
+    Tensors of other ranks are missing in such a group. The import registers the backend.
+    """
+    store: dist.Store = importlib.import_module(_FAKE_PG).FakeStore()
+    return store
 
 
 # --- torch's fully_shard -------------------------------------------------------------------

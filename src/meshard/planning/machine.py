@@ -1,0 +1,387 @@
+"""The machine on which a job is planned: ranks, a device and its streams that do not exist."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import logging
+import os
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+
+from meshard._comm.communicator import (
+    CommEvent,
+    CommStream,
+    Communicator,
+    Exchanging,
+    GatherInFlight,
+    Reducing,
+    Rows,
+    observers,
+)
+from meshard._comm.cpu import WorkCommunicator
+from meshard._comm.streams import StreamCommunicator
+from meshard._communicators import communicators_from
+from meshard._engine.param_group import owner_of as group_of
+from meshard._engine.unit import Unit, units_in, units_of
+from meshard._torch.dtensor import plain_of
+from meshard._torch.private import fake_store, graph_task_id, tree_flatten
+from meshard.planning.memory import MemoryLog
+from meshard.planning.phantom import PhantomMode
+
+
+class Machine:
+    """A rank of a job on a machine that does not exist, while ``running``.
+
+    Attributes:
+        log: The memory of this rank.
+        events: Every collective that meshard issued, with the global ranks of its group.
+        phantom: What runs in place of kernels.
+    """
+
+    def __init__(self, *, world_size: int, rank: int, ranks_per_node: int, device_type: str):
+        self.world_size, self.rank = world_size, rank
+        self.ranks_per_node = ranks_per_node
+        self.device_type = device_type
+        self.has_device = device_type != "cpu"
+        self.log = MemoryLog()
+        self.phantom = PhantomMode(self.log.add)
+        self.events: list[tuple[CommEvent, list[int]]] = []
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # outermost ones that ran
+        self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._running: list[nn.Module] = []
+        self._in_step = contextlib.ExitStack()
+        self._state = Counter[str]()  # bytes by kind when ``label`` was called last
+        self._most = Counter[str]()  # the most of each that it has found
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Make this process the rank, until the end of the block."""
+        if dist.is_initialized():
+            raise RuntimeError(
+                "plan() makes a process group of its own, and this process has one already; plan "
+                "in a process of its own, as `python -m meshard plan` does."
+            )
+        environment = {
+            "RANK": str(self.rank),
+            "WORLD_SIZE": str(self.world_size),
+            "LOCAL_RANK": str(self.rank % self.ranks_per_node),
+            "LOCAL_WORLD_SIZE": str(min(self.ranks_per_node, self.world_size)),
+        }
+        # torch imports this when it is needed, which must not be while functions are replaced.
+        importlib.import_module("torch._dynamo")
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.dict(os.environ, environment))
+            store = fake_store()
+            size = self.world_size
+            dist.init_process_group("fake", store=store, rank=self.rank, world_size=size)
+            stack.callback(dist.destroy_process_group)
+            for target, name, instead in self._replaced():
+                stack.enter_context(mock.patch.object(target, name, instead))
+            stack.enter_context(communicators_from(self._make_communicator))
+            stack.enter_context(self._watching())
+            stack.enter_context(_OnThisDevice(self.device_type))
+            stack.enter_context(self.phantom)
+            yield
+
+    def units(self) -> list[Unit]:
+        """Return the units of all modules that ran."""
+        return list(dict.fromkeys(unit for each in self._modules for unit in units_in(each)))
+
+    def modules(self) -> list[nn.Module]:
+        """Return the outermost modules that ran."""
+        return list(self._modules)
+
+    def label(self) -> None:
+        """Tell the log what parameters, gradients and optimizer states are for."""
+        labels, offloaded = dict[int, str](), set[int]()
+        for unit in self.units():
+            ids = [id(each.sharded) for each in unit.group.params]
+            labels.update(dict.fromkeys(ids, unit.label))
+            if self.has_device and ids and unit.group.spec.host is not None:
+                offloaded.update(ids)
+        self._state.clear()
+
+        def relabel(tensors: Iterable[torch.Tensor], kind: str, param: torch.Tensor) -> None:
+            own = [plain_of(each) for each in tensors]
+            self._state[kind] += sum(each.nbytes for each in own)
+            where = {"unit": labels.get(id(param)), "is_on_host": id(param) in offloaded}
+            self.log.relabel(own, kind, **where)
+
+        for module in self._modules:
+            self.log.relabel(map(plain_of, module.buffers()), "params")
+            for param in module.parameters():
+                relabel([param], "params", param)
+                if param.grad is not None:
+                    relabel([param.grad], "grads", param)
+        for optimizer in self._optimizers:
+            for param, state in optimizer.state.items():
+                relabel(filter(torch.is_tensor, tree_flatten(state)[0]), "optimizer", param)
+        for kind, num_bytes in self._state.items():
+            self._most[kind] = max(self._most[kind], num_bytes)
+
+    def state_bytes(self) -> int:
+        """Return the bytes of the shards of parameters, gradients and optimizer states."""
+        return sum(self._most.values())
+
+    # --- what stands in for torch's own ----------------------------------------------------
+
+    def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
+        # A job may make its process group as it does in training.
+        yield dist, "init_process_group", _nothing()
+        yield dist, "destroy_process_group", _nothing()
+        log, nbytes = self.log, torch.UntypedStorage.nbytes
+
+        def resize_in_log(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+            log.resize(storage, size)
+            return storage
+
+        def size_in_log(storage: torch.UntypedStorage) -> int:
+            size = log.size_of(storage)
+            return nbytes(storage) if size is None else size
+
+        yield torch.UntypedStorage, "resize_", resize_in_log
+        yield torch.UntypedStorage, "nbytes", size_in_log
+        if not self.has_device:
+            return
+        init_mesh, init_autocast = DeviceMesh.__init__, torch.autocast.__init__
+
+        def mesh_on_cpu(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            init_mesh(
+                mesh, "cpu" if device_type == self.device_type else device_type, *args, **kwargs
+            )
+
+        def autocast_on_cpu(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+            kind = "cpu" if device_type == self.device_type else device_type
+            init_autocast(context, kind, *args, **kwargs)
+
+        yield DeviceMesh, "__init__", mesh_on_cpu
+        yield torch.autocast, "__init__", autocast_on_cpu
+        module = getattr(torch, self.device_type, None)
+        for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+            if hasattr(module, name):
+                yield module, name, _nothing()
+        counts = {"current_device": self.rank % self.ranks_per_node}
+        counts |= {"device_count": self.ranks_per_node}
+        counts |= {"memory_allocated": 0, "max_memory_allocated": 0}
+        for name, number in counts.items():
+            if hasattr(module, name):
+                yield module, name, functools.partial(_return, number)
+
+    def _make_communicator(self, _: torch.device) -> Communicator:
+        if self.has_device:
+            return _PlannedStreams(self.log, _Streams())
+        return _PlannedWorks(self.log)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Learn which unit runs, what is sent, and which optimizers there are."""
+        hooks = [
+            register_module_forward_pre_hook(self._before_forward),
+            register_module_forward_hook(self._after_forward, always_call=True),
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
+        logger, listener = logging.getLogger("meshard"), _Listener(self._on_event)
+        level, propagate = logger.level, logger.propagate
+        logger.addHandler(listener)
+        logger.setLevel(logging.DEBUG)
+        logger.propagate = False
+        observers.append(self._on_collective)
+        try:
+            yield
+        finally:
+            observers.remove(self._on_collective)
+            logger.removeHandler(listener)
+            logger.setLevel(level)
+            logger.propagate = propagate
+            for hook in hooks:
+                hook.remove()
+
+    def _before_forward(self, module: nn.Module, _: Any) -> None:
+        if not self._running and graph_task_id() == -1:
+            self._modules.add(module)
+        self._running.append(module)
+        if graph_task_id() == -1:
+            self._enter_forward()
+
+    def _after_forward(self, module: nn.Module, _: Any, __: Any) -> None:
+        while self._running and self._running.pop() is not module:
+            pass
+        if graph_task_id() == -1:
+            self._enter_forward()
+
+    def _enter_forward(self) -> None:
+        for module in reversed(self._running):
+            units = units_of(module)
+            if units:
+                self.log.enter("forward", units[0].label)
+                return
+        self.log.enter("forward", "")
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self._optimizers.add(optimizer)
+        self.label()
+        self.log.enter("optimizer", "")
+        params = [each for group in optimizer.param_groups for each in group["params"]]
+        groups = [group_of(each) for each in params]
+        is_on_host = self.has_device and all(g is not None and g.spec.host for g in groups)
+        self._in_step.enter_context(self.log.making("optimizer", is_on_host=is_on_host))
+
+    def _after_step(self, *_: Any) -> None:
+        self._in_step.close()
+        self.label()
+        self.log.enter("after step", "")
+
+    def _on_event(self, event: str, unit: str) -> None:
+        if event == "unsharded":
+            self.log.gathered(unit)
+            if graph_task_id() != -1:
+                self.log.enter("backward", unit)
+
+    def _on_collective(self, event: CommEvent, group: dist.ProcessGroup, _: object) -> None:
+        self.events.append((event, dist.get_process_group_ranks(group)))
+
+
+def _nothing() -> Callable[..., None]:
+    # One for each name: dynamo refuses a function of torch that has two names.
+    return lambda *_, **__: None
+
+
+def _return(number: int, *_: Any, **__: Any) -> int:
+    return number
+
+
+class _Listener(logging.Handler):
+    """Passes on what meshard logs of its units."""
+
+    def __init__(self, on_event: Callable[[str, str], None]) -> None:
+        super().__init__()
+        self._on_event = on_event
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if isinstance(record.args, tuple) and len(record.args) == 3:
+            _, event, unit = record.args
+            self._on_event(str(event), str(unit))
+
+
+class _OnThisDevice(TorchFunctionMode):
+    """Keeps on the CPU what a job makes on, or moves to, the device that does not exist."""
+
+    def __init__(self, device_type: str) -> None:
+        super().__init__()
+        self._type = device_type
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is getattr(torch.Tensor, self._type, None):  # tensor.cuda()
+            return args[0]
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        kwargs.pop("pin_memory", None)
+        args = tuple(self._translated(each) for each in args)
+        kwargs = {name: self._translated(each) for name, each in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _translated(self, value: Any) -> Any:
+        if isinstance(value, torch.device) and value.type == self._type:
+            return torch.device("cpu")
+        if isinstance(value, str) and value.partition(":")[0] == self._type:
+            return "cpu"
+        return value
+
+
+class _Stream:
+    """A stream on which everything is done at once. It is its own event."""
+
+    def record_event(self, event: Any = None) -> _Stream:
+        return self
+
+    def wait_event(self, event: Any) -> None: ...
+
+    def wait_stream(self, stream: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+
+class _Streams:
+    """Stands in for ``torch.cuda``."""
+
+    def __init__(self) -> None:
+        self._current = _Stream()
+
+    def Stream(self, priority: int = 0) -> _Stream:
+        return _Stream()
+
+    def current_stream(self) -> _Stream:
+        return self._current
+
+    def set_stream(self, stream: _Stream) -> None:
+        self._current = stream
+
+
+class _Labelling(Communicator):
+    """Tells the log what the memory of collectives is for. Stands before a communicator."""
+
+    _log: MemoryLog
+
+    @contextlib.contextmanager
+    def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
+        kind = "optimizer" if comm_stream is CommStream.OPTIMIZER else "communication"
+        with super().on_stream(comm_stream), self._log.making(kind):
+            yield
+
+    def allocate_source(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        with self._log.making("communication"):
+            return super().allocate_source(*args, **kwargs)
+
+    def send_rows(self, *args: Any, **kwargs: Any) -> Rows:
+        with self._log.making("communication"):
+            return super().send_rows(*args, **kwargs)
+
+    def gather(self, *args: Any, **kwargs: Any) -> GatherInFlight:
+        with self._log.making("communication"):
+            return super().gather(*args, **kwargs)
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Reducing:
+        with self._log.making("communication"):
+            reducing = super().reduce_scatter(*args, **kwargs)
+        self._log.relabel([reducing.sum], "grads")
+        return reducing
+
+    def all_to_all(self, *args: Any, **kwargs: Any) -> Exchanging:
+        with self._log.making("communication"):
+            return super().all_to_all(*args, **kwargs)
+
+
+class _PlannedStreams(_Labelling, StreamCommunicator):
+    def __init__(self, log: MemoryLog, streams: _Streams) -> None:
+        super().__init__(streams)
+        self._log = log
+
+
+class _PlannedWorks(_Labelling, WorkCommunicator):
+    def __init__(self, log: MemoryLog) -> None:
+        super().__init__()
+        self._log = log

@@ -1,0 +1,216 @@
+"""The memory of a planned step: when each storage is made and freed, and what it is for."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import itertools
+import operator
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from meshard._torch.private import graph_task_id
+
+KINDS = ("params", "grads", "optimizer", "unsharded", "activations", "communication")
+
+
+@dataclass(slots=True, eq=False)
+class Allocation:
+    """One storage."""
+
+    address: int
+    num_bytes: int  # at present
+    kind: str
+    unit: str  # that ran, or that was gathered, when the storage was made
+    is_on_host: bool = False  # of a rank that computes on a device
+    is_alive: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A storage was made, resized or freed."""
+
+    allocation: Allocation
+    num_bytes: int  # more than before, or less
+    moment: int  # an index of ``MemoryLog.moments``
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A part of a step."""
+
+    phase: str  # "start", "forward", "backward" or "optimizer"
+    unit: str
+
+
+@dataclass(slots=True)
+class Usage:
+    """Bytes alive at one time, on the device (if there is none, on the host)."""
+
+    moment: Moment
+    number: int = 0  # of the change after which this is
+    by_kind: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self.by_kind.values())
+
+
+_address_of = operator.attrgetter("address")
+
+
+class MemoryLog:
+    """Records every storage while a job runs on phantom tensors.
+
+    What a storage is for is mostly known when it is made: a tensor made in forward is an
+    activation, and one that autograd makes in backward is a gradient. ``relabel`` corrects that
+    for the storages of tensors that somebody knows.
+    """
+
+    def __init__(self) -> None:
+        self.changes: list[Change] = []
+        self.moments: list[Moment] = [Moment("start", "")]
+        self.step_begins: list[int] = []  # indices of ``changes``
+        self._kind: str | None = None  # of what is made now; None: by the phase
+        self._is_on_host = False
+        self._gathered: list[Allocation] = []  # resized since the last unit was gathered
+        self._alive: dict[int, Allocation] = {}  # by the id of the C++ storage
+        self._resized: dict[int, int] = {}
+        self._watches: set[Any] = set()  # weak references, which call back if they live
+
+    # --- what happens ----------------------------------------------------------------------
+
+    def add(self, storage: torch.UntypedStorage) -> None:
+        """Record a new storage."""
+        key, num_bytes = storage._cdata, torch.UntypedStorage.nbytes(storage)
+        unit = self.moments[-1].unit
+        allocation = Allocation(
+            storage.data_ptr(), num_bytes, self._present_kind(), unit, self._is_on_host
+        )
+        self._alive[key] = allocation
+        self._change(allocation, num_bytes)
+
+        def freed(watch: Any) -> None:
+            self._watches.discard(watch)
+            self._resized.pop(key, None)
+            if self._alive.get(key) is allocation:
+                del self._alive[key]
+            allocation.is_alive = False
+            self._change(allocation, -allocation.num_bytes)
+
+        self._watches.add(weakref.ref(storage, freed))
+
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
+        """Record that a storage has another size from now on."""
+        allocation = self._alive.get(storage._cdata)
+        if allocation is None:
+            return
+        allocation.kind = "unsharded"  # nothing else is resized
+        self._gathered.append(allocation)
+        self._resized[storage._cdata] = num_bytes
+        before, allocation.num_bytes = allocation.num_bytes, num_bytes
+        self._change(allocation, num_bytes - before)
+
+    def size_of(self, storage: torch.UntypedStorage) -> int | None:
+        """Return the size of a storage that was resized; None of others."""
+        return self._resized.get(storage._cdata)
+
+    def enter(self, phase: str, unit: str) -> None:
+        """Record that another part of the step begins."""
+        moment = Moment(phase, unit)
+        if moment != self.moments[-1]:
+            self.moments.append(moment)
+
+    def gathered(self, unit: str) -> None:
+        """Record that what was resized last are the unsharded parameters of ``unit``."""
+        for allocation in self._gathered:
+            allocation.unit = unit
+        self._gathered.clear()
+
+    def begin_step(self) -> None:
+        """Record that a step begins."""
+        self.step_begins.append(len(self.changes))
+        self.enter("forward", "")
+
+    @contextlib.contextmanager
+    def making(self, kind: str, *, is_on_host: bool = False) -> Iterator[None]:
+        """Take what is made inside for ``kind``."""
+        before = self._kind, self._is_on_host
+        self._kind, self._is_on_host = kind, is_on_host
+        try:
+            yield
+        finally:
+            self._kind, self._is_on_host = before
+
+    def relabel(
+        self,
+        tensors: Iterable[torch.Tensor],
+        kind: str,
+        *,
+        unit: str | None = None,
+        is_on_host: bool = False,
+    ) -> None:
+        """Correct what the storages of ``tensors`` are for, and whose they are."""
+        alive: list[Allocation] | None = None
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            found = self._alive.get(storage._cdata)
+            if found is None:
+                # A flat shard has one storage, and its parts appear as storages inside of it.
+                if alive is None:
+                    alive = sorted(self._alive.values(), key=_address_of)
+                position = bisect.bisect_right(alive, storage.data_ptr(), key=_address_of) - 1
+                if position < 0:
+                    continue
+                found = alive[position]
+            found.kind, found.is_on_host = kind, is_on_host
+            if unit is not None:
+                found.unit = unit
+
+    def _present_kind(self) -> str:
+        if self._kind is not None:
+            return self._kind
+        is_backward = graph_task_id() != -1 and not torch.is_grad_enabled()
+        return "grads" if is_backward else "activations"
+
+    def _change(self, allocation: Allocation, num_bytes: int) -> None:
+        if num_bytes:
+            self.changes.append(Change(allocation, num_bytes, len(self.moments) - 1))
+
+    # --- what it comes to ------------------------------------------------------------------
+
+    def history(self, step: int) -> Iterator[Usage]:
+        """Iterate over the memory after each change in a step. One object is yielded, updated."""
+        first = self.step_begins[step]
+        last = self.step_begins[step + 1] if step + 1 < len(self.step_begins) else None
+        usage = Usage(self.moments[0])
+        for number, change in enumerate(itertools.islice(self.changes, last)):
+            if not change.allocation.is_on_host:
+                usage.by_kind[change.allocation.kind] += change.num_bytes
+            usage.moment, usage.number = self.moments[change.moment], number
+            if number >= first:
+                yield usage
+
+    def steps(self) -> range:
+        """Return the numbers of the steps."""
+        return range(len(self.step_begins))
+
+    def host_peak(self) -> int:
+        """Return the most bytes that were alive in host memory of a rank with a device."""
+        on_host = (c.num_bytes if c.allocation.is_on_host else 0 for c in self.changes)
+        return max(itertools.accumulate(on_host), default=0)
+
+    def units_at(self, number: int) -> defaultdict[str, Counter[str]]:
+        """Return bytes by unit and kind after the change of this number."""
+        by_unit = defaultdict[str, Counter[str]](Counter)
+        for change in self.changes[: number + 1]:
+            allocation = change.allocation
+            if not allocation.is_on_host:
+                by_unit[allocation.unit][allocation.kind] += change.num_bytes
+        return by_unit

@@ -1,0 +1,237 @@
+"""Tensors whose memory is reserved and never touched: the data of a planned step.
+
+Every operator is real but for its kernel. Shapes come from the meta device, views are real views of
+real addresses, and autograd records and frees what it always does. So a step runs as in training,
+in the time of its bookkeeping. All elements are zero. Operators on small tensors run for real,
+because programs read them: counts, norms, masks.
+"""
+
+from __future__ import annotations
+
+import functools
+import mmap
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from meshard._torch.private import DispatchMode, is_faking, tree_flatten, tree_unflatten
+
+# Operators whose tensors have at most this many elements each run for real.
+_SMALL = 4096
+# What is not known on the meta device runs for real if its tensors have at most this many elements.
+_RUNS_FOR_REAL = 2**26
+# Linux reserves such memory without asking whether the machine has it. Python has no name for it.
+_NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+
+OnStorage = Callable[[torch.UntypedStorage], None]
+
+
+class UnknownShapeError(RuntimeError):
+    """An operator has no implementation on the meta device, and is too large to run."""
+
+
+def _reserve(num_bytes: int) -> torch.UntypedStorage:
+    """Return a storage of ``num_bytes`` zeros that take no memory until they are written to."""
+    if num_bytes <= mmap.PAGESIZE:
+        return torch.zeros(num_bytes, dtype=torch.uint8).untyped_storage()
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
+    memory = mmap.mmap(-1, num_bytes, flags=flags)
+    return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).untyped_storage()
+
+
+class _Schema(NamedTuple):
+    """What the schema of an operator says."""
+
+    is_view: bool  # or changes what a tensor is a view of
+    # For each result the name and position of the argument that it is; None: a new tensor.
+    returned: tuple[tuple[str, int] | None, ...]
+    takes_device: bool
+
+
+@functools.cache
+def _schema_of(func: Any) -> _Schema:
+    schema = func._schema
+    written = {}
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for name in argument.alias_info.before_set:
+                written[name] = argument.name, position
+    returned = []
+    is_view = torch.Tag.inplace_view in func.tags
+    for result in schema.returns:
+        names = set() if result.alias_info is None else result.alias_info.before_set
+        same = next((written[name] for name in names if name in written), None)
+        is_view |= bool(names) and same is None
+        returned.append(same)
+    takes_device = any(argument.name == "device" for argument in schema.arguments)
+    return _Schema(is_view, tuple(returned), takes_device)
+
+
+class _Stored(NamedTuple):
+    """The form of a tensor, which stands for it in a key."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
+    """Runs operators without their kernels, and reports each new storage to ``on_storage``.
+
+    Attributes:
+        ran_for_real: How often each operator without an implementation for the meta device ran.
+        collectives: How many of each kind were issued, by meshard and by others.
+    """
+
+    def __init__(self, on_storage: OnStorage) -> None:
+        super().__init__()
+        self._on_storage = on_storage
+        self._results: dict[Any, Any] = {}  # by operator and forms: the results on the meta device
+        self.ran_for_real = Counter[str]()
+        self.collectives = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_faking():  # DTensor finds out a shape
+            return func(*args, **kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+            return NotImplemented  # DTensors come here again with their local tensors
+        if func.namespace == "c10d":
+            return self._communicate(func, args, tensors)
+        schema = _schema_of(func)
+        if schema.is_view or _is_on_meta(tensors, kwargs):
+            return func(*args, **kwargs)
+        if tensors and all(tensor.numel() <= _SMALL for tensor in tensors):
+            return self._run(func, args, kwargs, tensors)
+        if None not in schema.returned:
+            return _arguments(schema, args, kwargs)  # it only writes to its arguments
+        shapes = self._shapes(func, leaves, spec, schema)
+        made = [] if shapes is None else list(_tensors_in(shapes))
+        is_small = not tensors and all(each.numel() <= _SMALL for each in made)
+        if shapes is None or is_small:  # None: a view that its schema does not declare, or unknown
+            return self._run(func, args, kwargs, tensors)
+        results = [
+            _argument(same, args, kwargs) if same is not None else self._made(shape)
+            for same, shape in zip(schema.returned, shapes, strict=True)
+        ]
+        return results[0] if len(results) == 1 else tuple(results)
+
+    def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
+        known = {tensor.untyped_storage()._cdata for tensor in tensors}
+        result = func(*args, **kwargs)
+        for tensor in _tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and not tensor.is_meta:
+                self._on_storage(storage)
+        return result
+
+    def _shapes(self, func: Any, leaves: list[Any], spec: Any, schema: _Schema) -> Any:
+        """Return the results on the meta device; None if the operator has to run."""
+        key = func, spec, tuple(_form_of(leaf) for leaf in leaves)
+        try:
+            if key in self._results:
+                return self._results[key]
+        except TypeError:  # an argument cannot be hashed
+            key = None
+        on_meta = [_to_meta(leaf) for leaf in leaves]
+        given = [leaf.untyped_storage()._cdata for leaf in on_meta if _is_tensor(leaf)]
+        args, kwargs = tree_unflatten(on_meta, spec)
+        if schema.takes_device:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+            kwargs.pop("pin_memory", None)
+        try:
+            found = func(*args, **kwargs)
+        except (NotImplementedError, RuntimeError) as error:
+            most = max((leaf.numel() for leaf in leaves if _is_tensor(leaf)), default=0)
+            if most > _RUNS_FOR_REAL:
+                raise UnknownShapeError(
+                    f"{func} has no implementation on the meta device, so the shape of its result "
+                    f"is not known, and its tensors of {most:,} elements are too large to run it. "
+                    "Register one with torch.library.register_fake, or plan without it."
+                ) from error
+            self.ran_for_real[str(func)] += 1
+            return None
+        is_view = any(each.untyped_storage()._cdata in given for each in _tensors_in(found))
+        result = None if is_view else (found if len(schema.returned) > 1 else [found])
+        if key is not None:
+            self._results[key] = result
+        return result
+
+    def _made(self, shape: Any) -> Any:
+        """Return phantom tensors for those on the meta device, in the same containers."""
+        if isinstance(shape, (list, tuple)):
+            return type(shape)(self._made(each) for each in shape)
+        if not isinstance(shape, torch.Tensor):
+            return shape
+        storage = _reserve(shape.untyped_storage().nbytes())
+        self._on_storage(storage)
+        made = torch.empty(0, dtype=shape.dtype)
+        return made.set_(storage, shape.storage_offset(), shape.shape, shape.stride())
+
+    def _communicate(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
+        """Pretend to communicate. Small results are those of ranks that all send the same."""
+        name = func._schema.name.removeprefix("c10d::").strip("_")
+        if name not in ("barrier", "monitored_barrier"):
+            self.collectives[name] += 1
+        if all(tensor.numel() <= _SMALL for tensor in tensors):
+            _fill_alike(name, args)
+        group = next(each for each in args if isinstance(each, torch.ScriptObject))
+        # A work that is done, in the form in which operators return it.
+        work = torch.ops.c10d.barrier(torch.empty(0), group, [], False, -1)
+        return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+def _fill_alike(name: str, args: Any) -> None:
+    if name == "allgather_base":
+        output, source = args[0].view(-1), args[1].reshape(-1)
+        output.view(-1, *source.shape).copy_(source)
+    elif name == "allgather":
+        (source,) = args[1]
+        for output in _tensors_in(args[0]):
+            output.copy_(source)
+    elif name in ("reduce_scatter_base", "alltoall_base"):
+        output, source = args[0].view(-1), args[1].reshape(-1)
+        count = min(output.numel(), source.numel())
+        output.zero_()[:count].copy_(source[:count])
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _is_on_meta(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
+    device = kwargs.get("device")
+    if device is not None and torch.device(device).type == "meta":
+        return True
+    return bool(tensors) and device is None and all(tensor.is_meta for tensor in tensors)
+
+
+def _to_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def _form_of(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return _Stored(leaf.shape, leaf.stride(), leaf.dtype)
+    return type(leaf), leaf  # 1, 1.0 and True are one key, and give other dtypes
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    return filter(_is_tensor, tree_flatten(value)[0])
+
+
+def _argument(place: tuple[str, int], args: Any, kwargs: dict[str, Any]) -> Any:
+    name, position = place
+    return args[position] if position < len(args) else kwargs[name]
+
+
+def _arguments(schema: _Schema, args: Any, kwargs: dict[str, Any]) -> Any:
+    results = [_argument(same, args, kwargs) for same in schema.returned if same is not None]
+    return None if not results else results[0] if len(results) == 1 else tuple(results)

@@ -1,0 +1,372 @@
+"""Plans: what a step of a job takes and sends, found by running it on phantom tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from os import PathLike
+
+from meshard._comm.communicator import CommEvent
+from meshard.diagnostics import CommLedger
+from meshard.planning.machine import Machine
+from meshard.planning.memory import KINDS, MemoryLog
+
+Job = Callable[[], Callable[[], object]]
+
+_UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def bytes_of(size: str | float) -> int:
+    """Return a number of bytes, given as such or with a unit.
+
+    >>> bytes_of("80GB"), bytes_of("1.5 GiB"), bytes_of(4096)
+    (80000000000, 1610612736, 4096)
+    """
+    if isinstance(size, (int, float)):
+        return int(size)
+    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", size)
+    if found is None or found[2] not in _UNITS:
+        raise ValueError(f"a size is a number with a unit such as 80GB or 16GiB, got {size!r}.")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that meshard issues, as ``CommLedger`` records it."""
+
+    op: str
+    unit: str
+    group_size: int
+    payload_bytes: int
+    wire_bytes: int
+    is_between_nodes: bool  # its group has ranks of several nodes
+
+    @classmethod
+    def of(cls, event: CommEvent, ranks: Sequence[int], ranks_per_node: int) -> Collective:
+        """Return what is known of an event in a group of these global ranks."""
+        nodes = {rank // ranks_per_node for rank in ranks}
+        sizes = event.group_size, event.payload_bytes, event.wire_bytes
+        return cls(event.op, event.unit, *sizes, len(nodes) > 1)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveSum:
+    """All collectives of one kind in a step."""
+
+    count: int
+    payload_bytes: int
+    wire_bytes: int  # that this rank sends
+    wire_bytes_between_nodes: int  # those in groups with ranks of several nodes
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedMoment:
+    """A part of a step, with the most memory that is alive in it."""
+
+    phase: str  # "forward", "backward", "optimizer" or "after step"
+    unit: str  # that runs; "" outside of units
+    bytes_by_kind: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self.bytes_by_kind.values())
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUnit:
+    """A unit, with what its storages take when the memory of the step peaks."""
+
+    label: str
+    shard_bytes: int  # of this rank's shard
+    unsharded_bytes: int  # of all parameters, in the dtype of the shards
+    padding_bytes: int  # that all ranks of a shard group hold in vain
+    bytes_by_kind: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes of all kinds together."""
+        return sum(self.bytes_by_kind.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank of a job takes and sends: see ``plan``.
+
+    Bytes and counts are those of the run. ``print`` shows one screen.
+
+    Attributes:
+        peak_bytes: The most memory that is alive at once in any step, on the device. On the CPU
+            ranks of ``device_type="cpu"`` it is that of all tensors.
+        peak_unit: The unit that runs then; ``""`` outside of units.
+        peak_phase: ``"forward"``, ``"backward"``, ``"optimizer"`` or ``"after step"``.
+        bytes_by_kind: The parts of the peak: ``params``, ``grads``, ``optimizer``, ``unsharded``,
+            ``activations`` and ``communication``.
+        state_bytes: Shards of parameters, gradients and optimizer state, wherever they are.
+        host_bytes: The most that is alive in host memory, of what ``OffloadPolicy`` puts there.
+        collectives: Of the last step, by kind as ``CommLedger`` names them.
+        events: Every collective of the last step, in order.
+        peaks: The peak of each step; the first one makes the state of the optimizer.
+        moments: The parts of the last step in order, each with the most memory in it.
+        units: The units, with their parts of the peak.
+        not_known: What the plan cannot know, in sentences.
+    """
+
+    world_size: int
+    rank: int
+    ranks_per_node: int
+    device_type: str
+    peak_bytes: int
+    peak_unit: str
+    peak_phase: str
+    bytes_by_kind: dict[str, int]
+    state_bytes: int
+    host_bytes: int
+    collectives: dict[str, CollectiveSum]
+    events: list[Collective] = field(repr=False)
+    peaks: list[int]
+    moments: list[PlannedMoment] = field(repr=False)
+    units: list[PlannedUnit] = field(repr=False)
+    not_known: list[str]
+
+    def fits(self, limit: str | float) -> bool:
+        """Whether the peak is at most ``limit``, in bytes or as in ``"80GB"``."""
+        return self.peak_bytes <= bytes_of(limit)
+
+    @property
+    def wire_bytes(self) -> int:
+        """Bytes that this rank sends in a step."""
+        return sum(each.wire_bytes for each in self.collectives.values())
+
+    def to_json(self) -> str:
+        """Return all fields as JSON."""
+        return json.dumps(dataclasses.asdict(self), indent=1)
+
+    def compare(self, ledger: CommLedger, *, peak_bytes: int | None = None) -> Comparison:
+        """Hold the plan against a step that was run.
+
+        Args:
+            ledger: Of one whole step, but not of the first. Its collectives must be those of the
+                plan, in order.
+            peak_bytes: The most memory of tensors that was measured in the run.
+        """
+        planned = [(each.op, each.unit, each.payload_bytes) for each in self.events]
+        ran = [(each.op, each.unit, each.payload_bytes) for each in ledger.events]
+        return Comparison(_first_difference(planned, ran), len(ran), self.peak_bytes, peak_bytes)
+
+    def plot(self, path: str | PathLike[str]) -> None:
+        """Draw the memory over the last step to an image file, stacked by kind."""
+        from meshard.planning.picture import draw_memory
+
+        draw_memory(self, path)
+
+    def __str__(self) -> str:
+        from meshard.planning.report import screen_of
+
+        return screen_of(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """A plan beside a run.
+
+    Attributes:
+        first_difference: A sentence on the first collective that differs; None if all agree.
+        num_collectives: How many the run had.
+        peak_ratio: The planned peak by the measured one; None if that was not given.
+    """
+
+    first_difference: str | None
+    num_collectives: int
+    planned_peak: int
+    measured_peak: int | None
+
+    @property
+    def peak_ratio(self) -> float | None:
+        """The planned peak by the measured one."""
+        return None if self.measured_peak is None else self.planned_peak / self.measured_peak
+
+    def __str__(self) -> str:
+        what = self.first_difference or f"all {self.num_collectives} collectives are as planned"
+        if self.peak_ratio is None:
+            return what
+        return f"{what}; the planned peak is {self.peak_ratio:.3f} of the measured one"
+
+
+def _first_difference(
+    planned: list[tuple[str, str, int]], ran: list[tuple[str, str, int]]
+) -> str | None:
+    def said(events: list[tuple[str, str, int]], number: int) -> str:
+        if number >= len(events):
+            return "none"
+        op, unit, payload = events[number]
+        return f"{op} of {unit or '(root)'} with {payload:,} bytes"
+
+    for number in range(max(len(planned), len(ran))):
+        if planned[number : number + 1] != ran[number : number + 1]:
+            return f"collective {number}: planned {said(planned, number)}, ran {said(ran, number)}"
+    return None
+
+
+def plan(
+    job: Job,
+    *,
+    world_size: int,
+    rank: int = 0,
+    ranks_per_node: int = 8,
+    device_type: str = "cuda",
+    steps: int = 2,
+) -> Plan:
+    """Find out what a training job takes and sends, before it runs.
+
+    The job is run as one rank of ``world_size``, with the code of meshard and torch that it will
+    run, but on tensors whose memory is never touched, in a process group that never communicates.
+    No device is needed, and little memory. Numbers read by the job (losses, norms) are zeros.
+
+    Args:
+        job: Does what a rank of the real job does: makes a mesh and a model, on any device, shards
+            it, and makes an optimizer. It returns a function that runs one whole step on a batch
+            that it makes up, with accumulation, clipping and all.
+        world_size: How many ranks the job will have.
+        rank: Which of them is planned. Ranks may differ in padding.
+        ranks_per_node: How many ranks share a node, which decides what is sent between nodes.
+        device_type: Of the real job. On ``"cpu"``, the ranks send through sockets.
+        steps: How many steps to run. The first makes the state of the optimizer, and the last is
+            the one that ``collectives`` and ``moments`` are about.
+
+    Returns:
+        The plan.
+
+    Raises:
+        RuntimeError: This process has a process group already.
+        TypeError: ``job`` is no function, or does not return one.
+        ValueError: A number is out of range.
+        Exception: What the job raises.
+
+    >>> import torch, meshard
+    >>> from meshard.planning import plan
+    >>> def job():
+    ...     model = meshard.fully_shard(torch.nn.Linear(1024, 1024, bias=False))
+    ...     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ...     def step():
+    ...         model(torch.ones(16, 1024)).sum().backward()
+    ...         optimizer.step()
+    ...         optimizer.zero_grad()
+    ...     return step
+    >>> planned = plan(job, world_size=8)
+    >>> planned.state_bytes, planned.collectives["all_gather"].payload_bytes
+    (1048576, 8388608)
+    """
+    if not callable(job):
+        raise TypeError(f"job must be a function that returns a step, got {job!r}.")
+    if not 0 <= rank < world_size or ranks_per_node < 1 or steps < 1:
+        raise ValueError(
+            "plan() needs 0 <= rank < world_size, ranks_per_node >= 1 and steps >= 1; got "
+            f"{rank=}, {world_size=}, {ranks_per_node=}, {steps=}."
+        )
+    machine = Machine(
+        world_size=world_size, rank=rank, ranks_per_node=ranks_per_node, device_type=device_type
+    )
+    with machine.running():
+        step = job()
+        if not callable(step):
+            raise TypeError(f"job must return a function that runs one step, got {step!r}.")
+        num_before = 0
+        for _ in range(steps):
+            num_before = len(machine.events)
+            machine.log.begin_step()
+            step()
+        machine.label()
+        return _plan_of(machine, num_before)
+
+
+def _plan_of(machine: Machine, num_before: int) -> Plan:
+    log = machine.log
+    peaks = [max((usage.total for usage in log.history(n)), default=0) for n in log.steps()]
+    peak = max(peaks)
+    worst = peaks.index(peak)
+    at_peak = next(each for each in log.history(worst) if each.total == peak)
+    events = [
+        Collective.of(event, ranks, machine.ranks_per_node)
+        for event, ranks in machine.events[num_before:]
+    ]
+    return Plan(
+        world_size=machine.world_size,
+        rank=machine.rank,
+        ranks_per_node=machine.ranks_per_node,
+        device_type=machine.device_type,
+        peak_bytes=peak,
+        peak_unit=at_peak.moment.unit,
+        peak_phase=at_peak.moment.phase,
+        bytes_by_kind=_filled(at_peak.by_kind),
+        state_bytes=machine.state_bytes(),
+        host_bytes=log.host_peak(),
+        collectives=_sums_of(events),
+        events=events,
+        peaks=peaks,
+        moments=list(_moments_of(log)),
+        units=list(_units_of(machine, log.units_at(at_peak.number))),
+        not_known=list(_not_known(machine)),
+    )
+
+
+def _sums_of(events: list[Collective]) -> dict[str, CollectiveSum]:
+    by_op = defaultdict[str, list[Collective]](list)
+    for event in events:
+        by_op[event.op].append(event)
+    return {
+        op: CollectiveSum(
+            len(some),
+            sum(each.payload_bytes for each in some),
+            sum(each.wire_bytes for each in some),
+            sum(each.wire_bytes for each in some if each.is_between_nodes),
+        )
+        for op, some in by_op.items()
+    }
+
+
+def _moments_of(log: MemoryLog) -> Iterator[PlannedMoment]:
+    """Iterate over the parts of the last step, each with the most that is alive in it."""
+    present, most = None, Counter[str]()
+    for usage in log.history(len(log.step_begins) - 1):
+        if usage.moment is not present:
+            if present is not None:
+                yield PlannedMoment(present.phase, present.unit, _filled(most))
+            present, most = usage.moment, Counter(usage.by_kind)
+        elif usage.total > most.total():
+            most = Counter(usage.by_kind)
+    if present is not None:
+        yield PlannedMoment(present.phase, present.unit, _filled(most))
+
+
+def _filled(by_kind: Counter[str]) -> dict[str, int]:
+    return {kind: by_kind[kind] for kind in KINDS}
+
+
+def _units_of(machine: Machine, by_unit: defaultdict[str, Counter[str]]) -> Iterator[PlannedUnit]:
+    for unit in machine.units():
+        group = unit.group
+        if not group.params:
+            continue
+        unsharded = sum(p.layout.numel * p.sharded.dtype.itemsize for p in group.params)
+        per_rank = group.unit_params.layout.shard_bytes
+        padding = per_rank * group.spec.mesh_info.shard_count - unsharded
+        kinds = _filled(by_unit[unit.label])
+        yield PlannedUnit(unit.label, per_rank, unsharded, padding, kinds)
+
+
+def _not_known(machine: Machine) -> Iterator[str]:
+    if machine.has_device:
+        yield "the reserve and the fragmentation of the caching allocator, and the CUDA context"
+        yield "memory of NCCL itself, and workspaces inside of kernels"
+    else:
+        yield "buffers of gloo itself, and workspaces inside of kernels"
+    yield "what depends on values: all numbers that the job reads are zeros"
+    if machine.phantom.ran_for_real:
+        names = ", ".join(sorted(machine.phantom.ran_for_real))
+        yield f"shapes of {names}, which have no implementation on the meta device and were run"
