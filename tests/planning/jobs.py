@@ -12,7 +12,7 @@ import meshard
 from meshard import CPUOffloadPolicy, GradientSync
 from tests.support.models import Transformer, seeded
 
-VOCAB, DIM, LENGTH, BATCH = 512, 128, 32, 8
+VOCAB, DIM, LENGTH, BATCH = 512, 128, 32, 32
 
 
 class RmsNorm(nn.Module):
@@ -65,7 +65,7 @@ class LlamaBlock(nn.Module):
 class Llama(nn.Module):
     """Token ids to logits by the embedding's own weight."""
 
-    def __init__(self, depth=3, heads=8, groups=2):
+    def __init__(self, depth=6, heads=8, groups=2):
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, DIM)
         self.blocks = nn.ModuleList(LlamaBlock(DIM, heads, groups) for _ in range(depth))
@@ -100,7 +100,7 @@ class ConvBlock(nn.Module):
 class ConvNet(nn.Module):
     """Images ``[batch, 3, 16, 16]`` to scores."""
 
-    def __init__(self, channels=96, depth=3):
+    def __init__(self, channels=64, depth=12):
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
         self.blocks = nn.ModuleList(ConvBlock(channels) for _ in range(depth))
@@ -126,8 +126,8 @@ class LowRank(nn.Module):
         return self.layer(x) + self.up(self.down(x))
 
 
-def gpt():
-    return Transformer(vocab=VOCAB, dim=DIM, heads=4, depth=3)
+def gpt(depth=6):
+    return Transformer(vocab=VOCAB, dim=DIM, heads=4, depth=depth)
 
 
 def adapted():
@@ -140,7 +140,7 @@ def adapted():
 
 def checkpointed():
     """Return a transformer that computes the activations of its blocks anew in backward."""
-    model = gpt()
+    model = gpt(depth=12)
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     return model
@@ -163,7 +163,14 @@ def batch_for(name):
 
 
 def make_job(
-    name, *, mesh_shape=(2,), reshard=True, mode="FULL", num_microbatches=1, how="plain", device="cpu"
+    name,
+    *,
+    mesh_shape=(2,),
+    reshard=True,
+    mode="FULL",
+    num_microbatches=1,
+    how="plain",
+    device="cpu",
 ):
     """Return a step of a job: see ``MODELS`` and the branches on ``how``."""
     mesh = init_device_mesh(device, mesh_shape)
@@ -181,7 +188,7 @@ def make_job(
     elif how == "owners":
         optimizer = meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
     elif how == "flat":
-        optimizer = meshard.flat_optimizer(params, torch.optim.AdamW, lr=1e-3)
+        optimizer = meshard.flat_optimizer(model, torch.optim.AdamW, lr=1e-3)
     else:
         optimizer = torch.optim.AdamW(params, lr=1e-3)
     batches = [batch_for(name) for _ in range(num_microbatches)]

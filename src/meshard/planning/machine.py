@@ -33,17 +33,18 @@ from meshard._comm.communicator import (
     Communicator,
     Exchanging,
     GatherInFlight,
+    InFlight,
     Reducing,
     Rows,
     observers,
 )
-from meshard._comm.cpu import WorkCommunicator
+from meshard._comm.cpu import WorkCommunicator, WorkInFlight
 from meshard._comm.streams import StreamCommunicator
 from meshard._communicators import communicators_from
 from meshard._engine.param_group import owner_of as group_of
 from meshard._engine.unit import Unit, units_in, units_of
 from meshard._torch.dtensor import plain_of
-from meshard._torch.private import fake_store, graph_task_id, tree_flatten
+from meshard._torch.private import fake_store, graph_task_id, start_all_gather_on, tree_flatten
 from meshard.planning.memory import MemoryLog
 from meshard.planning.phantom import PhantomMode
 
@@ -256,6 +257,8 @@ class Machine:
             self.log.gathered(unit)
             if graph_task_id() != -1:
                 self.log.enter("backward", unit)
+        elif event == "reduce":
+            self.log.reduced(unit)
 
     def _on_collective(self, event: CommEvent, group: dist.ProcessGroup, _: object) -> None:
         self.events.append((event, dist.get_process_group_ranks(group)))
@@ -381,7 +384,42 @@ class _PlannedStreams(_Labelling, StreamCommunicator):
         self._log = log
 
 
+class _Late:
+    """A collective that is done when it is waited for, and not before.
+
+    So what it keeps is alive as long as it can be on a slow network.
+    """
+
+    def __init__(self, pending: InFlight) -> None:
+        self._pending = pending
+        self._is_done = False
+
+    def wait(self) -> None:
+        self._pending.wait()
+        self._is_done = True
+
+    def poll(self) -> bool:
+        return self._is_done
+
+    def abandon(self) -> None:
+        self._pending.abandon()
+
+
 class _PlannedWorks(_Labelling, WorkCommunicator):
     def __init__(self, log: MemoryLog) -> None:
         super().__init__()
         self._log = log
+
+    def _start_all_gather(
+        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> InFlight:
+        received = torch.empty_like(output)  # gloo receives into a buffer of its own
+        work = start_all_gather_on(group, output, source)
+        return WorkInFlight(work, ("all_gather", label), group, keep=[received])
+
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Reducing:
+        reducing = super().reduce_scatter(*args, **kwargs)
+        return reducing._replace(pending=_Late(reducing.pending))
+
+    def all_reduce(self, *args: Any, **kwargs: Any) -> InFlight:
+        return _Late(super().all_reduce(*args, **kwargs))

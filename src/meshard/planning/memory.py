@@ -62,6 +62,8 @@ class Usage:
         return sum(self.by_kind.values())
 
 
+_IN_BACKWARD = Moment("backward", "")
+
 _address_of = operator.attrgetter("address")
 
 
@@ -80,6 +82,7 @@ class MemoryLog:
         self._kind: str | None = None  # of what is made now; None: by the phase
         self._is_on_host = False
         self._gathered: list[Allocation] = []  # resized since the last unit was gathered
+        self._unnamed: list[Allocation] = []  # made in a backward, of which unit is not known yet
         self._alive: dict[int, Allocation] = {}  # by the id of the C++ storage
         self._resized: dict[int, int] = {}
         self._watches: set[Any] = set()  # weak references, which call back if they live
@@ -89,11 +92,15 @@ class MemoryLog:
     def add(self, storage: torch.UntypedStorage) -> None:
         """Record a new storage."""
         key, num_bytes = storage._cdata, torch.UntypedStorage.nbytes(storage)
+        if graph_task_id() != -1 and self.moments[-1].phase == "forward":
+            self.enter("backward", "")
         unit = self.moments[-1].unit
         allocation = Allocation(
             storage.data_ptr(), num_bytes, self._present_kind(), unit, self._is_on_host
         )
         self._alive[key] = allocation
+        if self.moments[-1] == _IN_BACKWARD:
+            self._unnamed.append(allocation)
         self._change(allocation, num_bytes)
 
         def freed(watch: Any) -> None:
@@ -132,6 +139,19 @@ class MemoryLog:
         for allocation in self._gathered:
             allocation.unit = unit
         self._gathered.clear()
+
+    def reduced(self, unit: str) -> None:
+        """Record that a backward has computed all gradients of ``unit``.
+
+        A unit that was not resharded is not gathered in backward, so its backward is known by its
+        end only.
+        """
+        if self.moments[-1] == _IN_BACKWARD:
+            self.moments[-1] = Moment("backward", unit)
+            for allocation in self._unnamed:
+                allocation.unit = unit
+            self.enter("backward", "")
+        self._unnamed.clear()
 
     def begin_step(self) -> None:
         """Record that a step begins."""

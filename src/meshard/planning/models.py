@@ -1,0 +1,203 @@
+"""Jobs for a first try: published shapes of GPT and Llama, trained with AdamW in mixed precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import meshard
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The sizes of a transformer.
+
+    ``hidden`` is that of the MLP, and ``kv_heads`` that of keys and values. A *gated* MLP has a
+    third matrix, and such models have neither biases nor learned positions, as Llama.
+    """
+
+    width: int
+    depth: int
+    heads: int
+    kv_heads: int
+    hidden: int
+    vocab: int
+    is_tied: bool
+    is_gated: bool
+
+
+def _gpt(width: int, depth: int, heads: int, vocab: int = 50257) -> Shape:
+    return Shape(width, depth, heads, heads, 4 * width, vocab, is_tied=True, is_gated=False)
+
+
+def _llama(width: int, depth: int, heads: int, hidden: int) -> Shape:
+    return Shape(width, depth, heads, 8, hidden, 128256, is_tied=False, is_gated=True)
+
+
+# GPT: table 2.1 of Brown et al., 2020 (13b has width 5140 there, which 40 heads of 128 do not fill)
+# and, of 1t, table 1 of Narayanan et al., 2021. Llama 3.1: table 3 of Grattafiori et al., 2024.
+SHAPES = {
+    "gpt:13b": _gpt(5120, 40, 40),
+    "gpt:175b": _gpt(12288, 96, 96),
+    "gpt:1t": _gpt(25600, 128, 160, vocab=51200),
+    "llama:8b": _llama(4096, 32, 32, 14336),
+    "llama:70b": _llama(8192, 80, 64, 28672),
+    "llama:405b": _llama(16384, 126, 128, 53248),
+}
+
+
+class _Attention(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        has_bias = not shape.is_gated
+        self.shape, self.head_width = shape, shape.width // shape.heads
+        kv_width = shape.kv_heads * self.head_width
+        self.query = nn.Linear(shape.width, shape.width, bias=has_bias)
+        self.key = nn.Linear(shape.width, kv_width, bias=has_bias)
+        self.value = nn.Linear(shape.width, kv_width, bias=has_bias)
+        self.out = nn.Linear(shape.width, shape.width, bias=has_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        query, key, value = (
+            layer(x).view(batch, length, -1, self.head_width).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, enable_gqa=self.shape.kv_heads < self.shape.heads
+        )
+        out: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        return out
+
+
+class _Mlp(nn.Module):
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        has_bias = not shape.is_gated
+        self.up = nn.Linear(shape.width, shape.hidden, bias=has_bias)
+        self.gate = nn.Linear(shape.width, shape.hidden, bias=False) if shape.is_gated else None
+        self.down = nn.Linear(shape.hidden, shape.width, bias=has_bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        up = self.up(x)
+        hidden = functional.gelu(up) if self.gate is None else functional.silu(self.gate(x)) * up
+        down: torch.Tensor = self.down(hidden)
+        return down
+
+
+class _Block(nn.Module):
+    def __init__(self, shape: Shape, *, recomputes: bool) -> None:
+        super().__init__()
+        norm = nn.RMSNorm if shape.is_gated else nn.LayerNorm
+        self.norms = nn.ModuleList([norm(shape.width), norm(shape.width)])
+        self.attention, self.mlp = _Attention(shape), _Mlp(shape)
+        self._recomputes = recomputes
+
+    def _run(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norms[0](x))
+        result: torch.Tensor = x + self.mlp(self.norms[1](x))
+        return result
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._recomputes:
+            result: torch.Tensor = checkpoint(self._run, x, use_reentrant=False)
+            return result
+        return self._run(x)
+
+
+class _Model(nn.Module):
+    def __init__(self, shape: Shape, *, length: int, recomputes: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(shape.vocab, shape.width)
+        self.positions = None if shape.is_gated else nn.Embedding(length, shape.width)
+        blocks = (_Block(shape, recomputes=recomputes) for _ in range(shape.depth))
+        self.blocks = nn.ModuleList(blocks)
+        self.norm = (nn.RMSNorm if shape.is_gated else nn.LayerNorm)(shape.width)
+        self.head = nn.Linear(shape.width, shape.vocab, bias=False)
+        if shape.is_tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.positions is not None:
+            x = x + self.positions.weight
+        for block in self.blocks:
+            x = block(x)
+        scores: torch.Tensor = self.head(self.norm(x))
+        return scores
+
+
+def built_in(
+    name: str,
+    *,
+    replicas: int = 1,
+    reshard: bool | int = True,
+    recompute: bool = True,
+    offload: bool = False,
+    bfloat16: bool = True,
+    batch: int = 1,
+    length: int = 2048,
+    microbatches: int = 1,
+    owners: bool = False,
+) -> Callable[[], object]:
+    """Make one of ``SHAPES`` on this rank, and return a step.
+
+    Args:
+        name: Of the shape, such as ``"gpt:13b"``.
+        replicas: How many replicas share the work (HSDP).
+        reshard: ``reshard_after_forward`` of the blocks.
+        recompute: Compute the activations of blocks anew in backward.
+        offload: Keep parameters, gradients and optimizer state in host memory.
+        bfloat16: Compute and gather in bfloat16; parameters stay in float32.
+        batch: Sequences of a microbatch, on each rank.
+        length: Tokens of a sequence.
+        microbatches: Of a step.
+        owners: Step the matrices of blocks with Muon, each on one rank.
+    """
+    if name not in SHAPES:
+        raise ValueError(f"there is no model {name!r}; there are {', '.join(SHAPES)}.")
+    shape, world_size = SHAPES[name], torch.distributed.get_world_size()
+    if replicas < 1 or world_size % replicas:
+        raise ValueError(f"replicas must divide the number of ranks, {world_size}; got {replicas}.")
+    if replicas == 1:
+        mesh = init_device_mesh("cuda", (world_size,))
+    else:
+        mesh = init_device_mesh("cuda", (replicas, world_size // replicas))
+    with torch.device("meta"):
+        model = _Model(shape, length=length, recomputes=recompute)
+    shard = partial(
+        meshard.fully_shard,
+        mesh=mesh,
+        reshard_after_forward=reshard,
+        mp_policy=meshard.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        if bfloat16
+        else meshard.MixedPrecisionPolicy(),
+        offload_policy=meshard.CPUOffloadPolicy() if offload else meshard.OffloadPolicy(),
+    )
+    for block in model.blocks:
+        shard(block)
+    shard(model)
+    model.to_empty(device="cpu" if offload else "cuda")
+    optimizer: torch.optim.Optimizer = (
+        meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
+        if owners
+        else torch.optim.AdamW(model.parameters(), lr=1e-3)
+    )
+
+    def step() -> None:
+        tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
+        for each in meshard.microbatches(model, [tokens] * microbatches):
+            scores = model(each).flatten(0, 1)
+            functional.cross_entropy(scores.float(), each.flatten()).backward()
+        meshard.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step

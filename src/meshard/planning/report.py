@@ -1,0 +1,142 @@
+"""A plan on one screen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from meshard.planning.memory import KINDS
+from meshard.planning.plan import Plan, PlannedUnit
+
+WIDTH = 80
+_MARKS = dict(zip(KINDS, "PGOUAC", strict=True))
+_NAMES = {
+    "params": "shards of parameters",
+    "grads": "gradients",
+    "optimizer": "optimizer state",
+    "unsharded": "unsharded parameters",
+    "activations": "activations",
+    "communication": "buffers of communication",
+}
+
+
+def readable_size(num_bytes: float) -> str:
+    """Return a number of bytes in decimal units, as memory of devices is sold.
+
+    >>> readable_size(25_700_000_000), readable_size(999), readable_size(1_500)
+    ('25.7 GB', '999 B', '1.5 kB')
+    """
+    for unit in ("B", "kB", "MB", "GB"):
+        if abs(num_bytes) < 1000:
+            return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
+        num_bytes /= 1000
+    return f"{num_bytes:.1f} TB"
+
+
+def screen_of(plan: Plan, limit: int | None = None) -> str:
+    """Return what a person wants to know of a plan, in lines of at most 80 characters."""
+    return "\n".join(line[:WIDTH].rstrip() for line in _lines_of(plan, limit))
+
+
+def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
+    peak = readable_size(plan.peak_bytes)
+    where = f"{plan.peak_phase} of {plan.peak_unit}" if plan.peak_unit else plan.peak_phase
+    yield f"rank {plan.rank} of {plan.world_size} on {plan.device_type}: peak {peak}, in {where}"
+    if limit is not None:
+        verdict = "fits" if plan.peak_bytes <= limit else "DOES NOT FIT"
+        yield f"{verdict} in {readable_size(limit)} ({plan.peak_bytes / limit:.0%})"
+    yield ""
+    yield f"[{_bar(plan)}]"
+    for kind in sorted(KINDS, key=lambda each: -plan.bytes_by_kind[each]):
+        num_bytes = plan.bytes_by_kind[kind]
+        share = num_bytes / max(plan.peak_bytes, 1)
+        yield f"  {_MARKS[kind]} {_NAMES[kind]:26}{readable_size(num_bytes):>10} {share:6.1%}"
+    yield f"  state (parameters, gradients, optimizer) {readable_size(plan.state_bytes)} per rank"
+    if plan.host_bytes:
+        yield f"  of which in host memory {readable_size(plan.host_bytes)}"
+    padding = sum(unit.padding_bytes for unit in plan.units)
+    if padding:
+        yield f"  padding of all ranks together {readable_size(padding)}"
+    yield ""
+    yield from _collectives(plan)
+    yield ""
+    yield "units that cost most at the peak, and what would help most:"
+    for unit in sorted(plan.units, key=lambda each: -each.total)[:3]:
+        yield f"  {_short(unit.label):24}{readable_size(unit.total):>10}  {_parts(unit)}"
+        yield f"    {advice_for(plan, unit)}"
+    yield ""
+    yield "not known:"
+    for sentence in plan.not_known:
+        yield from _wrapped(sentence)
+
+
+def _bar(plan: Plan) -> str:
+    width = WIDTH - 2
+    ends, total = [], 0
+    for kind in KINDS:
+        total += plan.bytes_by_kind[kind]
+        ends.append(round(width * total / max(plan.peak_bytes, 1)))
+    bar, begin = "", 0
+    for kind, end in zip(KINDS, ends, strict=True):
+        bar += _MARKS[kind] * (end - begin)
+        begin = end
+    return bar.ljust(width)
+
+
+def _collectives(plan: Plan) -> Iterator[str]:
+    yield f"{'each step sends':28}{'count':>7}{'payload':>12}{'sent':>12}{'between nodes':>16}"
+    for op, one in plan.collectives.items():
+        sizes = (one.payload_bytes, one.wire_bytes, one.wire_bytes_between_nodes)
+        payload, sent, between = map(readable_size, sizes)
+        yield f"  {op:26}{one.count:>7}{payload:>12}{sent:>12}{between:>16}"
+    if not plan.collectives:
+        yield "  nothing"
+
+
+def _parts(unit: PlannedUnit) -> str:
+    parts = sorted(unit.bytes_by_kind.items(), key=lambda pair: -pair[1])
+    return ", ".join(f"{kind} {readable_size(size)}" for kind, size in parts[:2] if size)
+
+
+def _short(label: str) -> str:
+    return label if len(label) <= 23 else f"...{label[-20:]}"
+
+
+def _wrapped(sentence: str) -> Iterator[str]:
+    line = "  -"
+    for word in sentence.split():
+        if len(line) + 1 + len(word) > WIDTH:
+            yield line
+            line = "   "
+        line += f" {word}"
+    yield line
+
+
+class _Change(NamedTuple):
+    """Something that a user can change, with the bytes that it frees at the peak."""
+
+    frees: int
+    text: str
+
+
+def advice_for(plan: Plan, unit: PlannedUnit) -> str:
+    """Return the change that frees most of what a unit takes at the peak, with its cost."""
+    best = max(_changes(plan, unit), key=lambda change: change.frees)
+    return f"{best.text} (frees up to {readable_size(best.frees)})"
+
+
+def _changes(plan: Plan, unit: PlannedUnit) -> Iterator[_Change]:
+    kinds, is_running = unit.bytes_by_kind, unit.label == plan.peak_unit
+    yield _Change(kinds["activations"], "checkpoint it: costs its forward once more")
+    if not is_running:
+        yield _Change(
+            kinds["unsharded"],
+            f"reshard_after_forward=True: {readable_size(unit.unsharded_bytes)} more to gather",
+        )
+    moving = kinds["communication"] + (kinds["unsharded"] + kinds["grads"] if is_running else 0)
+    yield _Change(moving // 2, "two units of half its size: twice as many collectives")
+    state = kinds["params"] + kinds["grads"] + kinds["optimizer"]
+    if plan.device_type != "cpu":
+        sent = readable_size(2 * unit.shard_bytes)
+        yield _Change(state, f"OffloadPolicy: {sent} more between host and device")
+    yield _Change(state // 2, "twice as many shard ranks: smaller messages, more of them")
