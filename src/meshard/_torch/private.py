@@ -403,13 +403,12 @@ def is_faking() -> bool:
 _FAKE_PG = "torch.testing._internal.distributed.fake_pg"  # takes 0.1 s, so imported when used
 
 
-def fake_store() -> dist.Store:
+def fake_store() -> Any:
     """Return the store of a process group of the backend ``fake``, which never communicates.
 
     Tensors of other ranks are missing in such a group. The import registers the backend.
     """
-    store: dist.Store = importlib.import_module(_FAKE_PG).FakeStore()
-    return store
+    return importlib.import_module(_FAKE_PG).FakeStore()
 
 
 # --- torch's fully_shard -------------------------------------------------------------------

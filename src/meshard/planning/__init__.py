@@ -9,6 +9,7 @@ from meshard.planning.plan import (
     PlannedUnit,
     plan,
 )
+from meshard.planning.sweep import SweepRow, fit, sweep
 
 __all__ = [
     "Collective",
@@ -17,5 +18,8 @@ __all__ = [
     "Plan",
     "PlannedMoment",
     "PlannedUnit",
+    "SweepRow",
+    "fit",
     "plan",
+    "sweep",
 ]

@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import os
+import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -101,6 +102,9 @@ class Machine:
             stack.enter_context(self._watching())
             stack.enter_context(_OnThisDevice(self.device_type))
             stack.enter_context(self.phantom)
+            # Host memory is on the CPU, as everything is here.
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", r"CPUOffloadPolicy\(pin_memory=True\)")
             yield
 
     def units(self) -> list[Unit]:
@@ -124,8 +128,8 @@ class Machine:
         def relabel(tensors: Iterable[torch.Tensor], kind: str, param: torch.Tensor) -> None:
             own = [plain_of(each) for each in tensors]
             self._state[kind] += sum(each.nbytes for each in own)
-            where = {"unit": labels.get(id(param)), "is_on_host": id(param) in offloaded}
-            self.log.relabel(own, kind, **where)
+            unit, is_on_host = labels.get(id(param)), id(param) in offloaded
+            self.log.relabel(own, kind, unit=unit, is_on_host=is_on_host)
 
         for module in self._modules:
             self.log.relabel(map(plain_of, module.buffers()), "params")
@@ -134,8 +138,8 @@ class Machine:
                 if param.grad is not None:
                     relabel([param.grad], "grads", param)
         for optimizer in self._optimizers:
-            for param, state in optimizer.state.items():
-                relabel(filter(torch.is_tensor, tree_flatten(state)[0]), "optimizer", param)
+            for stepped, state in optimizer.state.items():
+                relabel(filter(torch.is_tensor, tree_flatten(state)[0]), "optimizer", stepped)
         for kind, num_bytes in self._state.items():
             self._most[kind] = max(self._most[kind], num_bytes)
 

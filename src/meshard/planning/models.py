@@ -1,4 +1,4 @@
-"""Jobs for a first try: published shapes of GPT and Llama, trained with AdamW in mixed precision."""
+"""Jobs for a first try: published shapes of GPT and Llama, in mixed precision."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
 
     def _shapes(self, func: Any, leaves: list[Any], spec: Any, schema: _Schema) -> Any:
         """Return the results on the meta device; None if the operator has to run."""
-        key = func, spec, tuple(_form_of(leaf) for leaf in leaves)
+        key: Any = func, spec, tuple(_form_of(leaf) for leaf in leaves)
         try:
             if key in self._results:
                 return self._results[key]

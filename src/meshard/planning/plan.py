@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -161,14 +162,12 @@ class Plan:
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the memory over the last step to an image file, stacked by kind."""
-        from meshard.planning.picture import draw_memory
-
-        draw_memory(self, path)
+        # Imported late: the picture and the screen are made from plans.
+        importlib.import_module("meshard.planning.picture").draw_memory(self, path)
 
     def __str__(self) -> str:
-        from meshard.planning.report import screen_of
-
-        return screen_of(self)
+        text: str = importlib.import_module("meshard.planning.report").screen_of(self)
+        return text
 
 
 @dataclass(frozen=True, slots=True)

@@ -122,21 +122,23 @@ class _Change(NamedTuple):
 def advice_for(plan: Plan, unit: PlannedUnit) -> str:
     """Return the change that frees most of what a unit takes at the peak, with its cost."""
     best = max(_changes(plan, unit), key=lambda change: change.frees)
-    return f"{best.text} (frees up to {readable_size(best.frees)})"
+    return f"-{readable_size(best.frees)}: {best.text}"
 
 
 def _changes(plan: Plan, unit: PlannedUnit) -> Iterator[_Change]:
     kinds, is_running = unit.bytes_by_kind, unit.label == plan.peak_unit
     yield _Change(kinds["activations"], "checkpoint it: costs its forward once more")
     if not is_running:
+        gathered = readable_size(unit.unsharded_bytes)
+        yield _Change(kinds["unsharded"], f"reshard_after_forward=True: {gathered} more to gather")
         yield _Change(
-            kinds["unsharded"],
-            f"reshard_after_forward=True: {readable_size(unit.unsharded_bytes)} more to gather",
+            kinds["communication"],
+            "set_reduce_scatter_max_input_buffers(1): hides less",
         )
     moving = kinds["communication"] + (kinds["unsharded"] + kinds["grads"] if is_running else 0)
     yield _Change(moving // 2, "two units of half its size: twice as many collectives")
-    state = kinds["params"] + kinds["grads"] + kinds["optimizer"]
-    if plan.device_type != "cpu":
+    state = kinds["params"] + min(kinds["grads"], unit.shard_bytes) + kinds["optimizer"]
+    if plan.device_type != "cpu" and not plan.host_bytes:
         sent = readable_size(2 * unit.shard_bytes)
         yield _Change(state, f"OffloadPolicy: {sent} more between host and device")
     yield _Change(state // 2, "twice as many shard ranks: smaller messages, more of them")

@@ -1,0 +1,209 @@
+"""``python -m meshard plan``: plan a job from a shell, before it is submitted."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import contextlib
+import importlib
+import inspect
+import math
+import os
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+from meshard.planning.models import SHAPES, built_in
+from meshard.planning.plan import bytes_of, plan
+from meshard.planning.report import readable_size, screen_of
+from meshard.planning.sweep import MakeJob, SweepRow, fit, sweep
+
+_EXAMPLES = """\
+examples:
+  python -m meshard plan --model gpt:13b --world 8 --limit 80GB
+  python -m meshard plan train:job --world 256 --set batch=4 --plot memory.png
+  python -m meshard plan --model llama:70b --world 64 --sweep replicas=1,2 --sweep reshard=True,8
+  python -m meshard plan --model llama:70b --world 64 --fit 80GB --sweep recompute=True,False
+
+The exit code is 0 if the plan fits into --limit or --fit, or if there is neither; 1 if it does not
+fit; 2 if the command or the job is not right.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command to ``parser``."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLES
+    parser.add_argument("job", nargs="?", metavar="PKG:FUNCTION", help="a job of your own")
+    parser.add_argument("--model", metavar="NAME", help=f"instead of it: {', '.join(SHAPES)}")
+    parser.add_argument("--world", type=int, required=True, metavar="N", help="how many ranks")
+    parser.add_argument("--rank", type=int, default=0, help="which of them (0)")
+    parser.add_argument("--node", type=int, default=8, metavar="N", help="ranks of a node (8)")
+    parser.add_argument("--device", default="cuda", metavar="TYPE", help="of the ranks (cuda)")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="to run (2)")
+    parser.add_argument("--limit", metavar="SIZE", help="memory of a rank, such as 80GB")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="an argument of the job"
+    )
+    parser.add_argument(
+        "--sweep", action="append", default=[], metavar="KEY=A,B", help="plan all these values"
+    )
+    parser.add_argument("--fit", metavar="SIZE", help="find what fits into this memory")
+    parser.add_argument("--offload", action="store_true", help="the same as --set offload=True")
+    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument("--plot", metavar="FILE", help="draw the memory of a step")
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command; return the exit code."""
+    try:
+        return _run(parsed)
+    except (ImportError, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    settings = dict(_setting(each) for each in parsed.set)
+    if parsed.offload:
+        settings["offload"] = True
+    job = _job_of(parsed, settings)
+    options = {
+        "rank": parsed.rank,
+        "ranks_per_node": parsed.node,
+        "device_type": parsed.device,
+        "steps": parsed.steps,
+    }
+    if not parsed.sweep and not parsed.fit:
+        return _show(parsed, plan(job, world_size=parsed.world, **options))
+    values = dict(map(_values, parsed.sweep))
+    if parsed.fit:
+        return _fit(parsed, job, values, options)
+    count = math.prod(len(each) for each in values.values())
+    with _bar(count) as on_row:
+        rows = sweep(
+            job, values, limit=parsed.limit, world_size=parsed.world, on_row=on_row, **options
+        )
+    print(_table(rows, parsed.limit))
+    return 0 if rows[0].fits(parsed.limit) else 1
+
+
+def _show(parsed: argparse.Namespace, planned: Any) -> int:
+    limit = None if parsed.limit is None else bytes_of(parsed.limit)
+    print(planned.to_json() if parsed.json else screen_of(planned, limit))
+    if parsed.plot:
+        planned.plot(parsed.plot)
+    return 0 if limit is None or planned.fits(limit) else 1
+
+
+def _fit(
+    parsed: argparse.Namespace,
+    job: MakeJob,
+    values: dict[str, list[Any]],
+    options: dict[str, Any],
+) -> int:
+    with _bar(None) as on_row:
+        smallest, cheapest = fit(
+            job, values, limit=parsed.fit, world_size=parsed.world, on_row=on_row, **options
+        )
+    if smallest is None or cheapest is None:
+        print(f"nothing fits into {parsed.fit} on {parsed.world} ranks; try more ranks, or --sweep")
+        return 1
+    print(f"smallest world into which it fits: {smallest.world_size} ranks")
+    print(_table([smallest], parsed.fit))
+    print()
+    print(f"cheapest setting on {cheapest.world_size} ranks")
+    print(_table([cheapest], parsed.fit))
+    return 0
+
+
+@contextlib.contextmanager
+def _bar(count: int | None) -> Iterator[Callable[[SweepRow], None]]:
+    """Show how many plans are done, on a terminal."""
+    done = 0
+    is_terminal = sys.stderr.isatty()
+
+    def on_row(row: SweepRow) -> None:
+        nonlocal done
+        done += 1
+        if is_terminal:
+            of = f" of {count}" if count else ""
+            print(f"\r{done}{of} plans", end="", file=sys.stderr, flush=True)
+
+    try:
+        yield on_row
+    finally:
+        if is_terminal:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+def _table(rows: list[SweepRow], limit: str | None) -> str:
+    keys = list(rows[0].settings)
+    lines = [[*keys, "peak", "peak in", "sent", "between nodes", ""]]
+    for row in rows:
+        values = [str(row.settings[key]) for key in keys]
+        if row.plan is None:
+            lines.append([*values, "", "", "", "", row.error.partition("\n")[0][:60]])
+            continue
+        sums = row.plan.collectives.values()
+        between = sum(each.wire_bytes_between_nodes for each in sums)
+        sizes = [readable_size(each) for each in (row.plan.wire_bytes, between)]
+        verdict = "" if limit is None else "fits" if row.fits(limit) else "does not fit"
+        peak = readable_size(row.plan.peak_bytes)
+        lines.append([*values, peak, row.plan.peak_phase, *sizes, verdict])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def _job_of(parsed: argparse.Namespace, settings: dict[str, Any]) -> MakeJob:
+    if (parsed.job is None) == (parsed.model is None):
+        raise ValueError("name a job as PKG:FUNCTION, or one of the models by --model.")
+    if parsed.model is not None:
+        if parsed.model not in SHAPES:
+            raise ValueError(f"there is no model {parsed.model!r}; there are {', '.join(SHAPES)}.")
+        return _checked(partial(built_in, parsed.model), settings, parsed.sweep)
+    package, _, name = parsed.job.partition(":")
+    if not name:
+        raise ValueError(f"a job is PKG:FUNCTION, such as train:job, got {parsed.job!r}.")
+    sys.path.insert(0, os.getcwd())  # as for `python -m`, in a console script too
+    function = getattr(importlib.import_module(package), name, None)
+    if not callable(function):
+        raise ValueError(f"{package} has no function {name!r}.")
+    return _checked(function, settings, parsed.sweep)
+
+
+def _checked(function: MakeJob, settings: dict[str, Any], swept: list[str]) -> MakeJob:
+    """Return the job with its settings, after a look at whether it takes them."""
+    taken = inspect.signature(function).parameters
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
+        return partial(function, **settings)
+    for key in (*settings, *(each.partition("=")[0] for each in swept)):
+        if key not in taken:
+            raise ValueError(f"the job takes no {key!r}; it takes {', '.join(taken) or 'nothing'}.")
+    return partial(function, **settings)
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, has_value, value = text.partition("=")
+    if not has_value:
+        raise ValueError(f"a setting is KEY=VALUE, got {text!r}.")
+    return key, _parsed(value)
+
+
+def _values(text: str) -> tuple[str, list[Any]]:
+    key, has_values, values = text.partition("=")
+    if not has_values or not values:
+        raise ValueError(f"a sweep is KEY=A,B, got {text!r}.")
+    return key, [_parsed(each) for each in values.split(",")]
+
+
+def _parsed(text: str) -> Any:
+    """Return a number, True, False or None that ``text`` spells, or the text."""
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text

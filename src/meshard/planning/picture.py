@@ -1,0 +1,66 @@
+"""A picture of a plan: memory over a step, stacked by kind."""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import TYPE_CHECKING
+
+from meshard.planning.memory import KINDS
+from meshard.planning.report import readable_size
+
+if TYPE_CHECKING:
+    from meshard.planning.plan import Plan
+
+try:
+    from matplotlib.figure import Figure
+except ImportError:  # an extra
+    Figure = None  # type: ignore[assignment, misc]
+
+# Colours that people with any kind of colour vision can tell apart: Okabe and Ito, 2008.
+_COLOURS = dict(
+    zip(KINDS, ("#0072B2", "#D55E00", "#56B4E9", "#E69F00", "#009E73", "#CC79A7"), strict=True)
+)
+
+
+def draw_memory(plan: Plan, path: str | PathLike[str]) -> None:
+    """Draw the memory over the last step of ``plan`` to an image file."""
+    if Figure is None:
+        raise ImportError("drawing needs matplotlib: pip install 'meshard[examples]'.")
+    figure = Figure(figsize=(10, 5.5), layout="constrained")
+    axes = figure.subplots()
+    numbers = list(range(len(plan.moments)))
+    scale, unit = _scale_of(plan.peak_bytes)
+    heights = [[each.bytes_by_kind[kind] / scale for each in plan.moments] for kind in KINDS]
+    axes.stackplot(
+        numbers, heights, labels=KINDS, colors=[_COLOURS[kind] for kind in KINDS], step="mid"
+    )
+    last_peak = max((each.total for each in plan.moments), default=0)
+    axes.axhline(last_peak / scale, color="black", linewidth=0.8, linestyle="--")
+    axes.annotate(
+        f"peak {readable_size(last_peak)}",
+        (0, last_peak / scale),
+        xytext=(2, 3),
+        textcoords="offset points",
+    )
+    shown = _spread(numbers, 24)
+    labels = [f"{plan.moments[n].unit or '-'} ({plan.moments[n].phase[0]})" for n in shown]
+    axes.set_xticks(shown, labels, rotation=90, fontsize=7)
+    axes.set_xlabel("unit that runs, in forward (f), backward (b), optimizer (o) or after it (a)")
+    axes.set_ylabel(f"memory of rank {plan.rank} of {plan.world_size} [{unit}]")
+    axes.set_ylim(0, 1.25 * last_peak / scale)
+    axes.margins(x=0)
+    axes.legend(ncols=6, loc="upper center", fontsize=8, frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _scale_of(num_bytes: int) -> tuple[float, str]:
+    for power, unit in ((12, "TB"), (9, "GB"), (6, "MB")):
+        if num_bytes >= 10**power:
+            return 10.0**power, unit
+    return 1e3, "kB"
+
+
+def _spread(numbers: list[int], count: int) -> list[int]:
+    """Return at most ``count`` of the numbers, at equal distances."""
+    every = max(1, -(-len(numbers) // count))
+    return numbers[::every]

@@ -1,0 +1,141 @@
+"""Plans of many settings of one job: which fit, and which of those send least."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from meshard.planning.plan import Plan, bytes_of, plan
+
+MakeJob = Callable[..., Callable[[], object]]
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRow:
+    """One setting.
+
+    Attributes:
+        settings: The keyword arguments of the job.
+        world_size: How many ranks it was planned for.
+        plan: Its plan; None if the job raised an exception.
+        error: What the job raised.
+    """
+
+    settings: dict[str, Any]
+    world_size: int
+    plan: Plan | None
+    error: str = ""
+
+    def fits(self, limit: str | float | None) -> bool:
+        """Whether the plan fits; without a limit, whether there is one."""
+        return self.plan is not None and (limit is None or self.plan.fits(limit))
+
+
+def sweep(
+    job: MakeJob,
+    settings: Mapping[str, Sequence[Any]],
+    *,
+    limit: str | float | None = None,
+    on_row: Callable[[SweepRow], None] | None = None,
+    **options: Any,
+) -> list[SweepRow]:
+    """Plan a job for every combination of settings, and rank them.
+
+    What fits into ``limit`` comes first, and of that what sends fewest bytes between nodes, then
+    in all, then what takes least memory.
+
+    Args:
+        job: As for ``plan``, with keyword arguments.
+        settings: The values of each keyword argument.
+        limit: The memory of a rank, in bytes or as in ``"80GB"``.
+        on_row: Called with each row when it is there.
+        **options: Of ``plan``; ``world_size`` is needed.
+
+    Returns:
+        One row for each combination. A job that raised an exception has its text, and comes last.
+
+    >>> import torch, meshard
+    >>> def job(reshard=True):
+    ...     layers = [meshard.fully_shard(torch.nn.Linear(64, 64),
+    ...                                   reshard_after_forward=reshard) for _ in range(3)]
+    ...     model = meshard.fully_shard(torch.nn.Sequential(*layers))
+    ...     return lambda: model(torch.ones(2, 64)).sum().backward()
+    >>> from meshard.planning import sweep
+    >>> for row in sweep(job, {"reshard": [True, False]}, world_size=8):
+    ...     print(row.settings, row.plan.collectives["all_gather"].count)
+    {'reshard': False} 3
+    {'reshard': True} 5
+    """
+    rows = []
+    for values in itertools.product(*settings.values()):
+        chosen = dict(zip(settings, values, strict=True))
+        row = _row_of(job, chosen, **options)
+        rows.append(row)
+        if on_row is not None:
+            on_row(row)
+    return sorted(rows, key=lambda row: _rank_of(row, limit))
+
+
+def fit(
+    job: MakeJob,
+    settings: Mapping[str, Sequence[Any]],
+    *,
+    limit: str | float,
+    world_size: int,
+    on_row: Callable[[SweepRow], None] | None = None,
+    **options: Any,
+) -> tuple[SweepRow | None, SweepRow | None]:
+    """Find the smallest world and the cheapest setting that fit into ``limit``.
+
+    Args:
+        job: As for ``sweep``.
+        settings: As for ``sweep``; they may be empty.
+        limit: The memory of a rank, in bytes or as in ``"80GB"``.
+        world_size: How many ranks there are at most.
+        on_row: Called with each row when it is there.
+        **options: Of ``plan``.
+
+    Returns:
+        The row with the fewest ranks (powers of two up to ``world_size``) on which any setting
+        fits, and the best row of ``sweep`` on ``world_size`` ranks. None: nothing fits.
+    """
+    rows = sweep(job, settings, limit=limit, world_size=world_size, on_row=on_row, **options)
+    best = rows[0] if rows and rows[0].fits(limit) else None
+    if best is None:
+        return None, None
+    for size in _sizes_below(world_size):
+        smaller = sweep(job, settings, limit=limit, world_size=size, on_row=on_row, **options)
+        if smaller[0].fits(limit):
+            return smaller[0], best
+    return best, best
+
+
+def _sizes_below(world_size: int) -> Iterator[int]:
+    size = 1
+    while size < world_size:
+        yield size
+        size *= 2
+
+
+def _row_of(job: MakeJob, settings: dict[str, Any], *, world_size: int, **options: Any) -> SweepRow:
+    # Any exception: a setting that the job refuses is an answer, as replicas that do not divide.
+    try:
+        made: Any = partial(job, **settings)
+        planned = plan(made, world_size=world_size, **options)
+    except Exception as error:
+        return SweepRow(settings, world_size, None, f"{type(error).__name__}: {error}")
+    return SweepRow(settings, world_size, planned)
+
+
+def _rank_of(row: SweepRow, limit: str | float | None) -> tuple[Any, ...]:
+    if row.plan is None:
+        return True, True, 0, 0, 0
+    does_not_fit = limit is not None and row.plan.peak_bytes > bytes_of(limit)
+    sums = row.plan.collectives.values()
+    between = sum(each.wire_bytes_between_nodes for each in sums)
+    if does_not_fit:
+        return False, True, row.plan.peak_bytes, 0, 0
+    return False, False, between, row.plan.wire_bytes, row.plan.peak_bytes
