@@ -30,7 +30,7 @@ def bytes_of(size: str | float) -> int:
     """
     if isinstance(size, (int, float)):
         return int(size)
-    found = re.fullmatch(r"\s*([\d.]+)\s*([a-zA-Z]*)\s*", size)
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([a-zA-Z]*)\s*", size)
     if found is None or found[2] not in _UNITS:
         raise ValueError(f"a size is a number with a unit such as 80GB or 16GiB, got {size!r}.")
     return int(float(found[1]) * _UNITS[found[2]])
@@ -259,7 +259,7 @@ def plan(
     ...     return step
     >>> planned = plan(job, world_size=8)
     >>> planned.state_bytes, planned.collectives["all_gather"].payload_bytes
-    (1048576, 8388608)
+    (1048576, 4194304)
     """
     if not callable(job):
         raise TypeError(f"job must be a function that returns a step, got {job!r}.")

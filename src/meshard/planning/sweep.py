@@ -67,7 +67,7 @@ def sweep(
     >>> for row in sweep(job, {"reshard": [True, False]}, world_size=8):
     ...     print(row.settings, row.plan.collectives["all_gather"].count)
     {'reshard': False} 3
-    {'reshard': True} 5
+    {'reshard': True} 6
     """
     rows = []
     for values in itertools.product(*settings.values()):

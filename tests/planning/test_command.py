@@ -1,0 +1,89 @@
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from meshard.__main__ import main
+
+JOB = """
+import meshard, torch
+
+def job(width=64, offload=False):
+    model = meshard.fully_shard(torch.nn.Linear(width, width))
+    return lambda: model(torch.ones(1, width)).sum().backward()
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def in_folder_of_the_job(tmp_path, monkeypatch):
+    (tmp_path / "train_of_plan.py").write_text(JOB)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield
+    sys.modules.pop("train_of_plan", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["train_of_plan:job", "--world", "4"], 0),
+        (["train_of_plan:job", "--world", "4", "--limit", "1GB", "--set", "width=512"], 0),
+        (["train_of_plan:job", "--world", "4", "--limit", "1kB"], 1),
+        (["train_of_plan:job", "--world", "4", "--fit", "1kB"], 1),
+        (["train_of_plan:job", "--world", "4", "--fit", "1GB", "--sweep", "width=64,128"], 0),
+        (["train_of_plan:job", "--world", "4", "--sweep", "width=64,128", "--limit", "1kB"], 1),
+        (["train_of_plan:job", "--world", "4", "--offload"], 0),
+    ],
+)
+def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
+    assert main(["plan", *arguments]) == code
+    assert capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--world", "4"], "PKG:FUNCTION"),
+        (["train_of_plan", "--world", "4"], "PKG:FUNCTION"),
+        (["train_of_plan:other", "--world", "4"], "no function 'other'"),
+        (["train_of_plan:number", "--world", "4"], "no function 'number'"),
+        (["no_such_module:job", "--world", "4"], "no_such_module"),
+        (["--model", "gpt:2t", "--world", "4"], "gpt:13b"),
+        (["train_of_plan:job", "--world", "4", "--set", "depth=3"], "takes width, offload"),
+        (["train_of_plan:job", "--world", "4", "--set", "width"], "KEY=VALUE"),
+        (["train_of_plan:job", "--world", "4", "--sweep", "width="], "KEY=A,B"),
+        (["train_of_plan:job", "--world", "0"], "world_size=0"),
+        (["train_of_plan:job", "--world", "4", "--limit", "many"], "80GB"),
+    ],
+)
+def test_wrong_commands_say_what_is_right(arguments, text, capsys):
+    assert main(["plan", *arguments]) == 2
+    assert text in capsys.readouterr().err
+
+
+def test_json_is_for_scripts(capsys):
+    assert main(["plan", "train_of_plan:job", "--world", "4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["world_size"] == 4
+
+
+def test_a_table_ranks_settings(capsys):
+    main(["plan", "train_of_plan:job", "--world", "4", "--sweep", "width=128,64"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split()[:2] == ["width", "peak"]
+    assert [line.split()[0] for line in lines[1:]] == ["64", "128"]
+
+
+@pytest.mark.slow
+def test_it_runs_from_a_shell(tmp_path):
+    command = [sys.executable, "-m", "meshard", "plan", "train_of_plan:job", "--world", "4096"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=100, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    assert "peak" in done.stdout

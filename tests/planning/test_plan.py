@@ -1,0 +1,311 @@
+import json
+import logging
+import resource
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard.planning import plan
+from meshard.planning.models import built_in
+from tests.planning.jobs import make_job
+from tests.support.models import MlpBlock
+from tests.support.ranks import on_fake_ranks
+
+WIDTH = 256
+
+
+def mlp_job(*, shard=meshard.fully_shard, depth=6, width=WIDTH, device="cuda", **options):
+    """Return a step of a model whose parameters divide evenly, without biases."""
+    with torch.device(device):
+        model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
+    if shard is meshard.fully_shard:
+        for layer in model:
+            shard(layer, **options)
+    shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step():
+        model(torch.ones(4, width, device=device)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def num_params(depth=6, width=WIDTH):
+    return depth * width * width
+
+
+# --- what is sent --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "passes"),
+    [
+        ({"reshard_after_forward": True}, 3),
+        ({"reshard_after_forward": False}, 2),
+        ({"shard": meshard.replicate}, 2),
+    ],
+)
+def test_traffic_is_that_of_the_known_formulas(options, passes):
+    """Each pass sends (S - 1) / S of the parameters: 2.625 P, 1.750 P and 1.750 P on 8 ranks."""
+    # In the second step, replicate sends the order of gradients, once.
+    planned = plan(partial(mlp_job, **options), world_size=8, steps=3)
+    assert planned.wire_bytes == passes * 7 / 8 * 4 * num_params()
+
+
+def test_replicas_on_nodes_of_their_own_send_only_shards_between_nodes():
+    def job():
+        return mlp_job(mesh=init_device_mesh("cuda", (2, 8)))
+
+    planned = plan(job, world_size=16, ranks_per_node=8)
+    between = {op: each.wire_bytes_between_nodes for op, each in planned.collectives.items()}
+    shard_bytes = 4 * num_params() // 8
+    assert between == {"all_gather": 0, "reduce_scatter": 0, "all_reduce": shard_bytes}
+
+
+# --- what is alive -------------------------------------------------------------------------
+
+
+def test_state_takes_sixteen_bytes_for_each_parameter():
+    planned = plan(mlp_job, world_size=8)
+    steps = 6 * 4  # one number of AdamW for each parameter
+    assert planned.state_bytes == 16 * num_params() // 8 + steps
+
+
+def test_offloaded_state_is_in_host_memory():
+    job = partial(mlp_job, offload_policy=meshard.CPUOffloadPolicy())
+    planned = plan(job, world_size=8)
+    assert planned.bytes_by_kind["params"] == planned.bytes_by_kind["optimizer"] == 0
+    assert planned.host_bytes >= planned.state_bytes
+    assert planned.peak_bytes < planned.host_bytes + 6 * 4 * WIDTH * WIDTH
+
+
+def test_the_parts_add_up():
+    planned = plan(mlp_job, world_size=8)
+    assert sum(planned.bytes_by_kind.values()) == planned.peak_bytes == max(planned.peaks)
+    assert max(moment.total for moment in planned.moments) == planned.peaks[-1]
+    by_unit = sum(unit.bytes_by_kind["params"] for unit in planned.units)
+    assert by_unit == planned.bytes_by_kind["params"] == 4 * num_params() // 8
+
+
+def test_the_peak_names_its_unit():
+    def job():
+        narrow, wide = nn.Linear(64, 64), nn.Linear(64, 4096)
+        model = nn.Sequential(narrow, wide, nn.Linear(4096, 8))
+        for layer in model:
+            meshard.fully_shard(layer)
+        meshard.fully_shard(model)
+        return lambda: model(torch.ones(1, 64)).sum().backward()
+
+    planned = plan(job, world_size=4)
+    assert (planned.peak_phase, planned.peak_unit) == ("backward", "1")
+
+
+def test_nothing_is_allocated():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    planned = plan(partial(mlp_job, width=2**16, depth=2), world_size=2, steps=1)
+    assert planned.peak_bytes > 16e9
+    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert (after - before) * 1024 < 1e9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "world_size", "options", "gigabytes"),
+    [
+        ("gpt:13b", 8, {}, 25.7),
+        ("gpt:175b", 128, {}, 21.8),
+        ("gpt:1t", 256, {"offload": True}, 63.0),
+        ("llama:8b", 8, {}, 16.1),
+    ],
+)
+def test_published_models_take_the_state_that_arithmetic_gives(
+    name, world_size, options, gigabytes
+):
+    planned = plan(partial(built_in, name, **options), world_size=world_size)
+    assert round(planned.state_bytes / 1e9, 1) == gigabytes
+
+
+# --- jobs as people write them -------------------------------------------------------------
+
+
+def test_a_job_may_be_written_for_a_device():
+    def job():
+        torch.cuda.set_device(torch.cuda.current_device())
+        dist.init_process_group("nccl")
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),))
+        model = nn.Sequential(MlpBlock(64, 128), MlpBlock(64, 128)).cuda().to("cuda:0")
+        for block in model:
+            meshard.fully_shard(block, mesh)
+        meshard.fully_shard(model, mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        scaler = meshard.ShardedGradScaler("cpu")
+        losses = []
+
+        def step():
+            inputs = torch.randn(64, 64).pin_memory().to("cuda", non_blocking=True)
+            with torch.autocast("cuda", torch.bfloat16):
+                loss = model(inputs).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = meshard.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.item() + norm.item())
+            torch.cuda.synchronize()
+
+        return step
+
+    planned = plan(job, world_size=8)
+    assert planned.collectives["reduce_scatter"].count == 2
+
+
+def test_ranks_differ_where_rows_do_not_divide():
+    def job():
+        model = meshard.fully_shard(nn.Linear(1000, 9, bias=False))
+        return lambda: model(torch.ones(1, 1000)).sum().backward()
+
+    first, last = (plan(job, world_size=4, rank=rank) for rank in (0, 3))
+    assert first.units[0].shard_bytes == last.units[0].shard_bytes == 3 * 1000 * 4
+    assert first.units[0].padding_bytes == 3 * 1000 * 4
+
+
+@torch.library.custom_op("meshard_tests::without_shape", mutates_args=())
+def without_shape(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+without_shape.register_autograd(lambda ctx, grad: grad)
+
+
+@pytest.mark.parametrize(("rows", "outcome"), [(64, "named"), (2**17, "refused")])
+def test_operators_without_a_shape_are_named(rows, outcome):
+    def job():
+        model = meshard.fully_shard(nn.Linear(1024, 1024, device="cuda"))
+
+        def step():
+            without_shape(model(torch.ones(rows, 1024, device="cuda"))).sum().backward()
+
+        return step
+
+    if outcome == "named":
+        planned = plan(job, world_size=2)
+        assert "meshard_tests.without_shape" in "; ".join(planned.not_known)
+    else:
+        with pytest.raises(RuntimeError, match=r"meshard_tests.without_shape.*register_fake"):
+            plan(job, world_size=2)
+
+
+# --- after a plan --------------------------------------------------------------------------
+
+
+def trained():
+    torch.manual_seed(0)
+    model = meshard.fully_shard(MlpBlock(8, 16))
+    model(torch.ones(2, 8)).square().sum().backward()
+    return [param.grad.full_tensor() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_plan_leaves_the_process_as_it_was(fails):
+    def raising():
+        raise ArithmeticError("in the job")
+
+    logger = logging.getLogger("meshard")
+    before = torch.UntypedStorage.resize_, dist.init_process_group, logger.level
+    if fails:
+        with pytest.raises(ArithmeticError, match="in the job"):
+            plan(raising, world_size=8)
+    else:
+        plan(mlp_job, world_size=8)
+    assert not dist.is_initialized()
+    assert before == (torch.UntypedStorage.resize_, dist.init_process_group, logger.level)
+    gradients = trained()
+    dist.destroy_process_group()
+    assert all(gradient.abs().sum() > 0 for gradient in gradients)
+
+
+@on_fake_ranks(4)
+def test_a_process_with_a_group_is_refused():
+    with pytest.raises(RuntimeError, match="in a process of its own"):
+        plan(mlp_job, world_size=4)
+
+
+@pytest.mark.parametrize(
+    ("job", "options", "error", "text"),
+    [
+        (3, {}, TypeError, "job must be a function"),
+        (lambda: None, {}, TypeError, "must return a function that runs one step"),
+        (mlp_job, {"rank": 8}, ValueError, "rank=8, world_size=8"),
+        (mlp_job, {"steps": 0}, ValueError, "steps=0"),
+    ],
+)
+def test_wrong_arguments_are_refused(job, options, error, text):
+    with pytest.raises(error, match=text):
+        plan(job, world_size=8, **options)
+
+
+# --- what is shown -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("limit", "fits"), [(10**12, True), ("80GB", True), ("1 MiB", False), ("0.5kB", False)]
+)
+def test_limits_have_units(limit, fits):
+    assert plan(mlp_job, world_size=8).fits(limit) is fits
+
+
+@pytest.mark.parametrize("limit", ["80", "80 gigs", "GB", "", "1.2.3GB"])
+def test_limits_that_are_no_sizes_are_refused(limit):
+    planned = plan(mlp_job, world_size=8)
+    if limit == "80":
+        assert not planned.fits(limit)  # bytes
+        return
+    with pytest.raises(ValueError, match="80GB or 16GiB"):
+        planned.fits(limit)
+
+
+def test_a_screen_has_eighty_columns():
+    text = str(plan(partial(built_in, "llama:8b"), world_size=4096, ranks_per_node=8, steps=1))
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert len(lines) <= 40
+    for word in ("peak", "activations", "all_gather", "not known", "blocks."):
+        assert word in text
+
+
+def test_json_has_all_fields():
+    planned = plan(mlp_job, world_size=8)
+    loaded = json.loads(planned.to_json())
+    assert loaded["peak_bytes"] == planned.peak_bytes
+    assert loaded["collectives"]["all_gather"]["count"] == 12
+    assert loaded["moments"][0]["bytes_by_kind"].keys() == planned.bytes_by_kind.keys()
+
+
+@pytest.mark.extras
+def test_a_picture_is_drawn(tmp_path):
+    pytest.importorskip("matplotlib")
+    plan(mlp_job, world_size=8).plot(tmp_path / "memory.png")
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_first_difference_to_a_run_is_named():
+    planned = plan(partial(make_job, "gpt"), world_size=2, device_type="cpu")
+
+    ran = SimpleNamespace(events=[*planned.events[:3], *planned.events[4:]])
+    compared = planned.compare(ran)
+    third, fourth = planned.events[3:5]
+    assert compared.first_difference == (
+        f"collective 3: planned {third.op} of {third.unit} with {third.payload_bytes:,} bytes, "
+        f"ran {fourth.op} of {fourth.unit} with {fourth.payload_bytes:,} bytes"
+    )
+    assert compared.peak_ratio is None
+    assert str(compared) == compared.first_difference
