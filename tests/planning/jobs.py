@@ -100,7 +100,7 @@ class ConvBlock(nn.Module):
 class ConvNet(nn.Module):
     """Images ``[batch, 3, 16, 16]`` to scores."""
 
-    def __init__(self, channels=64, depth=12):
+    def __init__(self, channels=32, depth=12):
         super().__init__()
         self.stem = nn.Conv2d(3, channels, 3, padding=1)
         self.blocks = nn.ModuleList(ConvBlock(channels) for _ in range(depth))
