@@ -156,7 +156,7 @@ def test_a_gradient_is_added_on_the_host_after_one_from_another_stream():
         for add in (False, True):
             with device.stream(device.Stream()):  # compute, which waits for no earlier store
                 gradient = torch.ones(4)
-                copies.store(host, gradient, StreamCommunicator(device), add=add)
+                copies.store(host, gradient, StreamCommunicator(device), label="layer", add=add)
         copies.wait()
         assert host.tolist() == [2.0] * 4
     assert device.races == [] and recorder.num_checked > 0
