@@ -1,0 +1,51 @@
+"""Commands: ``python -m meshard timeline trace.json``. ``--help`` lists them."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+
+Run = Callable[[argparse.Namespace], int]  # returns the exit code
+
+
+def _add_timeline(parser: argparse.ArgumentParser) -> Run:
+    """Summarize a file of meshard.trace, or draw it."""
+    parser.add_argument("trace", help="a file that meshard.trace has written")
+    parser.add_argument("-o", "--output", help="a picture (.png, .svg or .pdf) to draw")
+
+    def run(args: argparse.Namespace) -> int:
+        from meshard.timeline import Timeline, draw  # noqa: PLC0415  # one command needs it
+
+        timeline = Timeline.read(args.trace)
+        if args.output is None:
+            print("\n\n".join(map(str, timeline.summaries())))
+        else:
+            draw(timeline, args.output)
+        return 0
+
+    return run
+
+
+# Each adds its arguments to a parser, and returns what runs it. Its docstring is the help.
+_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {"timeline": _add_timeline}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m meshard", description=__doc__)
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for name, add in _COMMANDS.items():
+        command = commands.add_parser(name, help=add.__doc__, description=add.__doc__)
+        command.set_defaults(run=add(command))
+    args = parser.parse_args(argv)
+    run: Run = args.run
+    try:
+        return run(args)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
