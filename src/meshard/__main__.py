@@ -13,11 +13,12 @@ def _add_timeline(parser: argparse.ArgumentParser) -> Run:
     """Summarize a file of meshard.trace, or draw it."""
     parser.add_argument("trace", help="a file that meshard.trace has written")
     parser.add_argument("-o", "--output", help="a picture (.png, .svg or .pdf) to draw")
+    parser.add_argument("--ranks", type=int, nargs="+", help="which; by default the first eight")
 
     def run(args: argparse.Namespace) -> int:
         from meshard.timeline import Timeline, draw  # noqa: PLC0415  # one command needs it
 
-        timeline = Timeline.read(args.trace)
+        timeline = Timeline.read(args.trace).of_ranks(args.ranks)
         if args.output is None:
             print("\n\n".join(map(str, timeline.summaries())))
         else:

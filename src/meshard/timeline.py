@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ _LANE_OF = {
     "copy_to_device": "offload",
     "copy_to_host": "offload",
 }
+_SHOWN = 8  # ranks
 Events = Iterable[Mapping[str, Any]]
 
 
@@ -159,6 +160,17 @@ class Timeline:
             return cls(content["traceEvents"], ranks)
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no file that meshard.trace has written.") from error
+
+    def of_ranks(self, ranks: Sequence[int] | None) -> Timeline:
+        """Return a timeline of some ranks; None: of the first eight, and a line says how many."""
+        if ranks is None:
+            ranks = sorted(self.ranks)[:_SHOWN]
+            if len(ranks) < len(self.ranks):
+                print(f"ranks 0 to {_SHOWN - 1} of {len(self.ranks)}; --ranks chooses others")
+        missing = set(ranks) - set(self.ranks)
+        if missing:
+            raise ValueError(f"there is no rank {min(missing)} in this trace.")
+        return Timeline(self.events, {rank: self.ranks[rank] for rank in ranks})
 
     def summaries(self) -> list[Summary]:
         """Return the summary of each rank."""

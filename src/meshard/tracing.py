@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import datetime
 import itertools
 import json
 import logging
@@ -18,6 +17,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 from typing_extensions import Self
 
@@ -26,8 +26,10 @@ from meshard._comm.blocking import gather_objects, gather_objects_to_first
 from meshard._comm.communicator import CommEvent
 from meshard._comm.spans import Clock, Moment
 from meshard._comm.stalls import Waiting
+from meshard._torch.private import timeout_of
 from meshard.timeline import LANES, Summary, lane_of, summarize
 
+_RAISED = "raised"
 _ROUND_TRIPS = 10  # to compare the clocks of two hosts
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _logger = logging.getLogger("meshard")
@@ -359,18 +361,26 @@ def _summary_of(part: Part, rank: int) -> Summary:
 # --- all ranks --------------------------------------------------------------------------------
 
 
-def _leave_after_error(traced: Trace, recorder: _Recorder) -> None:
+def _all_ranks() -> dist.ProcessGroup | None:
+    """Return the default group, if there are other ranks in it; those of a fake one are not."""
     group = dist.group.WORLD if dist.is_initialized() else None
-    if group is not None and group.size() > 1:
+    is_alone = group is None or group.size() == 1 or dist.get_backend(group) == "fake"
+    return None if is_alone else group
+
+
+def _leave_after_error(traced: Trace, recorder: _Recorder) -> None:
+    """Write the part of this rank, after an exception."""
+    group = _all_ranks()
+    if group is not None:
         _do_all_leave(group, has_raised=True)
     _write_alone(traced, _resolved(recorder), group)
 
 
 def _leave(traced: Trace, recorder: _Recorder) -> None:
     """Write the file. **Collective:** all ranks, unless one of them has raised."""
-    part, group = _resolved(recorder), dist.group.WORLD if dist.is_initialized() else None
-    if group is None or group.size() == 1:
-        _write_alone(traced, part, group)
+    part, group = _resolved(recorder), _all_ranks()
+    if group is None:
+        _write_alone(traced, part, None)
     elif _do_all_leave(group, has_raised=False):
         traced._summary = _summary_of(part, group.rank())
         offsets = _clock_offsets(group)
@@ -383,33 +393,36 @@ def _leave(traced: Trace, recorder: _Recorder) -> None:
 
 
 def _write_alone(traced: Trace, part: Part, group: dist.ProcessGroup | None) -> None:
-    """Write the part of this rank, without communication."""
-    rank = 0 if group is None else group.rank()
+    """Write the part of this rank, without communication. ``group``: None if it is alone."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
     traced._summary = _summary_of(part, rank)
-    if group is not None and group.size() > 1:
+    if group is not None:
         traced.path = traced.path.with_suffix(f".rank{rank}{traced.path.suffix}")
         _logger.warning(
-            "rank %d: a rank has raised inside meshard.trace, so this one has written its own part "
-            "only, to %s.", rank, traced.path,
+            "rank %d: a rank has raised inside meshard.trace, or has ended, so this one writes its "
+            "own part only, to %s.", rank, traced.path,
         )  # fmt: skip
     _write(traced.path, {rank: part}, [])
 
 
 def _do_all_leave(group: dist.ProcessGroup, *, has_raised: bool) -> bool:
-    """Return whether no rank has raised. A rank that has does not wait.
+    """Return whether all ranks come, and none has raised. A rank that has does not wait.
 
     Ranks meet in the store of the group, because a collective would wait for one that has raised.
     """
     _numbers[group] = _numbers.get(group, 0) + 1
     store, key = group.get_group_store(), f"meshard/trace/{_numbers[group]}"
-    if has_raised:
-        store.set(f"{key}/verdict", "raised")
+    try:
+        if has_raised:
+            store.set(f"{key}/verdict", _RAISED)
+        elif store.add(f"{key}/left", 1) == group.size():
+            store.set(f"{key}/verdict", "all left")
+        with Waiting("end of a trace", group):
+            store.wait([f"{key}/verdict"], timeout_of(group, torch.device("cpu")))
+        return bool(store.get(f"{key}/verdict").decode() != _RAISED)
+    except RuntimeError as error:  # the rank that has the store may have ended
+        _logger.warning("a trace has not found the other ranks: %s", error)
         return False
-    if store.add(f"{key}/left", 1) == group.size():
-        store.set(f"{key}/verdict", "all left")
-    with Waiting("end of a trace", group):
-        store.wait([f"{key}/verdict"], datetime.timedelta(hours=1))
-    return bool(store.get(f"{key}/verdict") == b"all left")
 
 
 def _forget_meeting(group: dist.ProcessGroup) -> None:

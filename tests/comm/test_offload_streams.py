@@ -237,7 +237,7 @@ def test_a_shard_written_too_early_is_found_out(run):
 
 def test_a_gradient_dropped_too_early_is_found_out(monkeypatch, run):
     queued = StreamCommunicator.record
-    monkeypatch.setattr(StreamCommunicator, "record", lambda self, *keep: queued(self))
+    monkeypatch.setattr(StreamCommunicator, "record", lambda self, *_, **__: queued(self))
     with run.recorder:
         run.window("FF", is_last=True)
     assert any("reuse of memory" in race for race in run.device.races)
