@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import itertools
 import json
 import logging
 import os
@@ -12,7 +11,7 @@ import platform
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -67,6 +66,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Trace]:
     A counter shows memory as each unit begins or ends: on a device that of all tensors, as the host
     had allocated it when it queued the work; on the CPU the resident memory of the process. The
     times of a device come from events on its streams, which are read as the context is left.
+    Collectives that are in flight as the block begins are left out. All models of the process are
+    recorded, whichever threads run them.
 
     **Collective:** leaving the context, on all ranks of the default process group, if there is one.
     The first rank gets the parts of all ranks, and alone writes ``path``. If the block raises on a
@@ -217,42 +218,19 @@ def _resolved(recorder: _Recorder) -> Part:
     for span in recorder.spans:
         if span.began is None:
             continue  # in a graph that was captured
-        when, lane = seconds[span.clock], lane_of(span.what)
-        began = when(span.began)
-        ended = left if span.ended is None else when(span.ended)
-        if span.event is None:
-            pieces.append(Piece(began, ended, lane, span.what, span.label, {}))
-            busy += [] if span.is_beside else [(began, ended)]
+        when = seconds[span.clock]
+        if span.event is not None:
+            collective, exposed = _collective_of(span, span.event, when, left)
+            pieces.append(collective)
+            waits += exposed
             continue
-        waited = [(when(start), when(end)) for start, end in span.waits if end is not None]
-        if waited:
-            # A callback that ends the collective may come late, as Python runs one thread at a
-            # time. Compute goes on only after the end.
-            ended = min(ended, max(end for _, end in waited))
-        if not (span.is_async or span.is_beside):
-            waited = [(began, ended)]  # it has blocked compute from start to end
-        exposed = _disjoint((max(began, start), min(ended, end)) for start, end in waited)
-        event, name = span.event, f"{lane} {span.label}"
-        args = {
-            "unit": span.label,
-            "op": event.op,
-            "bytes": event.payload_bytes,
-            "sent bytes": event.wire_bytes,
-            "ranks": event.group_size,
-            "dtype": str(event.dtype).removeprefix("torch."),
-            "exposed us": 1e6 * sum(end - start for start, end in exposed),
-        }
-        pieces.append(Piece(began, ended, lane, "communication", name, args))
-        what = f"wait: {lane} of {span.label}"
-        args = {"unit": span.label, "kind": lane}
-        waits += [Piece(*each, "compute", "wait", what, args) for each in exposed]
-    waits.sort()
-    ends = itertools.accumulate((0.0, *(each.ended for each in waits)), max)
-    waits = [
-        each._replace(began=max(each.began, end)) for each, end in zip(waits, ends, strict=False)
-    ]
-    pieces += [each for each in waits if each.began < each.ended]
+        began, ended = when(span.began), left if span.ended is None else when(span.ended)
+        pieces.append(Piece(began, ended, lane_of(span.what), span.what, span.label, {}))
+        if not span.is_beside:
+            busy.append((began, ended))
+    waits = _one_after_the_other(waits)
     busy += [(each.began, each.ended) for each in waits]
+    pieces += waits
     pieces += _pieces_of_phases(recorder, seconds, _disjoint(busy), left)
     memory = [
         (seconds[each.clock](each.began), each.bytes_alive)
@@ -261,6 +239,47 @@ def _resolved(recorder: _Recorder) -> Part:
     ]
     kinds = {each.clock.memory_kind for each in recorder.phases} - {""}
     return Part(recorder.began, left, pieces, memory, ", ".join(sorted(kinds)))
+
+
+def _collective_of(
+    span: _Span, event: CommEvent, when: Callable[[Moment], float], left: float
+) -> tuple[Piece, list[Piece]]:
+    """Return a collective, and the waits of compute for it while it was in flight."""
+    began, ended = when(span.began), left if span.ended is None else when(span.ended)
+    waited = [(when(start), when(end)) for start, end in span.waits if end is not None]
+    if waited:
+        # A callback that ends the collective may come late, as Python runs one thread at a time.
+        # Compute goes on only after the end.
+        ended = min(ended, max(end for _, end in waited))
+    if not (span.is_async or span.is_beside):
+        waited = [(began, ended)]  # it has blocked compute from start to end
+    exposed = _disjoint((max(began, start), min(ended, end)) for start, end in waited)
+    lane = lane_of(span.what)
+    args = {
+        "unit": span.label,
+        "op": event.op,
+        "bytes": event.payload_bytes,
+        "sent bytes": event.wire_bytes,
+        "ranks": event.group_size,
+        "dtype": str(event.dtype).removeprefix("torch."),
+        "exposed us": 1e6 * sum(end - start for start, end in exposed),
+    }
+    name, wait = f"{lane} {span.label}", f"wait: {lane} of {span.label}"
+    of_wait = {"unit": span.label, "kind": lane}
+    return (
+        Piece(began, ended, lane, "communication", name, args),
+        [Piece(*each, "compute", "wait", wait, of_wait) for each in exposed],
+    )
+
+
+def _one_after_the_other(waits: list[Piece]) -> list[Piece]:
+    """Return waits in order, each without the time of those before it."""
+    found: list[Piece] = []
+    for each in sorted(waits, key=lambda wait: wait.began):
+        began = max(each.began, found[-1].ended) if found else each.began
+        if began < each.ended:
+            found.append(each._replace(began=began))
+    return found
 
 
 def _pieces_of_phases(
@@ -306,7 +325,7 @@ def _events(part: Part, rank: int, *, offset: float, zero: float) -> Iterator[di
         return round(1e9 * (seconds + offset - zero)) / 1000
 
     tracks: dict[str, list[float]] = {lane: [] for lane in LANES}  # ends, by lane
-    numbers: dict[tuple[str, int], int] = {}
+    named: set[int] = set()
     yield {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     for piece in sorted(part.pieces, key=lambda each: (LANES.index(each.lane), each.began)):
         # Collectives that are in flight at the same time get lanes of their own.
@@ -314,8 +333,8 @@ def _events(part: Part, rank: int, *, offset: float, zero: float) -> Iterator[di
         track = next((i for i, end in enumerate(ends) if end <= piece.began), len(ends))
         ends[track : track + 1] = [piece.ended]
         thread = 100 * LANES.index(piece.lane) + track
-        if (piece.lane, track) not in numbers:
-            numbers[piece.lane, track] = thread
+        if thread not in named:
+            named.add(thread)
             name = f"{piece.lane} {track + 1}" if track else piece.lane
             head = {"ph": "M", "pid": rank, "tid": thread}
             yield {**head, "name": "thread_name", "args": {"name": name}}

@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from itertools import pairwise
+from unittest import mock
 
 import pytest
 import torch
@@ -266,6 +267,22 @@ def test_ranks_write_their_own_parts_if_one_of_them_raises(tmp_path, raising):
         backward(model)
     dist.barrier()
     assert set(Timeline.read(path).ranks) == {0, 1}
+
+
+@on_ranks(2)
+def test_the_file_bounds_the_error_of_clocks_of_other_hosts(tmp_path):
+    path, boot = tmp_path / "trace.json", tmp_path / f"boot{dist.get_rank()}"
+    boot.write_text(boot.name)
+    model = sharded()
+    with mock.patch("meshard.tracing._BOOT", boot), meshard.trace(path):
+        backward(model)
+    dist.barrier()
+    errors = [each["clock error us"] for each in Timeline.read(path).ranks.values()]
+    assert errors[0] == 0 < errors[1] < 1e6
+    ours, theirs = (collectives(lanes_of(path, rank)) for rank in range(2))
+    for our, their in zip(ours, theirs, strict=True):  # none ends before both have begun
+        ends = min(our["ts"] + our["dur"], their["ts"] + their["dur"])
+        assert ends >= max(our["ts"], their["ts"]) - errors[1]
 
 
 def test_clocks_of_two_hosts_are_compared_within_the_stated_error():
