@@ -40,14 +40,23 @@ def lane_of(what: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindSummary:
-    """The collectives of one kind on one rank. Times are in seconds."""
+    """The collectives of one kind on one rank. Times are in seconds.
+
+    Attributes:
+        num_collectives: How many.
+        num_bytes: Of whole buffers, as in ``CommLedger``.
+        seconds: Of all collectives together, each from its start to its end.
+        exposed: The part of these seconds in which compute waited.
+        longest_wait: The longest time that compute waited for one collective.
+        longest_unit: The unit of that collective; "" if compute never waited.
+    """
 
     num_collectives: int
-    num_bytes: int  # of whole buffers, as in ``CommLedger``
-    seconds: float  # of all together, from start to end
-    exposed: float  # the part of it in which compute waited
+    num_bytes: int
+    seconds: float
+    exposed: float
     longest_wait: float
-    longest_unit: str  # for which compute waited longest; "" if it never did
+    longest_unit: str
 
     @property
     def hidden_share(self) -> float:

@@ -37,11 +37,10 @@ _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDic
 
 
 class Trace:
-    """What ``meshard.trace`` returns.
+    """What ``meshard.trace`` gives to the block.
 
     Attributes:
         path: Of the file.
-        summary: Of this rank, once the context was left; ``print`` gives a table.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -50,7 +49,7 @@ class Trace:
 
     @property
     def summary(self) -> Summary:
-        """The communication and memory of this rank."""
+        """The communication and memory of this rank, once the context was left."""
         if self._summary is None:
             raise RuntimeError("a trace has a summary once its context was left.")
         return self._summary

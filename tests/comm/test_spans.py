@@ -1,5 +1,6 @@
 """Hooks for traces: when collectives end and are waited for, as a recorder gets them."""
 
+import contextlib
 import time
 
 import pytest
@@ -85,3 +86,15 @@ def test_without_a_recorder_hooks_do_nothing():
     with listed(), pytest.raises(RuntimeError, match="active in this process"):
         spans.start(Listed())
     assert spans.recorder is None
+
+
+def test_a_profiler_shows_the_ranges_with_and_without_a_trace():
+    def names_of(context):
+        with context, torch.profiler.profile() as profile:
+            comm.all_reduce(torch.ones(4), group=dist.group.WORLD, label="layer").wait()
+        return [each.key for each in profile.key_averages() if each.key.startswith("meshard::")]
+
+    with fake_group(2):
+        comm = WorkCommunicator()
+        assert names_of(contextlib.nullcontext()) == ["meshard::all_reduce layer"]
+        assert names_of(listed()) == ["meshard::all_reduce layer"]

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -102,25 +102,18 @@ def profiled(
     ``event`` is that of a collective, which is issued inside the range.
     """
     # Without a profiler, record_function would still take microseconds. Asking first does not.
-    if is_profiling():
-        name = f"meshard::{what} {label}"
-        return _both(recorder, what, label, clock, event, torch.profiler.record_function(name))
-    if recorder is not None:
-        return recorder.span(what, label, clock, event)
-    return _NOTHING
+    shown = torch.profiler.record_function(f"meshard::{what} {label}") if is_profiling() else None
+    if recorder is None:
+        return _NOTHING if shown is None else shown
+    span = recorder.span(what, label, clock, event)
+    return span if shown is None else _both(shown, span)
 
 
 @contextlib.contextmanager
 def _both(
-    to: Recorder | None,
-    what: str,
-    label: str,
-    clock: Clock,
-    event: CommEvent | None,
-    profiler_range: Any,
-) -> Any:
-    traced = _NOTHING if to is None else to.span(what, label, clock, event)
-    with traced, profiler_range:
+    outer: contextlib.AbstractContextManager[Any], inner: contextlib.AbstractContextManager[Any]
+) -> Iterator[None]:
+    with outer, inner:
         yield
 
 
