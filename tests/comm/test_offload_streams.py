@@ -1,5 +1,8 @@
 """Order of reads and writes of host memory while copies are in flight."""
 
+import json
+from collections import Counter
+
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -254,3 +257,23 @@ def test_a_copy_that_does_not_wait_for_the_reduction_is_found_out(monkeypatch, r
     with run.recorder:
         run.window("FF", is_last=True)
     assert run.device.races
+
+
+def test_a_trace_has_the_copies_of_each_unit(run, tmp_path):
+    path = tmp_path / "trace.json"
+    run.window("F", is_last=True)
+    waited = run.device.num_host_waits
+    run.step()
+    run.window("F", is_last=True)
+    without_trace = run.device.num_host_waits - waited
+    run.step()
+    waited = run.device.num_host_waits
+    with meshard.trace(path) as traced:
+        run.window("F", is_last=True)
+        assert run.device.num_host_waits - waited <= without_trace
+    events = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+    copies = Counter((each["cat"], each["name"]) for each in events if "copy" in each["cat"])
+    for unit in ("(root)", "1", "2", "3"):
+        assert copies["copy_to_host", unit] == 1
+        assert copies["copy_to_device", unit] == (1 if unit == "(root)" else 2)
+    assert traced.summary.kinds["all-gather"].num_collectives == 7
