@@ -74,17 +74,17 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Trace]:
     ``trace.rank1.json``, on the disk of its host.
 
     Args:
-        path: Of the file, on the first rank. It is overwritten.
+        path: Of the file, on the first rank. It is overwritten; missing folders are made.
 
     Raises:
         RuntimeError: Another trace is active in this process.
 
-    >>> import torch, meshard
+    >>> import tempfile, torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(4, 4))
-    >>> with meshard.trace("trace.json") as traced:
+    >>> with meshard.trace(f"{tempfile.mkdtemp()}/trace.json") as traced:
     ...     layer(torch.ones(1, 4)).sum().backward()
-    >>> [kind for kind in traced.summary.kinds]  # one rank communicates nothing
-    []
+    >>> traced.summary.kinds  # one rank communicates nothing
+    {}
     """
     traced, recorder = Trace(path), _Recorder()
     spans.start(recorder)
@@ -368,6 +368,7 @@ def _write(path: Path, parts: dict[int, Part], offsets: list[Offset]) -> None:
             "clock error us": 1e6 * chosen[rank].error,
         }
     content = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"ranks": ranks}}
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content))
 
 
