@@ -80,9 +80,7 @@ class WorkInFlight:
         self._group = group
         self._then = then
         self._keep = keep
-        self._issued = None if work is None else spans.issued()
-        if self._issued is not None:
-            _end_with(work, self._issued)
+        self._issued = None if spans.recorder is None else _recorded(work)
 
     def wait(self) -> None:
         if self._work is not None:
@@ -109,12 +107,15 @@ class WorkInFlight:
         self._work, self._keep = None, ()
 
 
-def _end_with(work: Any, issued: spans.Issued) -> None:
-    """Record the end of a collective when its work ends, at the latest when it was waited for."""
-    issued.ends_later()
-    # A work without a future ends when it is waited for.
-    with contextlib.suppress(RuntimeError):
-        work.get_future().add_done_callback(lambda _: issued.end())
+def _recorded(work: Any) -> spans.Issued | None:
+    """Let a trace record when ``work`` ends. Return the collective; None: it has ended."""
+    issued = None if work is None else spans.issued()
+    if issued is not None:
+        issued.ends_later()
+        # A work without a future ends when it is waited for.
+        with contextlib.suppress(RuntimeError):
+            work.get_future().add_done_callback(lambda _: issued.end())
+    return issued
 
 
 class WorkCommunicator(Communicator):

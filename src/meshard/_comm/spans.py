@@ -102,11 +102,11 @@ def profiled(
     ``event`` is that of a collective, which is issued inside the range.
     """
     # Without a profiler, record_function would still take microseconds. Asking first does not.
+    if recorder is None and not is_profiling():
+        return _NOTHING
     shown = torch.profiler.record_function(f"meshard::{what} {label}") if is_profiling() else None
-    if recorder is None:
-        return _NOTHING if shown is None else shown
-    span = recorder.span(what, label, clock, event)
-    return span if shown is None else _both(shown, span)
+    traced = _NOTHING if recorder is None else recorder.span(what, label, clock, event)
+    return traced if shown is None else _both(shown, traced)
 
 
 @contextlib.contextmanager

@@ -195,7 +195,7 @@ class StreamCommunicator(Communicator):
 
     def _record_collective(self, op: str, label: str, *keep: torch.Tensor) -> InFlight:
         recorded = self.record(*keep)
-        recorded.issued = spans.issued()
+        recorded.issued = None if spans.recorder is None else spans.issued()
         self._watched.add(recorded.event, (op, label))
         return recorded
 

@@ -44,7 +44,7 @@ class _Receiving:
         self._channel = channel
         self._message = message
         self._read: Callable[[], object] | None = read
-        self._issued = spans.issued()
+        self._issued = None if spans.recorder is None else spans.issued()
         self._began_to_read = 0.0  # in ``time.monotonic``; 0: it has not, or nothing records it
         if self._issued is not None:
             self._issued.ends_later()
