@@ -1,27 +1,62 @@
-"""``python -m meshard``: plan a job before it runs.
-
-python -m meshard plan PKG:FUNCTION --world N     what a job takes and sends
-"""
+"""Commands: ``python -m meshard plan`` and ``timeline``. ``--help`` lists them."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-from meshard.planning import command as plan_command
+Run = Callable[[argparse.Namespace], int]  # returns the exit code
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def _add_timeline(parser: argparse.ArgumentParser) -> Run:
+    """Summarize a file of meshard.trace, or draw it."""
+    parser.add_argument("trace", help="a file that meshard.trace has written")
+    parser.add_argument("-o", "--output", help="a picture (.png, .svg or .pdf) to draw")
+    parser.add_argument("--ranks", type=int, nargs="+", help="which; by default the first eight")
+
+    def run(args: argparse.Namespace) -> int:
+        from meshard.timeline import Timeline, draw  # noqa: PLC0415  # one command needs it
+
+        timeline = Timeline.read(args.trace).of_ranks(args.ranks)
+        if args.output is None:
+            print("\n\n".join(map(str, timeline.summaries())))
+        else:
+            draw(timeline, args.output)
+        return 0
+
+    return run
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> Run:
+    """Tell whether a job fits, and what it takes and sends, before it runs."""
+    from meshard.planning import command  # noqa: PLC0415  # one command needs it
+
+    command.add_arguments(parser)
+    return command.run
+
+
+# Each adds its arguments to a parser, and returns what runs it. Its docstring is the help.
+_COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
+    "plan": _add_plan,
+    "timeline": _add_timeline,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m meshard", description="See before you run.")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    planning = commands.add_parser("plan", help="what a job takes and sends, before it runs")
-    plan_command.add_arguments(planning)
-    planning.set_defaults(run=plan_command.run)
-    parsed = parser.parse_args(arguments)
-    code: int = parsed.run(parsed)
-    return code
+    parser = argparse.ArgumentParser(prog="python -m meshard", description=__doc__)
+    commands = parser.add_subparsers(metavar="command", required=True)
+    for name, add in _COMMANDS.items():
+        command = commands.add_parser(name, help=add.__doc__, description=add.__doc__)
+        command.set_defaults(run=add(command))
+    args = parser.parse_args(argv)
+    run: Run = args.run
+    try:
+        return run(args)
+    except (OSError, ValueError, ModuleNotFoundError) as error:
+        print(f"{parser.prog}: {error}", file=sys.stderr)
+        return 1
 
 
 if __name__ == "__main__":

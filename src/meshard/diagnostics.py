@@ -25,7 +25,11 @@ from meshard.policies import GradientSync
 _WASTEFUL = 1.25  # warn if padding makes a unit this many times as large as its parameters
 _COLUMNS = ("unit", "parameters", "dtype", "unsharded", "per rank", "padding", "mesh", "policies")
 _SUMMED = ("numel", "unsharded", "per_rank", "padding")
-_NUMBERS = {"parameters", "unsharded", "per rank", "padding", "count", "payload", "sent"}
+_NUMBERS = {"parameters", "unsharded", "per rank", "padding", "count", "payload", "sent"} | {
+    "time",
+    "exposed",
+    "hidden",
+}
 
 
 def describe(module: nn.Module) -> str:
@@ -65,7 +69,7 @@ def describe(module: nn.Module) -> str:
         rows.append(_Row("(no unit)", numel, dtypes, num_bytes, num_bytes, 0, "unsharded"))
     sums = {field: sum(getattr(row, field) for row in rows) for field in _SUMMED}
     rows.append(_Row("total", **sums))
-    lines = [*_aligned([_COLUMNS, *(row.cells() for row in rows)])]
+    lines = [*aligned([_COLUMNS, *(row.cells() for row in rows)])]
     for unit, row in zip(units, rows, strict=False):
         lines += _warnings(row.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
     if any(group.spec.mesh_info.mesh.size() > 1 for group in groups):
@@ -186,7 +190,8 @@ def _warnings(label: str, group: ParamGroup, times: float) -> Iterator[str]:
             return
 
 
-def _aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
+def aligned(table: list[tuple[str, ...]]) -> Iterator[str]:
+    """Iterate over the lines of a table, with numbers to the right."""
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     for row in table:
         cells = (
@@ -281,7 +286,7 @@ class CommLedger:
             by_unit.setdefault((event.op, event.unit), []).append(event)
         sums = [(*key, *_sums_of(events)) for key, events in sorted(by_unit.items())]
         header = ("collective", "unit", "count", "payload", "sent")
-        return "\n".join(_aligned([header, *sums, ("total", "", *_sums_of(self.events))]))
+        return "\n".join(aligned([header, *sums, ("total", "", *_sums_of(self.events))]))
 
     def _observe(
         self, event: CommEvent, group: dist.ProcessGroup, communicator: object | None

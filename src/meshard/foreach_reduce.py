@@ -26,8 +26,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows, profiled
+from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
 from meshard._comm.gradient_buffer import GradientLayout, UnusedParamMarks, as_operand
+from meshard._comm.spans import profiled
 from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 
@@ -429,7 +430,7 @@ class Reduction:
         if plan.replicate_group is None and plan.replicate_count > 1:
             # The result is a partial: a later reduction reads these marks from it.
             marks.write(self._result, self._unused)
-        self._pending = self._comm.record(self._result)
+        self._pending = self._comm.record(self._result, after=self._pending)
         self._ends.append(self._pending)
 
     def _start_all_reduce(self) -> None:
@@ -446,7 +447,7 @@ class Reduction:
             self._marked, group=plan.replicate_group, label=plan.label
         )
         if average is not None:
-            with profiled("comm_hook", plan.label):
+            with profiled("comm_hook", plan.label, self._comm.clock):
                 average(self._wire)
 
     def _after_all_reduce(self) -> None:
@@ -456,7 +457,7 @@ class Reduction:
         self._unused_anywhere = self._marks.read(self._marked)
         self._reduced = self._wire.to(self._plan.accumulate_dtype)
         divide_(self._reduced, self._divisors.after_all_reduce)
-        self._ends.append(self._comm.record(self._reduced))
+        self._ends.append(self._comm.record(self._reduced, after=self._pending))
 
     def finish(self) -> Reduced:
         """Run the stages that are left and return the result, usable on the current stream."""

@@ -1,5 +1,8 @@
 """Order of reads and writes of host memory while copies are in flight."""
 
+import json
+from collections import Counter
+
 import pytest
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
@@ -156,7 +159,7 @@ def test_a_gradient_is_added_on_the_host_after_one_from_another_stream():
         for add in (False, True):
             with device.stream(device.Stream()):  # compute, which waits for no earlier store
                 gradient = torch.ones(4)
-                copies.store(host, gradient, StreamCommunicator(device), add=add)
+                copies.store(host, gradient, StreamCommunicator(device), label="layer", add=add)
         copies.wait()
         assert host.tolist() == [2.0] * 4
     assert device.races == [] and recorder.num_checked > 0
@@ -237,7 +240,7 @@ def test_a_shard_written_too_early_is_found_out(run):
 
 def test_a_gradient_dropped_too_early_is_found_out(monkeypatch, run):
     queued = StreamCommunicator.record
-    monkeypatch.setattr(StreamCommunicator, "record", lambda self, *keep: queued(self))
+    monkeypatch.setattr(StreamCommunicator, "record", lambda self, *_, **__: queued(self))
     with run.recorder:
         run.window("FF", is_last=True)
     assert any("reuse of memory" in race for race in run.device.races)
@@ -254,3 +257,23 @@ def test_a_copy_that_does_not_wait_for_the_reduction_is_found_out(monkeypatch, r
     with run.recorder:
         run.window("FF", is_last=True)
     assert run.device.races
+
+
+def test_a_trace_has_the_copies_of_each_unit(run, tmp_path):
+    path = tmp_path / "trace.json"
+    run.window("F", is_last=True)
+    waited = run.device.num_host_waits
+    run.step()
+    run.window("F", is_last=True)
+    without_trace = run.device.num_host_waits - waited
+    run.step()
+    waited = run.device.num_host_waits
+    with meshard.trace(path) as traced:
+        run.window("F", is_last=True)
+        assert run.device.num_host_waits - waited <= without_trace
+    events = [each for each in json.loads(path.read_text())["traceEvents"] if each["ph"] == "X"]
+    copies = Counter((each["cat"], each["name"]) for each in events if "copy" in each["cat"])
+    for unit in ("(root)", "1", "2", "3"):
+        assert copies["copy_to_host", unit] == 1
+        assert copies["copy_to_device", unit] == (1 if unit == "(root)" else 2)
+    assert traced.summary.kinds["all-gather"].num_collectives == 7

@@ -200,7 +200,7 @@ def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
 
     monkeypatch.setattr(StreamCommunicator, "reduce_scatter", drop_early)
     record = StreamCommunicator.record
-    monkeypatch.setattr(StreamCommunicator, "record", lambda self, *keep: record(self))
+    monkeypatch.setattr(StreamCommunicator, "record", lambda self, *_, **__: record(self))
     device, _ = run_steps(monkeypatch, (4,))
     assert any("reuse of memory" in race for race in device.races)
 

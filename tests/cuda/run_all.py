@@ -35,6 +35,7 @@ PARTS = {
     "gloo ranks on one device": ("parity", "gloo_ranks", 300),
     "late streams": ("streams", "checks", 300),
     "backends": ("backends", "checks", 300),
+    "traces": ("traces", "checks", 60),
     "memory": ("memory", "checks", 80),
     "times": ("times", "checks", 140),
 }

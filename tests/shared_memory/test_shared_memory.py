@@ -22,6 +22,7 @@ from meshard._shared_memory.channel import Channel, open_channel
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
 from meshard._shared_memory.segment import WHY_UNSUPPORTED, Segment
 from tests.support.against_plain import check_gradients, sharded_and_plain
+from tests.support.listed_spans import listed
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.rank_pool import RankError
@@ -343,3 +344,17 @@ def test_the_default_device_of_torch_does_not_matter(shared):
             clip_grad_norm_(model.parameters(), 1.0)
         finally:
             torch.set_default_device(None)
+
+
+@on_ranks(2)
+def test_a_trace_sees_collectives_end_when_this_rank_has_read_them():
+    comm, group = SharedMemoryCommunicator(), dist.group.WORLD
+    with listed() as recorder:
+        gathering = comm.gather(torch.ones(4), group=group, label="layer")
+        gathering.rows()
+        assert recorder.names == ["begin all_gather", "ends later", "leave all_gather"]
+        gathering.release()
+        assert recorder.names[3:] == ["end", "waited"]
+        dropped = comm.gather(torch.ones(4), group=group, label="layer")
+        dropped.abandon()
+        assert recorder.names[5:] == ["begin all_gather", "ends later", "leave all_gather", "end"]

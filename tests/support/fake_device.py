@@ -14,6 +14,7 @@ that takes both, and does not copy, is an error as on a real device.
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ class Stream:
     def record_event(self, event: "Event | None" = None) -> "Event":
         event = event or Event({}, self.device)
         event.clock = dict(self.clock)
+        event.recorded_at = time.monotonic()
         return event
 
     def wait_event(self, event: "Event") -> None:
@@ -58,6 +60,11 @@ class Event:
 
     clock: Clock
     device: "FakeDevice"
+    recorded_at: float = 0.0
+
+    def elapsed_time(self, end: "Event") -> float:
+        """Return milliseconds, as if the device were as fast as the host."""
+        return 1000 * (end.recorded_at - self.recorded_at)
 
     def synchronize(self) -> None:
         self.device.num_host_waits += 1
@@ -125,6 +132,14 @@ class FakeDevice:
     def Stream(self, priority: int = 0) -> Stream:
         self.streams.append(Stream(self, len(self.streams)))
         return self.streams[-1]
+
+    def Event(self, *, enable_timing: bool = False) -> Event:
+        return Event({}, self)
+
+    def synchronize(self) -> None:
+        self.num_host_waits += 1
+        for stream in self.streams:
+            self.host.catch_up(stream.clock)
 
     def current_stream(self) -> Stream:
         return getattr(self._current, "stream", self.compute)

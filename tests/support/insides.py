@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from meshard._comm import gradient_buffer
+from meshard._comm.streams import StreamCommunicator
 from meshard._communicators import make_communicator
 from meshard._engine import lifecycle
 from meshard._engine.unit import Unit, units_in, units_of
@@ -74,6 +75,12 @@ def use_communicator(monkeypatch: pytest.MonkeyPatch, make: Callable[..., Any]) 
     monkeypatch.setattr(
         lifecycle, "make_communicator", lambda device: make(lambda: make_communicator(device))
     )
+
+
+def use_streams(monkeypatch: pytest.MonkeyPatch, device_module: Any) -> None:
+    """Let roots that are used for the first time communicate on streams of ``device_module``."""
+    comm = StreamCommunicator(device_module)
+    use_communicator(monkeypatch, lambda _: comm)
 
 
 def large_from(numel: int) -> AbstractContextManager[Any]:

@@ -7,15 +7,27 @@ receives from them.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import announce
+from meshard._comm.communicator import CommEvent, announce
+from meshard._comm.spans import clock_of, profiled
 from meshard._comm.stalls import Waiting, stall_seconds
 from meshard._torch.private import all_gather_single
+
+
+@contextlib.contextmanager
+def _waiting(
+    op: str, tensor: torch.Tensor, group: dist.ProcessGroup, label: str, event: CommEvent | None
+) -> Iterator[None]:
+    """Return a context for a collective on ``tensor`` that was announced as ``event``."""
+    with profiled(op, label, clock_of(tensor.device), event), Waiting((op, label), group):
+        yield
 
 
 def broadcast(
@@ -23,9 +35,9 @@ def broadcast(
 ) -> None:
     """Overwrite the contiguous ``buffer`` by that of rank ``source`` of ``group``."""
     if group.size() > 1 and buffer.numel():
-        announce("broadcast", buffer, group, label)
+        event = announce("broadcast", buffer, group, label)
         # As bytes: gloo supports neither int16 nor float8.
-        with Waiting(("broadcast", label), group):
+        with _waiting("broadcast", buffer, group, label, event):
             dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
 
 
@@ -34,8 +46,8 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     gathered = source.new_empty((group.size(), *source.shape))
     if group.size() == 1:
         return gathered.copy_(source)
-    announce("all_gather", gathered, group, label)
-    with Waiting(("all_gather", label), group):
+    event = announce("all_gather", gathered, group, label)
+    with _waiting("all_gather", source, group, label, event):
         all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
     return gathered
 
@@ -48,6 +60,16 @@ def gather_objects(value: Any, group: dist.ProcessGroup, *, label: str) -> list[
     with Waiting(("all_gather", label), group):
         dist.all_gather_object(gathered, value, group=group)
     return gathered
+
+
+def gather_objects_to_first(value: Any, group: dist.ProcessGroup, *, label: str) -> list[Any]:
+    """Return the values of all ranks on the first rank of ``group``, and [] on the others."""
+    if group.size() == 1:
+        return [value]
+    gathered = [None] * group.size() if group.rank() == 0 else None
+    with Waiting(("gather", label), group):
+        dist.gather_object(value, gathered, group=group, group_dst=0)
+    return gathered or []
 
 
 def exchange_numbers(
@@ -86,8 +108,8 @@ def agree_on_max(
     """Replace ``value`` by its maximum over ``group``; None: the default group, if any."""
     group = dist.group.WORLD if group is None else group
     if group is not None and group.size() > 1:
-        announce("all_reduce", value, group, label)
-        with Waiting(("all_reduce", label), group):
+        event = announce("all_reduce", value, group, label)
+        with _waiting("all_reduce", value, group, label, event):
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 
@@ -97,8 +119,9 @@ def send_max(value: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
     Only the check of ``MESHARD_DEBUG=1`` waits.
     """
     if group.size() > 1:
-        announce("all_reduce", value, group, label)
-        dist.all_reduce(value.clone(), op=dist.ReduceOp.MAX, group=group, async_op=True)
+        event = announce("all_reduce", value, group, label)
+        with profiled("all_reduce", label, clock_of(value.device), event):
+            dist.all_reduce(value.clone(), op=dist.ReduceOp.MAX, group=group, async_op=True)
 
 
 def gather_to(
@@ -108,8 +131,8 @@ def gather_to(
     if group.size() == 1:
         return source.view(1, -1).clone()
     rows = source.new_empty(group.size(), source.numel()) if group.rank() == target else None
-    announce("gather", source, group, label, rows=group.size())
-    with Waiting(("gather", label), group):
+    event = announce("gather", source, group, label, rows=group.size())
+    with _waiting("gather", source, group, label, event):
         dist.gather(source, None if rows is None else list(rows), group=group, group_dst=target)
     return rows
 
@@ -122,6 +145,6 @@ def scatter_from_first(
         assert rows is not None
         output.copy_(rows[0])
         return
-    announce("scatter", output, group, label, rows=group.size())
-    with Waiting(("scatter", label), group):
+    event = announce("scatter", output, group, label, rows=group.size())
+    with _waiting("scatter", output, group, label, event):
         dist.scatter(output, None if rows is None else list(rows), group=group, group_src=0)

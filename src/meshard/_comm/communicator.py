@@ -21,9 +21,11 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 
+from meshard._comm import spans
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
+from meshard._comm.spans import Clock, profiled
 from meshard._comm.stalls import Collective, spoken
-from meshard._torch.private import backend_of, is_profiling
+from meshard._torch.private import backend_of
 from meshard.policies import AllGather, Comm, ReduceScatter
 
 # A matrix with one row per rank, in rank order, as a list of blocks. A block [k, n] has k rows.
@@ -206,8 +208,10 @@ def announce(
     numel: int | None = None,
     sent_bytes: int | None = None,
     comm: Communicator | None = None,
-) -> None:
+) -> CommEvent | None:
     """Check that the ranks agree, then call the observers: a collective is about to be issued.
+
+    Return what is announced, or None if nothing checks, observes or records it.
 
     ``payload`` is the larger buffer of the collective, or one of its ``rows`` rows. If its size
     differs between ranks, ``numel`` is the number of elements to announce. Under
@@ -215,8 +219,8 @@ def announce(
     collectives.
     """
     is_checked = is_debugging() if comm is None else comm.is_checked
-    if not observers and not is_checked:
-        return
+    if not observers and not is_checked and spans.recorder is None:
+        return None
     numel = rows * payload.numel() if numel is None else numel
     num_bytes = numel * payload.itemsize
     event = CommEvent(op, label, group.size(), num_bytes, payload.dtype, sent_bytes)
@@ -226,17 +230,7 @@ def announce(
         check_fingerprint(f"{spoken((op, label))} ({of_root}{numel} x {payload.dtype})", group)
     for observer in tuple(observers):
         observer(event, group, None if comm is None else comm.identity)
-
-
-_NOTHING = contextlib.nullcontext()
-
-
-def profiled(what: str, label: str) -> contextlib.AbstractContextManager[Any]:
-    """Return a ``meshard::what unit`` range while a profiler is active, else a no-op."""
-    # Without a profiler, record_function would still take microseconds. Asking first does not.
-    if is_profiling():
-        return torch.profiler.record_function(f"meshard::{what} {label}")
-    return _NOTHING
+    return event
 
 
 _logger = logging.getLogger("meshard")
@@ -280,6 +274,7 @@ class Communicator:
     """
 
     waits_block_host: bool  # InFlight.wait blocks the calling thread, and not a stream
+    clock: Clock  # tells the time of what is queued
 
     def __init__(self) -> None:
         self.identity = object()  # tells observers which root issued a collective
@@ -315,8 +310,12 @@ class Communicator:
         """Queue what is inside on ``comm_stream``, after all that the caller has queued so far."""
         raise NotImplementedError
 
-    def record(self, *keep: torch.Tensor) -> RecordedWork:
-        """Return a handle on what the current stream has queued; it keeps ``keep`` alive."""
+    def record(self, *keep: torch.Tensor, after: Pending | None = None) -> RecordedWork:
+        """Return a handle on what the current stream has queued; it keeps ``keep`` alive.
+
+        ``after`` is the collective before it. A trace counts waits for the handle as waits for
+        that.
+        """
         raise NotImplementedError
 
     def gather_after(self, event: Any) -> None:
@@ -387,8 +386,8 @@ class Communicator:
         """
         if self.is_alone(group):
             return Gathered([source.view(1, -1)], self.record(source))
-        announce("all_gather", source, group, label, rows=group.size(), comm=self)
-        with profiled("all_gather", label):
+        event = announce("all_gather", source, group, label, rows=group.size(), comm=self)
+        with profiled("all_gather", label, self.clock, event):
             custom = None if self._custom is None else self._custom.all_gather
             if custom is None:
                 in_own_memory = self._start_gather(source, group, label, receive)
@@ -428,8 +427,8 @@ class Communicator:
                 total.copy_(first.view(-1))
         if is_alone:
             return Reducing(self.record(*rows), rows, total)
-        announce("reduce_scatter", first, group, label, rows=len(rows), comm=self)
-        with profiled("reduce_scatter", label):
+        event = announce("reduce_scatter", first, group, label, rows=len(rows), comm=self)
+        with profiled("reduce_scatter", label, self.clock, event):
             if custom is None:
                 pending = self._start_reduce_scatter(
                     total, rows, group, label, keep_signs=keep_signs
@@ -442,8 +441,8 @@ class Communicator:
         """Sum ``buffer`` over the ranks of ``group``, in place."""
         if self.is_alone(group):
             return DONE
-        announce("all_reduce", buffer, group, label, comm=self)
-        with profiled("all_reduce", label):
+        event = announce("all_reduce", buffer, group, label, comm=self)
+        with profiled("all_reduce", label, self.clock, event):
             custom = None if self._custom is None else self._custom.all_reduce
             if custom is None:
                 return self._start_all_reduce(buffer, group, label)
@@ -469,8 +468,10 @@ class Communicator:
         if self.is_alone(group):
             return Exchanging(self.record(source), source)
         to_others = (source.numel() - sent[group.rank()]) * source.itemsize
-        announce("all_to_all", source, group, label, numel=numel, sent_bytes=to_others, comm=self)
-        with profiled("all_to_all", label):
+        event = announce(
+            "all_to_all", source, group, label, numel=numel, sent_bytes=to_others, comm=self
+        )
+        with profiled("all_to_all", label, self.clock, event):
             output = source.new_empty(sum(received))
             work = dist.all_to_all_single(
                 output, source, received, sent, group=group, async_op=self.waits_block_host

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from meshard._comm import spans
 from meshard._comm.communicator import (
     DONE,
     CommStream,
@@ -16,6 +19,7 @@ from meshard._comm.communicator import (
     Gathered,
     GatherInFlight,
     InFlight,
+    Pending,
     Receive,
     RecordedWork,
     Rows,
@@ -61,7 +65,7 @@ _NO_STREAM = contextlib.nullcontext()
 class WorkInFlight:
     """A ``c10d.Work`` (None: it is done), and what this rank does after it."""
 
-    __slots__ = ("_collective", "_group", "_keep", "_then", "_work")
+    __slots__ = ("_collective", "_group", "_issued", "_keep", "_then", "_work")
 
     def __init__(
         self,
@@ -76,11 +80,15 @@ class WorkInFlight:
         self._group = group
         self._then = then
         self._keep = keep
+        self._issued = None if spans.recorder is None else _recorded(work)
 
     def wait(self) -> None:
         if self._work is not None:
-            with Waiting(self._collective, self._group):
+            waiting = Waiting(self._collective, self._group)
+            with waiting:
                 self._work.wait()
+            if self._issued is not None:
+                self._issued.waited(waiting.began, time.monotonic())
             self._work, self._keep = None, ()  # both would keep the send buffer alive
         then, self._then = self._then, None  # a second wait() must not call it again
         if then is not None:
@@ -99,6 +107,17 @@ class WorkInFlight:
         self._work, self._keep = None, ()
 
 
+def _recorded(work: Any) -> spans.Issued | None:
+    """Let a trace record when ``work`` ends. Return the collective; None: it has ended."""
+    issued = None if work is None else spans.issued()
+    if issued is not None:
+        issued.ends_later()
+        # A work without a future ends when it is waited for.
+        with contextlib.suppress(RuntimeError):
+            work.get_future().add_done_callback(lambda _: issued.end())
+    return issued
+
+
 class WorkCommunicator(Communicator):
     """Collectives on CPU tensors, as asynchronous works.
 
@@ -110,11 +129,12 @@ class WorkCommunicator(Communicator):
     """
 
     waits_block_host = True
+    clock = spans.HOST
 
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
         return _NO_STREAM  # without streams, work is done in the order of the host's calls
 
-    def record(self, *keep: torch.Tensor) -> RecordedWork:
+    def record(self, *keep: torch.Tensor, after: Pending | None = None) -> RecordedWork:
         return DONE  # on CPU, what was called before is done
 
     def _start_gather(

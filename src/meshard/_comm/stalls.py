@@ -61,7 +61,7 @@ class Waiting:
     that looks for long waits does the rest.
     """
 
-    __slots__ = ("_began", "_group", "_is_reported", "_missing", "_thread", "_what")
+    __slots__ = ("_group", "_is_reported", "_missing", "_thread", "_what", "began")
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class Waiting:
         self._is_reported = False
 
     def __enter__(self) -> None:
-        self._began, self._thread = time.monotonic(), threading.get_ident()
+        self.began, self._thread = time.monotonic(), threading.get_ident()
         _waits[id(self)] = self
         if _thread is None:
             _start_to_look()
@@ -84,7 +84,7 @@ class Waiting:
 
     def look(self, now: float, seconds: float) -> None:
         """Report the wait, once, if it has lasted ``seconds``."""
-        if self._is_reported or now - self._began < seconds:
+        if self._is_reported or now - self.began < seconds:
             return
         self._is_reported = True
         what = self._what if isinstance(self._what, str) else spoken(self._what)
@@ -97,7 +97,7 @@ class Waiting:
             who = "not all ranks have come"
         frame = user_frame(sys._current_frames().get(self._thread))
         where = f", in {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-        _report(f"has waited {now - self._began:.3g} s for the {what}{where}: {who}")
+        _report(f"has waited {now - self.began:.3g} s for the {what}{where}: {who}")
 
 
 class WatchedStream:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from meshard._comm import spans
 from meshard._comm.communicator import (
     CommStream,
     Communicator,
@@ -47,18 +48,26 @@ from meshard._torch.private import all_gather_single, reduce_scatter_single
 class _EventInFlight:
     """Work queued on a comm stream, as the event after it. Streams wait; the host goes on."""
 
-    __slots__ = ("_compute", "_device_module", "_keep", "event")
+    __slots__ = ("_clock", "_compute", "_device_module", "_keep", "event", "issued")
 
     def __init__(
-        self, device_module: Any, event: Any, keep: tuple[torch.Tensor, ...], compute: Any
+        self, comm: StreamCommunicator, event: Any, keep: tuple[torch.Tensor, ...], compute: Any
     ) -> None:
-        self._device_module = device_module
+        self._device_module = comm._device_module
+        self._clock = comm.clock
         self.event = event
         self._keep = keep  # rule 3: dropped only after compute has waited for the comm stream
         self._compute = compute  # the stream from which the comm stream was entered
+        self.issued: spans.Issued | None = None  # the collective before the event, if recorded
 
     def wait(self) -> None:
-        self._order(self._device_module.current_stream())
+        stream = self._device_module.current_stream()
+        if self.issued is None or self._clock.is_beside_compute:
+            self._order(stream)
+            return
+        began = self._clock.now()
+        self._order(stream)
+        self.issued.waited(began, self._clock.now())
 
     abandon = wait
 
@@ -112,6 +121,7 @@ class StreamCommunicator(Communicator):
         self._device_module = device_module
         # Containers, because variants of a communicator share them.
         self._streams: dict[CommStream, Any] = {}
+        self.clock = spans.StreamClock(device_module, self._streams)
         self._gather_after: list[Any] = []  # at most one event
         self._entry: Any = None  # the event of the last entry of a comm stream, to be reused
         self._compute: Any = None  # inside on_stream: the stream that was current before
@@ -175,13 +185,17 @@ class StreamCommunicator(Communicator):
         while self._held_until_done and self._held_until_done[0][0].query():
             self._held_until_done.popleft()
 
-    def record(self, *keep: torch.Tensor) -> _EventInFlight:
+    def record(self, *keep: torch.Tensor, after: Pending | None = None) -> _EventInFlight:
         stream = self._device_module.current_stream()
         compute = stream if self._compute is None else self._compute
-        return _EventInFlight(self._device_module, stream.record_event(), keep, compute)
+        recorded = _EventInFlight(self, stream.record_event(), keep, compute)
+        if isinstance(after, _EventInFlight):
+            recorded.issued = after.issued
+        return recorded
 
     def _record_collective(self, op: str, label: str, *keep: torch.Tensor) -> InFlight:
         recorded = self.record(*keep)
+        recorded.issued = None if spans.recorder is None else spans.issued()
         self._watched.add(recorded.event, (op, label))
         return recorded
 

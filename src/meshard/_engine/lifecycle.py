@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import nn
 
+from meshard._comm import spans
 from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.first_values import warn_if_different
 from meshard._communicators import make_communicator
@@ -217,6 +218,8 @@ class Lifecycle:
                 unit.step.modules_run.clear()  # all have run: the unit runs a second time
             call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
             self.forward.begin(unit, call)
+        if spans.recorder is not None:
+            self._enter_phase("forward" if in_forward else "recompute", unit)
         if not group.params:
             return call
         if self.backward is not None and group.state is ParamState.SHARDED:
@@ -267,6 +270,8 @@ class Lifecycle:
             self.check_recomputes(unit)
             if not unit.step.is_in_backward:
                 group.install_sharded()
+            if spans.recorder is not None:
+                self._enter_phase("backward", unit)
             return self.present_pass.last_call.get(unit.number)
         call, running = None, self.running
         if self.forward is not None and unit.step.num_running:
@@ -279,6 +284,8 @@ class Lifecycle:
                 inner.group.reshard(keep_post_forward=True)
             call = self.forward.end()
             self.schedule.exit(call)
+            if spans.recorder is not None:
+                self._enter_phase_around()
         if self._runs(unit):
             return call  # an outer call of the unit goes on: a module has called itself
         unit.step.modules_run.add(id(module))
@@ -290,6 +297,20 @@ class Lifecycle:
         if not running:
             self._end_forward(failed=failed)
         return call
+
+    # Callers ask for a recorder first: without a trace, a call would cost more than that.
+
+    def _enter_phase(self, phase: str, unit: Unit | None) -> None:
+        """Record for a trace that a phase of ``unit`` begins; None: outside of units."""
+        if spans.recorder is not None:
+            spans.recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
+
+    def _enter_phase_around(self) -> None:
+        """Record for a trace that a forward or backward ends; a forward may run around it."""
+        if self.running:
+            self._enter_phase("forward", self.running[-1][0])
+        else:
+            self._enter_phase("", None)
 
     def check_recomputes(self, unit: Unit) -> None:
         """Raise unless a backward of this thread recomputes this forward (checkpointing)."""
@@ -425,6 +446,8 @@ class Lifecycle:
                 "forward made before it; run that backward before, or after."
             )
         run = self._ensure_backward(unit)
+        if spans.recorder is not None:
+            self._enter_phase("backward", unit)
         self._reach(run, forward_pass)
         self._begin_skipped(
             run, forward_pass, lambda other: other.exit_position > call.exit_position
@@ -565,6 +588,9 @@ class Lifecycle:
             # The unit stays unsharded here: nodes that are still to run may have saved a weight,
             # even if no gradient of the unit depends on them.
             self._on_last_gradient(run, unit)
+            if spans.recorder is not None:
+                around = unit.parent() if unit.parent is not None else None
+                self._enter_phase("backward", around or unit)
             return
         if group.gradients.is_replicated:
             group.gradients.receive(index, unit.settings)
@@ -733,6 +759,8 @@ class Lifecycle:
             grads.show()
         self.failure.backward_call = None
         self.backward = None
+        if spans.recorder is not None:
+            self._enter_phase_around()
         # Last: if a line above raises, autograd drops its callback, and the weak references in
         # ``ends`` must be there to record the failure.
         run.ends.clear()

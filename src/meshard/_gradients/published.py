@@ -430,17 +430,17 @@ class HostGrads(PublishedGrads):
 
         **Stream:** as ``HostCopies.store``. **Lifetime:** the result keeps ``new`` alive.
         """
-        comm = self._unit_params.comm
+        comm, label = self._unit_params.comm, self._unit_params.label
         if self._arriving is not None:
             # Publish the earlier gradient first: adding both up before that would round otherwise.
             self.settle()
         sums = self._in_host_memory.extend(new)
         if sums is not None:
-            return self._host_copies.store(sums, new.flat, comm, add=True)
+            return self._host_copies.store(sums, new.flat, comm, label=label, add=True)
         # New memory each time, because the user may still hold the last gradient. torch caches
         # pinned memory, so later steps need no call of the driver.
         host = self._unit_params.spec.location.empty_like(new.flat)
-        copying = self._host_copies.store(host, new.flat, comm)
+        copying = self._host_copies.store(host, new.flat, comm, label=label)
         arriving = new._replace(flat=host)
         if not self._in_host_memory.publish_unread(arriving):
             self._arriving = arriving

@@ -112,7 +112,7 @@ class FlatParams(ShardedUnitParams):
             return self._custom.start_gather(comm)
         buffer, segments = self.flat_shard.buffer, self.flat_shard.segments
         if self.host_copies is not None:
-            buffer = self.host_copies.fetch(buffer, comm)
+            buffer = self.host_copies.fetch(buffer, comm, label=self.label)
             segments = self.layout.split(buffer)
         return self.plan.start(
             buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label

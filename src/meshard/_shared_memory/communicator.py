@@ -9,13 +9,15 @@ two ranks, because gloo adds those up in an order of its own.
 
 from __future__ import annotations
 
+import functools
 import os
+import time
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
 
-from meshard._comm import cpu
+from meshard._comm import cpu, spans
 from meshard._comm.communicator import (
     GatherInFlight,
     InFlight,
@@ -42,11 +44,21 @@ class _Receiving:
         self._channel = channel
         self._message = message
         self._read: Callable[[], object] | None = read
+        self._issued = None if spans.recorder is None else spans.issued()
+        self._began_to_read = 0.0  # in ``time.monotonic``; 0: it has not, or nothing records it
+        if self._issued is not None:
+            self._issued.ends_later()
 
     def wait(self) -> None:
         if self._read is not None:
+            self._begin_to_read()
             self._read()
             self.release()
+
+    def _begin_to_read(self) -> None:
+        # The calling thread reads what others have published, so that is no time of compute.
+        if self._issued is not None and not self._began_to_read:
+            self._began_to_read = time.monotonic()
 
     def poll(self) -> bool:
         if self._read is not None and not self._channel.is_published(self._message):
@@ -58,6 +70,10 @@ class _Receiving:
         if self._read is not None:
             self._read = None
             self._channel.acknowledge(self._message)
+            if self._issued is not None:
+                self._issued.end()
+                if self._began_to_read:
+                    self._issued.waited(self._began_to_read, time.monotonic())
 
     abandon = release  # it need not wait, because no other rank writes to this rank's memory
 
@@ -73,8 +89,12 @@ class _Views(_Receiving):
     """An all-gather whose rows, until ``release``, are read in the memory of the other ranks."""
 
     def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
-        self.rows = lambda: [row.view(1, -1) for row in channel.receive_all(message, source)]
-        super().__init__(channel, message, self.rows)
+        self._receive = functools.partial(channel.receive_all, message, source)
+        super().__init__(channel, message, self._receive)
+
+    def rows(self) -> Rows:
+        self._begin_to_read()
+        return [row.view(1, -1) for row in self._receive()]
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:

@@ -26,6 +26,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from meshard._comm import spans
 from meshard._comm.communicator import StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._engine.manual_unshard import listed
@@ -260,6 +261,8 @@ def _before_step(
         owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.was_resharded_between)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()
+    if spans.recorder is not None:
+        spans.recorder.enter("optimizer", type(optimizer).__name__, owners[0].comm.clock)
     # torch passes the optimizer itself as the first argument.
     if len(args) > 1 and args[1] is not None:
         return (args[0], _around(args[1], owners), *args[2:]), kwargs
@@ -294,3 +297,5 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, A
     owners = _owners_in(optimizer)
     for owner in owners:
         owner.record_step()
+    if owners and spans.recorder is not None:
+        spans.recorder.enter("", "", owners[0].comm.clock)

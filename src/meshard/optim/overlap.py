@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._comm.communicator import CommStream, Pending, profiled
+from meshard._comm.communicator import CommStream, Pending
 from meshard._comm.host_copies import HostCopies
+from meshard._comm.spans import WORKER, profiled
 from meshard._engine.param_group import ParamGroup, ParamState, owner_of
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._torch.dtensor import plain_of
@@ -351,7 +352,7 @@ class UnitStepper:
         group.finish_pending_step()  # that of another optimizer, or a deferred one
         self.taken = taken
         grads = [grad for _, grad in taken]
-        with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
+        with self._on_stream(), torch.no_grad(), self._profiled():
             if self._change is not None:
                 self._change(grads)
             if coefficient is not None:
@@ -393,7 +394,7 @@ class UnitStepper:
         """
         group, grads, self.taken = self.group, self.taken, []
         loose = [] if self.flat.is_flat else grads
-        with self._on_stream(), torch.no_grad(), profiled("optimizer", group.label):
+        with self._on_stream(), torch.no_grad(), self._profiled():
             for param, grad in loose:
                 param.grad = grad
             try:
@@ -406,7 +407,7 @@ class UnitStepper:
 
     def _step_in_worker(self, host_copies: HostCopies) -> None:
         host_copies.wait()
-        with torch.no_grad():
+        with torch.no_grad(), profiled("optimizer", self.group.label, WORKER):
             self.flat.run()
 
     # --- the pending step, for the engine --------------------------------------------------
@@ -446,6 +447,9 @@ class UnitStepper:
                     self.group.pending_step = None  # no second try: some parameters may be stepped
                     raise
         return self._work
+
+    def _profiled(self) -> contextlib.AbstractContextManager[Any]:
+        return profiled("optimizer", self.group.label, self.group.comm.clock)
 
     def _on_stream(self) -> contextlib.AbstractContextManager[None]:
         if self._has_stream:

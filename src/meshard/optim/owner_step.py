@@ -13,7 +13,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._comm.communicator import Communicator, profiled
+from meshard._comm.communicator import Communicator
+from meshard._comm.spans import profiled
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._torch.dtensor import is_placed_like, plain_of
 from meshard._torch.private import DispatchMode, version_of
@@ -190,7 +191,7 @@ class BucketStep:
             own.update(given)
             for number, placeholder in stepped.items():
                 placeholder.grad = self._whole_of(count + number)
-            with profiled("optimizer", bucket.label):
+            with profiled("optimizer", bucket.label, bucket.comm.clock):
                 _step(inner, is_first=is_first)
             # A step may replace ``.data``.
             self._whole = {number: each.data for number, each in stepped.items()}

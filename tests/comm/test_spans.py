@@ -1,0 +1,100 @@
+"""Hooks for traces: when collectives end and are waited for, as a recorder gets them."""
+
+import contextlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import meshard
+from meshard._comm import blocking, spans
+from meshard._comm.communicator import CommStream
+from meshard._comm.cpu import WorkCommunicator, WorkInFlight
+from meshard._comm.streams import StreamCommunicator
+from tests.support.fake_device import FakeDevice
+from tests.support.listed_spans import Listed, listed
+from tests.support.ranks import fake_group, on_ranks
+
+DELAY = 0.1
+
+
+@on_ranks(2)
+def test_a_collective_through_sockets_ends_with_its_work_and_not_with_the_wait():
+    comm, source = WorkCommunicator(), torch.ones(4)
+    dist.barrier()
+    with listed() as recorder:
+        gathering = comm.gather(source, group=dist.group.WORLD, label="layer")
+        time.sleep(DELAY)  # compute
+        waits_since = time.monotonic()
+        gathering.rows()
+    names = [name for name in recorder.names if name != "end"]
+    assert names == ["begin all_gather", "ends later", "leave all_gather", "waited"]
+    assert dict(recorder.told)["end"] < waits_since
+
+
+class NoFuture:
+    """A work of the user's that cannot tell when it ends."""
+
+    def wait(self):
+        pass
+
+    def get_future(self):
+        raise RuntimeError("not implemented")
+
+
+@on_ranks(2)
+def test_a_work_without_a_future_ends_when_it_was_waited_for():
+    with listed() as recorder:
+        recorder.event = "one that is issued"
+        WorkInFlight(NoFuture(), ("all_gather", "layer"), dist.group.WORLD).wait()
+    assert recorder.names == ["ends later", "waited"]
+
+
+@on_ranks(2)
+def test_a_blocking_collective_is_recorded_from_its_beginning_to_its_end():
+    with listed() as recorder:
+        blocking.agree_on_max(torch.ones(1), dist.group.WORLD)
+    assert recorder.names == ["begin all_reduce", "leave all_reduce"]
+
+
+def test_on_streams_only_waits_of_compute_are_recorded():
+    with fake_group(2), listed() as recorder:
+        comm = StreamCommunicator(FakeDevice())
+        with comm.on_stream(CommStream.SCATTER):
+            reducing = comm.all_reduce(torch.ones(4), group=dist.group.WORLD, label="layer")
+            reducing.wait()  # on the comm stream
+            after = comm.record(after=reducing)
+        assert "waited" not in recorder.names
+        after.wait()
+    assert recorder.names == ["begin all_reduce", "leave all_reduce", "waited"]
+
+
+def test_while_a_graph_is_captured_no_event_is_recorded():
+    device = FakeDevice()
+    device.is_current_stream_capturing = lambda: True
+    assert StreamCommunicator(device).clock.now() is None
+
+
+def test_without_a_recorder_hooks_do_nothing():
+    with fake_group(2):
+        layer = meshard.fully_shard(nn.Linear(2, 2), init_device_mesh("cpu", (2,)))
+        layer(torch.ones(1, 2)).sum().backward()
+    assert spans.issued() is None
+    with listed(), pytest.raises(RuntimeError, match="active in this process"):
+        spans.start(Listed())
+    assert spans.recorder is None
+
+
+def test_a_profiler_shows_the_ranges_with_and_without_a_trace():
+    def names_of(context):
+        with context, torch.profiler.profile() as profile:
+            comm.all_reduce(torch.ones(4), group=dist.group.WORLD, label="layer").wait()
+        return [each.key for each in profile.key_averages() if each.key.startswith("meshard::")]
+
+    with fake_group(2):
+        comm = WorkCommunicator()
+        assert names_of(contextlib.nullcontext()) == ["meshard::all_reduce layer"]
+        assert names_of(listed()) == ["meshard::all_reduce layer"]
