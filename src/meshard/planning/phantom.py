@@ -19,8 +19,9 @@ import torch
 
 from meshard._torch.private import DispatchMode, is_faking, tree_flatten, tree_unflatten
 
-# Operators whose tensors have at most this many elements each run for real.
-_SMALL = 4096
+# Operators whose tensors have at most this many elements each run for real. Integers are ranks,
+# positions and masks, on which programs depend more often.
+_SMALL, _SMALL_INTEGERS = 2**12, 2**22
 # What is not known on the meta device runs for real if its tensors have at most this many elements.
 _RUNS_FOR_REAL = 2**26
 # Linux reserves such memory without asking whether the machine has it. Python has no name for it.
@@ -106,13 +107,13 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         schema = _schema_of(func)
         if schema.is_view or _is_on_meta(tensors, kwargs):
             return func(*args, **kwargs)
-        if tensors and all(tensor.numel() <= _SMALL for tensor in tensors):
+        if tensors and all(map(_is_small, tensors)):
             return self._run(func, args, kwargs, tensors)
         if None not in schema.returned:
             return _arguments(schema, args, kwargs)  # it only writes to its arguments
         shapes = self._shapes(func, leaves, spec, schema)
         made = [] if shapes is None else list(_tensors_in(shapes))
-        is_small = not tensors and all(each.numel() <= _SMALL for each in made)
+        is_small = not tensors and all(map(_is_small, made))
         if shapes is None or is_small:  # None: a view that its schema does not declare, or unknown
             return self._run(func, args, kwargs, tensors)
         results = [
@@ -178,7 +179,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         name = func._schema.name.removeprefix("c10d::").strip("_")
         if name not in ("barrier", "monitored_barrier"):
             self.collectives[name] += 1
-        if all(tensor.numel() <= _SMALL for tensor in tensors):
+        if all(map(_is_small, tensors)):
             _fill_alike(name, args)
         group = next(each for each in args if isinstance(each, torch.ScriptObject))
         # A work that is done, in the form in which operators return it.
@@ -198,6 +199,11 @@ def _fill_alike(name: str, args: Any) -> None:
         output, source = args[0].view(-1), args[1].reshape(-1)
         count = min(output.numel(), source.numel())
         output.zero_()[:count].copy_(source[:count])
+
+
+def _is_small(tensor: torch.Tensor) -> bool:
+    is_integer = not (tensor.is_floating_point() or tensor.is_complex())
+    return tensor.numel() <= (_SMALL_INTEGERS if is_integer else _SMALL)
 
 
 def _is_tensor(leaf: object) -> bool:
