@@ -44,6 +44,8 @@ class Trace:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
+        if not isinstance(path, (str, os.PathLike)):
+            raise TypeError(f"path must be that of a file, got {path!r}.")
         self.path = Path(path)
         self._summary: Summary | None = None
 

@@ -317,6 +317,8 @@ EXCEPT = {
     ("register_reduce_hook", "hook"): "",
     ("register_reduce_hook", "wire_dtype"): "None",
     ("replicate", "module"): "module",
+    ("trace", "path"): "text",
+    ("Trace", "path"): "text",
     ("OverlappedOptimizer.attached_to", "module"): "module",
     ("FSDPModule.set_reshard_after_forward", "reshard_after_forward"): "",
     ("FSDPModule.set_custom_all_gather", "comm"): "None",

@@ -48,6 +48,7 @@ from meshard.optim.owner_step import (
     check_holds,
     placeholder_for,
 )
+from meshard.policies import check_bool
 
 Select = Callable[[str, torch.Tensor], bool]
 Cost = Callable[[str, torch.Tensor], float]
@@ -454,6 +455,7 @@ def owner_optimizer(
     _check_functions(optimizer, select, cost)
     _check_fallback(fallback, fallback_kwargs)
     _check_sizes(bucket_mb, gradient_dtype)
+    check_bool("keep_values", keep_values)
     for unit in require_units(module):
         unit.lifecycle.check_between_steps(unit, "owner_optimizer")
     chosen, others = _selected(module, select)
