@@ -137,14 +137,14 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     changed the parameters.
     """
     for unit in units_of(module):
-        _abort_if_interrupted(unit.lifecycle)
+        abort_if_interrupted(unit.lifecycle)
         if unit.lifecycle.phase is Phase.IDLE:
             unit.group.install_sharded()  # a forward may have left unsharded parameters installed
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
 
 
-def _abort_if_interrupted(lifecycle: Lifecycle) -> None:
+def abort_if_interrupted(lifecycle: Lifecycle) -> None:
     """Clean up a backward that raised, or a forward that no thread is running any more."""
     lifecycle.abort_if_failed()
     if lifecycle.phase is Phase.FORWARD:

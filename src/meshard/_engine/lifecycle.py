@@ -950,6 +950,7 @@ class Lifecycle:
         if is_void:
             # Cleared at the end. If this method is interrupted, the next use aborts again.
             self.failure.marks.append("aborted")
+            self.failure.num_voided += 1
         if self.backward is not None:
             self.backward.ends.clear()
         self._passes = []
