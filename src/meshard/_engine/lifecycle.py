@@ -89,8 +89,9 @@ class OtherThreadError(RefusedError):
         super().__init__(
             lifecycle,
             f"{what} while another thread runs a forward or backward of the same model, whose "
-            "parameters are gathered and freed in between; let one thread at a time run it "
-            "(threading.Lock), or give each thread a copy.deepcopy of the model.",
+            "parameters are gathered and freed in between; on several ranks let one thread "
+            "call all models, because threads would take turns differently on each rank; on one "
+            "rank let one at a time run it (threading.Lock), or give each a copy.deepcopy.",
         )
 
 
