@@ -1,6 +1,7 @@
 """meshard: shard a PyTorch model over a device mesh, one call per layer."""
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from meshard.accumulation import (
     finalize_gradients,
@@ -54,12 +55,16 @@ __all__ = [
 ]
 # fmt: on
 
+_SUBPACKAGES = ("checkpoint", "planning")  # imported at their first use
+
 if TYPE_CHECKING:
     __version__: str
 else:  # mypy would take a __getattr__ for the type of every name
 
-    def __getattr__(name: str) -> str:
-        """Read ``__version__`` from the metadata of the package, which takes time to import."""
+    def __getattr__(name: str) -> Any:
+        """Import a subpackage, or read ``__version__`` from the metadata. Both take time."""
+        if name in _SUBPACKAGES:
+            return importlib.import_module(f"meshard.{name}")
         if name != "__version__":
             raise AttributeError(f"module 'meshard' has no attribute {name!r}")
         from importlib import metadata  # noqa: PLC0415  # it takes time, and few ask for the version
@@ -72,4 +77,5 @@ else:  # mypy would take a __getattr__ for the type of every name
 
 def __dir__() -> list[str]:
     """List what users use, and not the modules that hold it."""
-    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
+    shown = ["__all__", "__doc__", "__file__", "__name__", "__path__", "__version__"]
+    return [*__all__, *_SUBPACKAGES, *shown]

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import gather_from_all
+from meshard._engine.hooks import abort_if_interrupted
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
@@ -73,7 +74,11 @@ def microbatches(
     The sync mode (``until_last`` before the last batch) and ``set_is_last_backward`` are set before
     each batch is yielded, and restored when the loop ends. ``batches`` is read one batch ahead.
 
+    If a forward or backward raises, what the window has accumulated is dropped. So the loop does
+    not go on after an exception that its body has caught: let it end the loop.
+
     Raises:
+        RuntimeError: Later, from the loop: gradients of the window were dropped.
         TypeError: ``until_last`` is not a ``GradientSync``.
         ValueError: There is no unit in ``module``.
 
@@ -95,6 +100,9 @@ def _microbatches(
 ) -> Iterator[Batch]:
     lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
+    for lifecycle in lifecycles:
+        abort_if_interrupted(lifecycle)  # what has failed before this window does not count
+    voided_before = [lifecycle.failure.num_voided for lifecycle in lifecycles]
     windows = [unit.gradients.window for unit in units]
     try:
         for window in windows:
@@ -105,11 +113,28 @@ def _microbatches(
                 lifecycle.is_last_backward = is_last
             with gradient_sync(module, GradientSync.FULL if is_last else until_last):
                 yield batch
+            if _has_dropped(lifecycles, voided_before):
+                raise RuntimeError(
+                    "a forward or backward in this loop over microbatches() raised (or "
+                    "reset_iter_state() was called), which has dropped the gradients that the "
+                    "window had accumulated, so it would step by the other microbatches only. Let "
+                    "the exception end the loop; then begin the window anew, by another call of "
+                    "microbatches(), or skip the step."
+                )
     finally:
         for window in windows:
             window.is_in_loop = False
         for lifecycle, was_last in zip(lifecycles, before, strict=True):
             lifecycle.is_last_backward = was_last
+
+
+def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> bool:
+    """Whether gradients were dropped since, or will be: those of a backward that has raised."""
+    if any(lifecycle.failure.has_happened() for lifecycle in lifecycles):
+        return True  # and nothing is cleaned up yet, so that optimizers refuse to step
+    for lifecycle in lifecycles:
+        abort_if_interrupted(lifecycle)
+    return [lifecycle.failure.num_voided for lifecycle in lifecycles] != voided_before
 
 
 # --- pending gradients ---------------------------------------------------------------------------

@@ -1,5 +1,8 @@
 """The ``microbatches`` loop, which needs nothing but batches."""
 
+import contextlib
+from functools import partial
+
 import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -83,3 +86,83 @@ def test_fully_reduced_gradients_are_in_grad_after_every_microbatch(mesh_shape, 
         for module in (model, plain):
             for param in module.parameters():
                 param.grad.mul_(0.5)
+
+
+class Boom(Exception):
+    """What fails."""
+
+
+def raise_error(error, *_):
+    raise error
+
+
+def run_microbatch(model, number, fails_in):
+    x = torch.full((2, 6), 0.25 * number + 0.25)
+    with contextlib.ExitStack() as stack:
+        if isinstance(fails_in, type):
+            handle = model.blocks[1].register_forward_pre_hook(partial(raise_error, fails_in))
+            stack.callback(handle.remove)
+        out = model(x)
+        if fails_in == "backward":
+            out.register_hook(partial(raise_error, Boom))
+        out.square().mean().backward()
+
+
+@on_threads(2)
+@pytest.mark.parametrize("fails_in", [Boom, KeyboardInterrupt, "backward"])
+@pytest.mark.parametrize("failing", [1, 2])
+@pytest.mark.parametrize("until_last", [GradientSync.NONE, GradientSync.FULL])
+def test_a_loop_that_has_caught_an_exception_does_not_go_on(fails_in, failing, until_last):
+    """Nor does it end in silence, if it was the last microbatch that failed."""
+    model, plain = shard_blocks(seeded(MlpStack())), seeded(MlpStack())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = [param.to_local().clone() for param in model.parameters()]
+
+    def window(*, fails):
+        for number in meshard.microbatches(model, range(3), until_last=until_last):
+            with contextlib.suppress(Boom, KeyboardInterrupt):
+                run_microbatch(model, number, fails_in if fails and number == failing else None)
+
+    with pytest.raises(RuntimeError, match=r"dropped the gradients .* begin the window anew"):
+        window(fails=True)
+    if fails_in == "backward":
+        with pytest.raises(RuntimeError, match="the last backward through unit"):
+            optimizer.step()
+    else:
+        optimizer.step()  # has no gradients
+    after = [param.to_local() for param in model.parameters()]
+    assert all(map(torch.equal, before, after))
+    window(fails=False)
+    for number in range(3):
+        run_microbatch(plain, number, None)
+    assert_same(full_grads(model), full_grads(plain))
+    optimizer.step()
+
+
+@on_threads(2)
+def test_a_microbatch_that_is_run_again_in_the_loop_does_not_make_up_for_the_others():
+    model = shard_blocks(seeded(MlpStack()))
+    loop = meshard.microbatches(model, range(2))
+    run_microbatch(model, next(loop), None)
+    number = next(loop)
+    with pytest.raises(Boom):
+        run_microbatch(model, number, Boom)
+    run_microbatch(model, number, None)
+    with pytest.raises(RuntimeError, match="dropped the gradients"):
+        next(loop)
+
+
+@on_threads(2)
+def test_a_loop_goes_on_after_an_exception_that_has_dropped_nothing():
+    """As one process does: in the first forward, and in an evaluation."""
+    model, plain = shard_blocks(seeded(MlpStack())), seeded(MlpStack())
+    for number in meshard.microbatches(model, range(3)):
+        if number == 0:
+            with pytest.raises(Boom):
+                run_microbatch(model, number, Boom)
+            continue
+        with pytest.raises(Boom), torch.no_grad():
+            run_microbatch(model, number, Boom)
+        for module in (model, plain):
+            run_microbatch(module, number, None)
+    assert_same(full_grads(model), full_grads(plain))

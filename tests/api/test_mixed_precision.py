@@ -163,3 +163,22 @@ def test_the_smallest_float16_gradient_survives_the_division_in_float32(sync):
     if sync is GradientSync.NONE:
         meshard.finalize_gradients(model)
     assert torch.equal(model.weight.grad.to_local(), torch.full((128, 512), smallest))
+
+
+@pytest.mark.parametrize("sync", [GradientSync.FULL, GradientSync.NONE])
+@on_threads(2)
+def test_a_frozen_float8_weight_beside_trained_float32(sync):
+    def forward(model, x):
+        return x @ model.base.float() + x @ model.down @ model.up
+
+    base = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)).to(torch.float8_e4m3fn)
+    down, up = nn.Parameter(torch.empty(8, 2)), nn.Parameter(torch.empty(2, 8))
+    plain = seeded(Made(forward, down=down, up=up))
+    plain.base = nn.Parameter(base, requires_grad=False)
+    model = meshard.fully_shard(copy.deepcopy(plain), init_device_mesh("cpu", (2,)))
+    with meshard.gradient_sync(model, sync):
+        model(torch.ones(4, 8)).square().mean().backward()
+    if sync is GradientSync.NONE:
+        meshard.finalize_gradients(model)
+    plain(torch.ones(4, 8)).square().mean().backward()
+    assert_same(full_grads(model), full_grads(plain))

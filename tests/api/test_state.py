@@ -14,8 +14,10 @@ from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     set_model_state_dict,
 )
+from torch.distributed.tensor import DTensor
 
-from tests.support.models import seeded
+from tests.support.against_plain import inputs_of, sharded_and_plain
+from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 from tests.support.sharding import sharded_case
@@ -65,6 +67,35 @@ def test_a_state_dict_is_pickled_and_copied():
             assert loaded[name].placements == value.placements
         model.load_state_dict(loaded)
         assert_same(full_state(model), full_state(plain), bitwise=True)
+
+
+@pytest.mark.parametrize("keep_vars", [False, True])
+@pytest.mark.parametrize("is_manual", [False, True])
+@on_ranks(2)
+def test_a_state_dict_that_a_running_forward_makes_has_the_shards(keep_vars, is_manual):
+    def keep(*_):
+        kept.update(model.state_dict(keep_vars=keep_vars))
+
+    plain, kept = MlpStack(), {}
+    plain.blocks[1].again = plain.blocks[1].up
+    model, plain = sharded_and_plain(plain)
+    model.blocks[1].up.register_forward_hook(keep)
+    if is_manual:
+        model.blocks[0].unshard()
+    with torch.set_grad_enabled(is_manual):
+        model(inputs_of(0))
+    shards = {name: value.full_tensor().detach() for name, value in kept.items()}
+    assert_same(shards, dict(plain.state_dict()))
+    assert all(isinstance(value, torch.nn.Parameter) is keep_vars for value in kept.values())
+
+
+@on_ranks(2)
+def test_a_unit_that_is_resharded_while_its_state_dict_is_made_has_its_shards():
+    """As by the thread that trains, while another one makes the state dict."""
+    model, _ = sharded_and_plain(MlpStack())
+    model.blocks[1].unshard()
+    model.blocks[1].down.register_state_dict_post_hook(lambda *_: model.blocks[1].reshard())
+    assert all(isinstance(value, DTensor) for value in model.state_dict().values())
 
 
 @pytest.mark.parametrize(

@@ -97,4 +97,16 @@ def test_the_version_is_that_of_the_package_and_costs_no_import():
     assert meshard.__version__ in (written[1], "0+unknown")
     assert not hasattr(meshard, "version")
     shown = [name for name in dir(meshard) if not name.startswith("__")]  # by tab completion
-    assert sorted(shown) == sorted(meshard.__all__) and "__version__" in dir(meshard)
+    assert sorted(shown) == sorted([*meshard.__all__, "checkpoint", "planning"])
+    assert "__version__" in dir(meshard)
+
+
+def test_subpackages_are_imported_at_their_first_use():
+    code = """if True:
+        import sys, meshard
+        for name in ("checkpoint", "planning"):
+            assert f"meshard.{name}" not in sys.modules
+            names = getattr(meshard, name).__all__
+            assert names and all(hasattr(getattr(meshard, name), each) for each in names)
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)

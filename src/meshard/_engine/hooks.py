@@ -39,6 +39,7 @@ from meshard._engine.outputs import (
     may_collect,
     tensors_in,
 )
+from meshard._engine.param_group import sharded_params
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.step_state import Phase
 from meshard._engine.unit import (
@@ -52,7 +53,8 @@ from meshard._engine.unit import (
 )
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
-from meshard._torch.dtensor import is_placed_like, local_of
+from meshard._params.unit_params import is_alias
+from meshard._torch.dtensor import is_placed_like, is_plain, local_of, plain_of
 from meshard._torch.private import (
     base_of,
     module_call_code,
@@ -129,18 +131,20 @@ def _before_registration(module: nn.Module, name: str, param: nn.Parameter | Non
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Raise while gradients are pending, which a checkpoint would lose; finish pending steps.
 
+    What a running forward has unsharded is replaced by ``_put_shards`` at the end.
+
     Gradients that a failed backward has left do not make it raise. They are dropped: they have not
     changed the parameters.
     """
     for unit in units_of(module):
-        _abort_if_interrupted(unit.lifecycle)
+        abort_if_interrupted(unit.lifecycle)
         if unit.lifecycle.phase is Phase.IDLE:
             unit.group.install_sharded()  # a forward may have left unsharded parameters installed
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
 
 
-def _abort_if_interrupted(lifecycle: Lifecycle) -> None:
+def abort_if_interrupted(lifecycle: Lifecycle) -> None:
     """Clean up a backward that raised, or a forward that no thread is running any more."""
     lifecycle.abort_if_failed()
     if lifecycle.phase is Phase.FORWARD:
@@ -186,6 +190,36 @@ def _after_state_dict(
     ]
     if any(group.params and group.spec.mesh_info.shard_count > 1 for group in groups):
         metadata["shards_only"] = _ShardsOnly(state_dict)
+    _put_shards(module, state_dict, prefix)
+
+
+def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str) -> None:
+    """Replace unsharded parameters of the units of ``module`` in its state dict by shards.
+
+    They are there inside a forward and after ``unshard()``, and will be freed. What modules hold is
+    not looked at: by now another thread may have resharded the unit.
+    """
+    params = [param for unit in units_of(module) for param in sharded_params(unit.group)]
+    if not params:
+        return
+    places: dict[nn.Module, list[str]] = {}
+    for place, inner in module.named_modules(remove_duplicate=False):
+        places.setdefault(inner, []).append(f"{prefix}{place}." if place else prefix)
+    for param in params:
+        for owner, name in param.owners:
+            for place in places.get(owner, ()):
+                value = state_dict.get(place + name)
+                if value is not None and _is_same(value, param.unsharded):
+                    is_kept = isinstance(value, nn.Parameter)  # keep_vars=True
+                    state_dict[place + name] = param.sharded if is_kept else param.sharded.detach()
+
+
+def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
+    """Whether ``value`` is ``unsharded``, or what its ``detach()`` has returned."""
+    one, other = plain_of(value), plain_of(unsharded)
+    if is_plain(other):
+        return is_alias(one, other)
+    return type(one) is type(other)  # a subclass, such as float8, has its memory inside
 
 
 def check_may_pickle(unit: Unit | None) -> None:

@@ -90,8 +90,9 @@ class OtherThreadError(RefusedError):
         super().__init__(
             lifecycle,
             f"{what} while another thread runs a forward or backward of the same model, whose "
-            "parameters are gathered and freed in between; let one thread at a time run it "
-            "(threading.Lock), or give each thread a copy.deepcopy of the model.",
+            "parameters are gathered and freed in between; on several ranks let one thread "
+            "call all models, because threads would take turns differently on each rank; on one "
+            "rank let one at a time run it (threading.Lock), or give each a copy.deepcopy.",
         )
 
 
@@ -978,6 +979,7 @@ class Lifecycle:
         if is_void:
             # Cleared at the end. If this method is interrupted, the next use aborts again.
             self.failure.marks.append("aborted")
+            self.failure.num_voided += 1
         if self.backward is not None:
             self.backward.ends.clear()
         self._passes = []

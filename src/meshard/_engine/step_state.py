@@ -100,6 +100,7 @@ class Failure:
 
     def __init__(self) -> None:
         self.marks: list[object] = []  # not empty: clean up before the next use
+        self.num_voided = 0  # how often a clean-up has dropped gradients
         self.backward_call: BackwardCall | None = None  # the user's call of the backward that runs
         # An interrupt in a weakref callback, where Python swallows it; ``clear`` raises it again.
         self.interrupt: BaseException | None = None

@@ -53,7 +53,7 @@ class GradientRules:
         self,
         unit_params: UnitParams,
         reduce_dtype: torch.dtype | None,  # None: the widest dtype of the unsharded gradients
-        accumulate_dtype: torch.dtype | None,  # None: the wider of float32 and the parameters'
+        accumulate_dtype: torch.dtype | None,  # None: see the method
     ) -> None:
         self._unit_params = unit_params
         self.reduce_dtype = reduce_dtype
@@ -61,7 +61,8 @@ class GradientRules:
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
         self._all = tuple(range(len(unit_params.params)))
         self.everything = frozenset(self._all)
-        self._widest_of: FlatLayout | None = None
+        # A cache: the layouts of the last call of ``accumulate_dtype``, and what it returned.
+        self._widest_of: tuple[FlatLayout, GradientLayout] | None = None
         self._widest = torch.float32
 
     def layout_for(
@@ -91,16 +92,21 @@ class GradientRules:
             self._layouts[indices] = GradientLayout(layouts, indices, self._unit_params.spec.device)
         return self._layouts[indices]
 
-    @property
-    def accumulate_dtype(self) -> torch.dtype:
+    def accumulate_dtype(self, gradients: GradientLayout) -> torch.dtype:
+        """Return the dtype of sums of ``gradients``. Frozen parameters, as of float8, have none."""
         if self.chosen_dtype is not None:
             return self.chosen_dtype
         # Computed anew if the layout has changed: Module.double() may have cast the parameters.
-        layout = self._unit_params.layout
-        if layout is not self._widest_of:
-            dtypes = [each.dtype for each in layout.segments if each.dtype.is_floating_point]
+        layout, known = self._unit_params.layout, self._widest_of
+        if known is None or layout is not known[0] or gradients is not known[1]:
+            dtypes = [
+                segment.dtype
+                for segment in layout.segments
+                if segment.dtype.is_floating_point
+                and any(each.index in gradients.ranges for each in segment.ranges)
+            ]
             self._widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
-            self._widest_of = layout
+            self._widest_of = layout, gradients
         return self._widest
 
     def wire_dtype(self, layout: GradientLayout) -> torch.dtype:
@@ -361,7 +367,7 @@ class GradientAccumulator:
         if self._unreduced is not None:
             self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
             return
-        dtype = self.rules.accumulate_dtype
+        dtype = self.rules.accumulate_dtype(layout)
         flat = None if self.num_in_flight else self.sharded.free_memory(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
         layout.reduce_scatter_copy_in(
@@ -437,7 +443,7 @@ class GradientAccumulator:
         mesh_info, average = self.unit_params.spec.mesh_info, self.sharded.average
         plan = ReducePlan(
             wire_dtype=self._wire_dtype(layout, settings),
-            accumulate_dtype=self.rules.accumulate_dtype,
+            accumulate_dtype=self.rules.accumulate_dtype(layout),
             shard_group=settings.scatter_group or mesh_info.shard_group,
             replicate_group=mesh_info.replicate_group if over_replicas else None,
             replicate_count=mesh_info.replicate_count,

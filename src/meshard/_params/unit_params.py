@@ -119,7 +119,7 @@ class UnitParams(abc.ABC):
         """Raise a RuntimeError if shards are on the meta device, or offloaded to the host."""
 
 
-def _is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two plain tensors are the same memory in the same shape, dtype and strides."""
     return (
         is_plain(one)
@@ -172,7 +172,7 @@ class ShardedUnitParams(UnitParams):
                 param.sharded = new
                 replaced = True
             elif (local := local_of(param.sharded)) is not own:
-                if _is_alias(local, own):  # as after module.float() of a float32 parameter
+                if is_alias(local, own):  # as after module.float() of a float32 parameter
                     set_local(param.sharded, own)
                     tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
                 else:

@@ -24,10 +24,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._engine.param_group import ParamGroup, owners_of
+from meshard._engine.manual_unshard import listed
+from meshard._engine.param_group import ParamGroup, owners_of, sharded_params_of
 from meshard._engine.unit import require_units
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of, plain_of, scalar_reads
+from meshard._torch.patches import params_in
+from meshard._torch.user_line import warn_user
 from meshard.optim.flat_slices import FlatSlice, Member, State, States, history_of
 from meshard.policies import list_of
 
@@ -292,7 +295,8 @@ def flat_optimizer(
         module: With units in it. Build the optimizer after the last ``fully_shard``.
         optimizer: One of torch's pointwise optimizers: ``SGD``, ``Adam``, ``AdamW``, ``Adagrad``,
             ``Adadelta``, ``Adamax``, ``RMSprop``, ``NAdam``, ``RAdam``, ``ASGD``, ``Rprop``.
-        param_groups: As for that optimizer; None: all trainable parameters of ``module``.
+        param_groups: As for that optimizer; None: all parameters of ``module`` that are not frozen
+            now. If another one gets a gradient later, ``step`` warns of it.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
@@ -320,7 +324,9 @@ def flat_optimizer(
     if optimizer_kwargs.get("differentiable"):
         raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")
     make: Callable[..., Optimizer] = optimizer
-    return FlatOptimizer(make(list_params(module, param_groups), **optimizer_kwargs))
+    flat = FlatOptimizer(make(list_params(module, param_groups), **optimizer_kwargs))
+    flat._left_out = LeftOut(module) if param_groups is None else None
+    return flat
 
 
 def check_is_no_instance(caller: str, optimizer: object) -> None:
@@ -342,8 +348,56 @@ def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
     return list_of("param_groups", param_groups, (torch.Tensor, dict, tuple), what)
 
 
+class LeftOut:
+    """The parameters that an optimizer would have taken, had they not been frozen.
+
+    Modules are held weakly, and parameters by their place: torch refuses to swap, in
+    ``Module.to``, a tensor that a weak reference refers to.
+    """
+
+    def __init__(
+        self, module: nn.Module, is_wanted: Callable[[str, torch.Tensor], bool] = lambda *_: True
+    ) -> None:
+        self._places = [
+            (f"{prefix}.{name}" if prefix else name, weakref.ref(each), name)
+            for prefix, each in module.named_modules()
+            for name, param in each._parameters.items()
+            if param is not None
+            and not param.requires_grad
+            and is_wanted(f"{prefix}.{name}" if prefix else name, param)
+        ]
+
+    def warn_if_thawed(self, optimizer: Optimizer) -> None:
+        """Warn once if one of them has a gradient, by which ``optimizer`` does not step it."""
+        thawed = {
+            fqn: param
+            for fqn, module, name in self._places
+            if (param := getattr(module(), "_parameters", {}).get(name)) is not None
+            and param.requires_grad
+        }
+        if not thawed:
+            return
+        held = set(map(id, params_in(optimizer)))
+        sharded = sharded_params_of(list(thawed.values()))
+        missed = [
+            fqn
+            for fqn, param in zip(thawed, sharded, strict=True)
+            if param.grad is not None and id(param) not in held
+        ]
+        if missed:
+            self._places = []
+            warn_user(
+                f"parameters {listed(missed)} have gradients, and this {type(optimizer).__name__} "
+                "neither steps them nor clears their gradients, because they were frozen when it "
+                "was made; make the optimizer anew, or make it before you freeze parameters. "
+                "Ignore this if another optimizer steps them."
+            )
+
+
 class StateOnRead(Optimizer):
     """An optimizer whose steppers write the state of single parameters when ``state`` is read."""
+
+    _left_out: LeftOut | None = None  # None: the user has chosen the parameters
 
     def __init__(self, template: Optimizer) -> None:
         """Take over the param groups and the state of ``template``."""
@@ -367,6 +421,16 @@ class StateOnRead(Optimizer):
         for stepper in self._flat_steppers:
             stepper.release()
         self._state = value
+
+    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
+        """Begin a step: return what its closure returns, and look at what is not stepped."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if self._left_out is not None:
+            self._left_out.warn_if_thawed(self)
+        return loss
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -411,15 +475,7 @@ class FlatOptimizer(StateOnRead):
         Raises:
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
         """
-        loss = loss_of(closure)
+        loss = self._loss_of(closure)
         self._stepper.take(self.param_groups, self._state)
         self._stepper.run()
         return loss
-
-
-def loss_of(closure: Callable[[], Any] | None) -> Any:
-    """Return what the closure of an optimizer's step returns."""
-    if closure is None:
-        return None
-    with torch.enable_grad():
-        return closure()

@@ -35,6 +35,7 @@ from meshard.grad_scaler import is_backward_scaled
 from meshard.optim.flat import (
     POINTWISE,
     FlatStepper,
+    LeftOut,
     MakeOptimizer,
     OptimGroups,
     Params,
@@ -42,7 +43,6 @@ from meshard.optim.flat import (
     are_same,
     check_is_no_instance,
     list_params,
-    loss_of,
     objects_in,
 )
 from meshard.optim.flat_slices import States
@@ -127,7 +127,7 @@ class OverlappedOptimizer(StateOnRead):
         Raises:
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
         """
-        loss = loss_of(closure)
+        loss = self._loss_of(closure)
         self._stepped.clear()
         if self._max_norm is not None:
             self._step_clipped(self._max_norm)
@@ -498,7 +498,8 @@ def overlap_optimizer(
         optimizer: A class, or what makes an optimizer from param groups. torch's pointwise ones
             (see ``flat_optimizer``) step flat shards, ``Adafactor`` the unsharded parameters of a
             unit, any other one its sharded parameters.
-        param_groups: As for that optimizer; None: all trainable parameters of ``module``.
+        param_groups: As for that optimizer; None: all parameters of ``module`` that are not frozen
+            now. If another one gets a gradient later, ``step`` warns of it.
         max_unit_norm: Clip the gradients of each unit by their own norm.
         clip_value: Clamp every element of the gradients to ``[-clip_value, clip_value]``.
         clip: ``"deferred"`` clips by the norm of all gradients: they stay in ``.grad``, and units
@@ -545,9 +546,11 @@ def overlap_optimizer(
         make = type(template)
     elif isinstance(template, torch.optim.Adafactor):
         make = functools.partial(UnshardedStep, cls=type(template))
-    return OverlappedOptimizer(
+    overlapped = OverlappedOptimizer(
         template, make, units, change=change, max_norm=max_norm, waits_in_step=wait == "step"
     )
+    overlapped._left_out = LeftOut(module) if param_groups is None else None
+    return overlapped
 
 
 def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None = None) -> None:

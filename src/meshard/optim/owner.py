@@ -32,10 +32,10 @@ from meshard.optim.exchange import Layout, MeshRanks
 from meshard.optim.flat import (
     POINTWISE,
     FlatStepper,
+    LeftOut,
     StateOnRead,
     are_same,
     check_is_no_instance,
-    loss_of,
     objects_in,
 )
 from meshard.optim.hooks import find_overlapped
@@ -127,7 +127,7 @@ class OwnerOptimizer(StateOnRead):
                 steps. The last two are found only after some parameters were stepped: load a
                 checkpoint before you go on.
         """
-        loss = loss_of(closure)
+        loss = self._loss_of(closure)
         self._check_params()
         steps = [
             BucketStep(bucket, self._gradient_dtype, keeps_values=self._keeps_values)
@@ -415,7 +415,8 @@ def owner_optimizer(
             ``head``, ``lm_head``, ``output``, ``out``, ``classifier``, ``score``, ``embed_out`` or
             ``unembed``. ``owners`` of what is returned lists what was selected.
         fallback: Steps the trainable parameters that are not selected, as ``flat_optimizer`` does.
-            None: nothing does.
+            None: nothing does. Parameters that are frozen now are not stepped later either; if one
+            gets a gradient, ``step`` warns of it.
         fallback_kwargs: Arguments of ``fallback``.
         bucket_mb: Parameters are exchanged in buckets. A bucket is closed once one owner has this
             many MiB to send. One bucket arrives and one leaves while one is stepped.
@@ -465,7 +466,7 @@ def owner_optimizer(
     if fallback is not None and others:
         make_fallback: Any = fallback
         groups += make_fallback(others, **(fallback_kwargs or {})).param_groups
-    return OwnerOptimizer(
+    owner = OwnerOptimizer(
         groups,
         members,
         make,
@@ -475,6 +476,9 @@ def owner_optimizer(
         gradient_dtype=gradient_dtype,
         keeps_values=keep_values,
     )
+    is_chosen = select or _is_hidden_matrix(module)
+    owner._left_out = LeftOut(module) if fallback is not None else LeftOut(module, is_chosen)
+    return owner
 
 
 def _check_functions(optimizer: object, select: object, cost: object) -> None:

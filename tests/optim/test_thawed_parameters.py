@@ -1,0 +1,93 @@
+"""Parameters that were frozen when an optimizer was made, and have gradients later."""
+
+import warnings
+
+import pytest
+import torch
+
+import meshard
+from tests.support.models import MlpStack, seeded
+from tests.support.ranks import on_ranks
+from tests.support.sharding import shard_blocks
+
+X = torch.ones(2, 6)
+MUON = {"select": lambda _, param: param.dim() == 2, "fallback_kwargs": {"lr": 0.1}}
+MAKE = {
+    "flat": lambda model: meshard.flat_optimizer(model, torch.optim.AdamW, lr=0.1),
+    "overlapped": lambda model: meshard.overlap_optimizer(model, torch.optim.AdamW, lr=0.1),
+    "owned": lambda model: meshard.owner_optimizer(model, torch.optim.Muon, lr=0.1, **MUON),
+    "owned without fallback": lambda model: meshard.owner_optimizer(
+        model, torch.optim.Muon, lr=0.1, select=MUON["select"], fallback=None
+    ),
+}
+CAN_ADD = ("flat", "overlapped")
+
+
+def sharded():
+    """Return a model with one frozen block."""
+    model = shard_blocks(seeded(MlpStack()))
+    model.blocks[1].requires_grad_(False)
+    return model
+
+
+def step(model, optimizer):
+    """Return the texts of the warnings of a step."""
+    model(X).square().sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        optimizer.step()
+    optimizer.zero_grad()
+    return [str(each.message) for each in caught]
+
+
+@pytest.mark.parametrize("name", MAKE)
+@on_ranks(2)
+def test_a_step_that_leaves_out_a_thawed_parameter_warns_once(name):
+    model = sharded()
+    optimizer = MAKE[name](model)
+    assert step(model, optimizer) == []
+    model.blocks[1].requires_grad_(True)
+    (text,) = step(model, optimizer)
+    assert "'blocks.1.up.weight'" in text
+    assert "make the optimizer anew" in text
+    assert ("'blocks.1.up.bias'" in text) is (name != "owned without fallback")
+    assert step(model, optimizer) == []
+
+
+@pytest.mark.parametrize("name", MAKE)
+@on_ranks(2)
+def test_an_optimizer_that_was_made_before_parameters_were_frozen_steps_them(name):
+    model = sharded()
+    model.blocks[1].requires_grad_(True)
+    optimizer = MAKE[name](model)
+    for is_trained in (False, True):
+        model.blocks[1].requires_grad_(is_trained)
+        before = model.blocks[1].up.weight.to_local().clone()
+        assert step(model, optimizer) == []
+        assert torch.equal(before, model.blocks[1].up.weight.to_local()) is not is_trained
+
+
+@pytest.mark.parametrize("name", CAN_ADD)
+@on_ranks(2)
+def test_thawed_parameters_may_be_added_or_left_out_on_purpose(name):
+    model = sharded()
+    optimizer = MAKE[name](model)
+    model.blocks[1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(model.blocks[1].parameters())})
+    assert step(model, optimizer) == []
+    model = sharded()
+    make = meshard.flat_optimizer if name == "flat" else meshard.overlap_optimizer
+    optimizer = make(model, torch.optim.AdamW, model.blocks[0].parameters(), lr=0.1)
+    model.blocks[1].requires_grad_(True)
+    assert step(model, optimizer) == []
+
+
+@on_ranks(2)
+def test_a_module_is_converted_after_an_optimizer_has_left_out_parameters():
+    model = sharded()
+    optimizer = MAKE["flat"](model)
+    model.double()
+    model.blocks[1].requires_grad_(True)
+    model(X.double()).sum().backward()
+    with pytest.warns(UserWarning, match=r"'blocks\.1\.up\.weight'"):
+        optimizer.step()
