@@ -310,6 +310,22 @@ def test_ranks_that_do_not_step_with_the_others_are_told(how):
 
 
 @on_ranks(2)
+def test_an_error_that_the_body_catches_ends_the_loop_all_the_same():
+    model, seen = replicated(), []
+    with pytest.raises(RuntimeError, match=DIFFERENT):
+        for batch in meshard.uneven_batches(model, [batch_of(0, 0)] * 2):
+            seen.append(batch)
+            if dist.get_rank():
+                run_backwards(model, batch, "N")
+                continue
+            for _ in range(2):  # the second one must not wait for rank 1, which has left the loop
+                with pytest.raises(RuntimeError, match=DIFFERENT):
+                    run_backwards(model, batch, "F")
+    assert len(seen) == 1
+    assert_trains_without_the_loop(model)
+
+
+@on_ranks(2)
 def test_a_loop_in_a_loop_is_refused():
     model = replicated()
     for _ in meshard.uneven_batches(model, [1]):
