@@ -312,7 +312,8 @@ def test_ranks_that_do_not_step_with_the_others_are_told(how):
 @on_ranks(2)
 def test_an_error_that_the_body_catches_ends_the_loop_all_the_same():
     model, seen = replicated(), []
-    with pytest.raises(RuntimeError, match=DIFFERENT):
+
+    def loop():
         for batch in meshard.uneven_batches(model, [batch_of(0, 0)] * 2):
             seen.append(batch)
             if dist.get_rank():
@@ -321,6 +322,9 @@ def test_an_error_that_the_body_catches_ends_the_loop_all_the_same():
             for _ in range(2):  # the second one must not wait for rank 1, which has left the loop
                 with pytest.raises(RuntimeError, match=DIFFERENT):
                     run_backwards(model, batch, "F")
+
+    with pytest.raises(RuntimeError, match=DIFFERENT):
+        loop()
     assert len(seen) == 1
     assert_trains_without_the_loop(model)
 
