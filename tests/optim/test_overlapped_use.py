@@ -26,7 +26,7 @@ from tests.optim.optimizers import (
 )
 from tests.support.live_memory import settled_tensor_bytes
 from tests.support.models import Made
-from tests.support.parity import assert_same, full_state, whole
+from tests.support.parity import assert_same, full_state, own_state, whole
 from tests.support.ranks import on_fake_ranks, on_ranks
 
 
@@ -425,6 +425,19 @@ def test_a_step_that_raises():
     train(model, optimizer, range(4, 6))
     # AdamW counts a step before it reads lr; units that it has not come to were not stepped.
     assert {float(each["step"]) for each in optimizer.state.values()} <= {5.0, 6.0}
+
+
+@on_fake_ranks(2)
+@pytest.mark.parametrize("apply", [meshard.fully_shard, meshard.replicate])
+def test_parameters_are_stepped_when_backward_returns(apply):
+    model = apply(nn.Linear(3, 3))
+    overlap_optimizer(model, torch.optim.SGD, lr=0.1)
+    for _ in range(3):  # the buckets of replicas are made anew after the first step
+        before = {name: value.clone() for name, value in own_state(model).items()}
+        model(torch.ones(1, 3)).sum().backward()
+        for name, value in own_state(model).items():
+            assert (value != before[name]).all(), name
+        assert not grads(model)
 
 
 @on_ranks(2)
