@@ -380,14 +380,18 @@ def test_a_rank_without_any_batch_takes_part_in_the_step_of_a_scaler():
 
 @on_ranks(2)
 def test_early_termination_raises_on_every_rank():
-    model = replicated()
+    model, seen = replicated(), []
+    batches = [batch_of(dist.get_rank(), 0)] * (2 if dist.get_rank() == 1 else 3)
 
     def loop():
-        for batch in meshard.uneven_batches(model, own_batches(), throw_on_early_termination=True):
+        for batch in meshard.uneven_batches(model, batches, throw_on_early_termination=True):
             loss_of(model, batch).backward()
+            model.zero_grad()
+            seen.append(batch)
 
     with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] have no batch left"):
         loop()
+    assert len(seen) == 2
     model.reset_iter_state()
     assert all(param.grad is None for param in model.parameters())
 
