@@ -310,6 +310,26 @@ def test_ranks_that_do_not_step_with_the_others_are_told(how):
 
 
 @on_ranks(2)
+def test_an_error_that_the_body_catches_ends_the_loop_all_the_same():
+    model, seen = replicated(), []
+
+    def loop():
+        for batch in meshard.uneven_batches(model, [batch_of(0, 0)] * 2):
+            seen.append(batch)
+            if dist.get_rank():
+                run_backwards(model, batch, "N")
+                continue
+            for _ in range(2):  # the second one must not wait for rank 1, which has left the loop
+                with pytest.raises(RuntimeError, match=DIFFERENT):
+                    run_backwards(model, batch, "F")
+
+    with pytest.raises(RuntimeError, match=DIFFERENT):
+        loop()
+    assert len(seen) == 1
+    assert_trains_without_the_loop(model)
+
+
+@on_ranks(2)
 def test_a_loop_in_a_loop_is_refused():
     model = replicated()
     for _ in meshard.uneven_batches(model, [1]):
@@ -360,14 +380,18 @@ def test_a_rank_without_any_batch_takes_part_in_the_step_of_a_scaler():
 
 @on_ranks(2)
 def test_early_termination_raises_on_every_rank():
-    model = replicated()
+    model, seen = replicated(), []
+    batches = [batch_of(dist.get_rank(), 0)] * (2 if dist.get_rank() == 1 else 3)
 
     def loop():
-        for batch in meshard.uneven_batches(model, own_batches(), throw_on_early_termination=True):
+        for batch in meshard.uneven_batches(model, batches, throw_on_early_termination=True):
             loss_of(model, batch).backward()
+            model.zero_grad()
+            seen.append(batch)
 
     with pytest.raises(RuntimeError, match=r"rank\(s\) \[1\] have no batch left"):
         loop()
+    assert len(seen) == 2
     model.reset_iter_state()
     assert all(param.grad is None for param in model.parameters())
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import meshard
 from tests.support.models import seeded
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.spread import spread
 
 
@@ -37,6 +37,10 @@ class Scaled(nn.Linear):
 
 def doubled(module, args, output):
     return 2 * output
+
+
+def squared(x):
+    return x.square()
 
 
 def ignore_missing(module, keys):
@@ -122,6 +126,28 @@ def test_a_pickled_module_is_a_plain_one(apply, way):
     assert torch.equal(loaded[1].weight, plain[1].weight)
     apply(loaded)  # and on with it
     loaded(x).sum().backward()
+
+
+@on_fake_ranks(2)
+def test_units_without_parameters_are_pickled_with_the_others():
+    model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
+    for module in (*model, model):
+        meshard.fully_shard(module)
+    with meshard.unsharded_params(model):
+        loaded = by_pickle(model)
+    assert [type(each) for each in loaded.modules()] == [nn.Sequential, nn.Linear, nn.ReLU]
+    assert type(by_pickle(model[1])) is nn.ReLU  # also where shards are at rest
+
+
+@on_fake_ranks(2)
+def test_a_forward_method_that_was_set_on_a_module_is_pickled_as_it_was():
+    model = nn.Sequential(nn.Linear(3, 3))
+    model.squared = squared
+    meshard.fully_shard(model)
+    meshard.register_fsdp_forward_method(model, "squared")
+    with meshard.unsharded_params(model):
+        loaded = by_pickle(model)
+    assert loaded.squared is squared
 
 
 LOAD = """

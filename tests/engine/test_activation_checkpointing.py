@@ -144,6 +144,29 @@ def test_a_checkpoint_around_several_units(use_reentrant, early_stop):
     assert ledger.counts == {"all_gather": 9, "reduce_scatter": 5}
 
 
+@on_threads(2)
+def test_gradients_that_come_in_parts_are_reduced_once():
+    """Those of a layer in several reentrant checkpoints, of which ranks run different numbers."""
+
+    def repeated(block, x, times):
+        for _ in range(times):
+            x = checkpoint(block.layer, x, use_reentrant=True)
+        return x
+
+    def forward(model, x, times=1):
+        return model.block(x * model.scale, times)
+
+    block = Made(repeated, layer=nn.Linear(6, 6))
+    pair = sharded_and_plain(
+        Made(forward, block=block, scale=nn.Parameter(torch.empty(6))), ("block",)
+    )
+
+    def step(model, rank):
+        return model(inputs_of(rank), 1 + rank).square().mean()
+
+    assert check_gradients(*pair, step).counts["reduce_scatter"] == 2
+
+
 @pytest.mark.parametrize("kind", ["plain", "reentrant"])
 @on_ranks(2)
 def test_dropout_is_repeated_as_it_was(kind):

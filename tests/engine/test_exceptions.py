@@ -32,6 +32,10 @@ def raise_boom(*args):
     raise Boom
 
 
+def interrupt(*args):
+    raise KeyboardInterrupt
+
+
 def raise_in_backward(module, args, output):
     output.register_hook(raise_boom)
 
@@ -96,6 +100,19 @@ def test_an_exception_voids_the_open_window():
     for each in (model, untouched):
         backward(each, 2)
     assert_same_models(model, untouched)
+
+
+@on_threads(2)
+def test_after_an_exception_there_is_nothing_to_finalize():
+    model, _ = two_models()
+    with meshard.no_sync(model):
+        backward(model)
+        fail(model, "backward")
+    with CommLedger(model) as ledger:
+        meshard.finalize_gradients(model)
+    assert ledger.counts == {}
+    assert not meshard.pending_gradients(model)
+    assert all(param.grad is None for param in model.parameters())
 
 
 @on_threads(2)
@@ -187,6 +204,45 @@ def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
             each(torch.ones(2, 4, requires_grad=True), outputs)
         outputs[0].sum().backward()
     assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("sync", list(GradientSync))
+@on_threads(2)
+def test_a_state_dict_after_an_interrupted_forward_has_shards(sync):
+    model, untouched = two_models()
+    for each in (model, untouched):
+        each.set_gradient_sync(sync)
+    handle = model.blocks[2].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        backward(model, 1)
+    handle.remove()
+    state = model.state_dict()
+    assert all(isinstance(value, DTensor) for value in state.values())
+    assert unsharded_bytes(model) == 0
+    for each in (model, untouched):
+        each.set_gradient_sync(GradientSync.FULL)
+        backward(each)
+    assert_same_models(model, untouched)
+
+
+@on_threads(2)
+def test_a_backward_that_raises_inside_a_forward_fails_both():
+    """A forward that trains a part of itself on its input."""
+    model, untouched = two_models()
+
+    def train_inside(module, args):
+        loss = model.blocks[0](args[0].detach()).square().mean()
+        loss.register_hook(raise_boom)
+        loss.backward()
+
+    handle = model.blocks[2].register_forward_pre_hook(train_inside)
+    with pytest.raises(Boom):
+        backward(model, 1)
+    handle.remove()
+    assert unsharded_bytes(model) == 0
+    for each in (model, untouched):
+        backward(each)
+    assert_same_models(model, untouched)
 
 
 @pytest.mark.slow  # it waits for timeouts

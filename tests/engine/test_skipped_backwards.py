@@ -266,6 +266,23 @@ def test_a_tower_that_one_rank_leaves_out_of_a_pipeline(schedule):
             module.zero_grad()
 
 
+@on_threads(2)
+def test_a_unit_without_parameters_among_those_that_one_rank_leaves_out():
+    def forward(model, x):
+        side = x
+        for each in model.side:
+            side = each(side)
+        return model.main(x), side
+
+    plain = Made(forward, main=layer(), side=[layer(), nn.Tanh(), layer()])
+
+    def step(model, rank):
+        main, side = model(batch_of(rank))
+        return main.square().mean() + (0 if rank else side.square().mean())
+
+    check_gradients(*sharded_and_plain(plain, ("main", "side")), step)
+
+
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @on_threads(2)

@@ -53,6 +53,28 @@ def force(m, x):
     return m.layer(x * m.scale) + force.sum(-1, keepdim=True)
 
 
+@on_threads(2)
+def test_a_forward_without_grad_may_train_units_inside():
+    """As test-time training does, with a loss of each step's own."""
+
+    def forward(model, x):
+        with torch.enable_grad():
+            model.inner(x).square().mean().backward()
+        return model.inner(x) * model.scale
+
+    model, plain = sharded_and_plain(
+        Made(forward, inner=MlpStack(), scale=nn.Parameter(torch.empty(6))),
+        ("inner.blocks", "inner"),
+    )
+
+    def step(model, rank):
+        with torch.no_grad():
+            model(inputs_of(rank))
+
+    check_gradients(model, plain, step)
+    check_gradients(model, plain)  # a backward through the forward as well
+
+
 @pytest.mark.parametrize("kind", [detached, wrapping, recursive, force])
 @on_threads(2)
 def test_unusual_modules_train_like_plain_ones(kind):

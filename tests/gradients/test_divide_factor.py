@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.support.insides import large_from
 from tests.support.ones import make, run, values
 from tests.support.ranks import on_ranks, on_threads
 
@@ -30,3 +32,13 @@ def test_a_divide_factor_may_be_read_at_each_reduction(kind):
     tokens.fill_(0.0)
     with pytest.raises(ValueError, match=r"positive and finite, got 0\.0"):
         run(model, "F", 4.0)
+
+
+@pytest.mark.parametrize("mesh_shape", [(4,), (4, 1), (1, 4), (2, 2)])
+@pytest.mark.parametrize("schedule", ["F", "NF", "RF", "RNF"])
+@large_from(1)
+@on_threads(4)
+def test_what_is_divided_while_it_is_packed_fits_what_was_reduced_before(schedule, mesh_shape):
+    model = make(mesh_shape)
+    run(model, schedule, float(dist.get_rank()), 1.0)
+    assert values(model) == {"a": 1.5 * len(schedule), "b": len(schedule)}

@@ -263,6 +263,22 @@ def test_gradients_on_their_way_are_cleared(num_before, set_to_none):
     beside_the_ordinary(story)
 
 
+@on_threads(2)
+def test_gradients_that_wait_for_hooks_are_cleared_on_their_way():
+    def story(case, model):
+        for number, param in enumerate(model.parameters()):
+            param.register_hook(lambda grad, number=number: grad * (number + 1))
+        some = torch.optim.SGD(list(model.parameters())[::2], lr=0.1)
+        for number in range(4):
+            model.set_is_last_backward(number % 2 == 1)
+            backward(case, model, number)
+            if number % 2 == 0:
+                some.zero_grad()
+        yield full_grads(model)
+
+    beside_the_ordinary(story)
+
+
 # --- shards on the host --------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from tests.optim.optimizers import (
 )
 from tests.support.live_memory import settled_tensor_bytes
 from tests.support.models import Made
-from tests.support.parity import assert_same, full_state, whole
+from tests.support.parity import assert_same, full_state, own_state, whole
 from tests.support.ranks import on_fake_ranks, on_ranks
 
 
@@ -427,8 +427,21 @@ def test_a_step_that_raises():
     assert {float(each["step"]) for each in optimizer.state.values()} <= {5.0, 6.0}
 
 
+@on_fake_ranks(2)
+@pytest.mark.parametrize("apply", [meshard.fully_shard, meshard.replicate])
+def test_parameters_are_stepped_when_backward_returns(apply):
+    model = apply(nn.Linear(3, 3))
+    overlap_optimizer(model, torch.optim.SGD, lr=0.1)
+    for _ in range(3):  # the buckets of replicas are made anew after the first step
+        before = {name: value.clone() for name, value in own_state(model).items()}
+        model(torch.ones(1, 3)).sum().backward()
+        for name, value in own_state(model).items():
+            assert (value != before[name]).all(), name
+        assert not grads(model)
+
+
 @on_ranks(2)
-def test_detached_before_the_buckets_of_replicas_are_rebuilt():
+def test_the_buckets_of_replicas_are_rebuilt_once_no_optimizer_in_backward_has_them():
     """A use in another order than listed, in which the parameters fit into fewer buckets."""
 
     def forward(model, x):
@@ -437,23 +450,25 @@ def test_detached_before_the_buckets_of_replicas_are_rebuilt():
         return x
 
     results = []
-    for detaches in (True, False):
+    for way in ("ordinary", "in backward", "detached"):
         weights = nn.ParameterList(torch.full((n,), 0.1) for n in (10, 10, 15, 15))
         model = meshard.replicate(Made(forward, weights=weights), bucket_cap_mb=100 / 2**20)
-        if detaches:
-            optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1)
-            optimizer.detach()
-        else:
+        if way == "ordinary":
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        else:
+            optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1)
+        if way == "detached":
+            optimizer.detach()
         counts = []
         for _ in range(3):
             model(torch.ones(1)).backward()
             optimizer.step()
             optimizer.zero_grad()
             counts.append(sum(bool(unit.params) for unit in model._meshard_buckets.units))
-        assert counts == [3, 2, 2]
+        assert counts == ([3, 3, 3] if way == "in backward" else [3, 2, 2])
         results.append(full_state(model))
-    assert_same(*results, bitwise=True)
+    for result in results[1:]:
+        assert_same(result, results[0], bitwise=True)
 
 
 @on_fake_ranks(2)

@@ -247,12 +247,14 @@ def test_parameters_that_no_rank_used_get_nothing_from_a_hook():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("large_from", [1, 2**60])
 @pytest.mark.parametrize("factor", [None, 1.0, 6.0])
-def test_a_divide_factor_counts_from_what_the_hook_divides_by(factor):
+def test_a_divide_factor_counts_from_what_the_hook_divides_by(factor, large_from):
     models = replicated(), replicated(allreduce)
-    for model in models:
-        model.set_gradient_divide_factor(factor)
-        run(model, batches(1)[0])
+    with insides.large_from(large_from):
+        for model in models:
+            model.set_gradient_divide_factor(factor)
+            run(model, batches(1)[0])
     assert_same(*map(full_grads, models))
 
 

@@ -76,6 +76,23 @@ def test_gradients_may_arrive_in_parts(mode):
 
 @on_ranks(2)
 @large_from(1)
+def test_sparse_gradients_become_dense_where_they_are_packed():
+    def forward(m, x):  # the batch chooses the rows
+        return m.first(x) + m.table(x[:, 0].long() + 2)  # the gradient of the table comes first
+
+    table, first = nn.Embedding(10, 3, sparse=True), nn.Linear(7, 3, bias=False)
+    for layer in (table, first):
+        nn.init.ones_(layer.weight)
+    pair = Pair(Made(forward, table=table, first=first), bucket_cap_mb=25)
+    pair.plain.table.sparse = False
+    for number in range(3):
+        with pair.ours.no_sync():
+            pair.backward(2 * number)
+        pair.step(2 * number + 1)
+
+
+@on_ranks(2)
+@large_from(1)
 def test_hooks_of_parameters_and_on_arrived_gradients_see_those_of_one_microbatch():
     pair = Pair(bucket_cap_mb=25)
     of_params, of_bucket = [], []
