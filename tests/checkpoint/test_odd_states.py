@@ -293,10 +293,13 @@ def test_an_unsharded_module_saves_its_shards_and_loads_if_a_forward_left_it_so(
     model.unshard()
     checkpointer.save(1, model, optimizer)
     assert checkpointer.manifest().tensors["model.weight"].placements == ["S(0)"]
-    with pytest.raises(CheckpointError, match=r"model is unsharded by unshard\(\).*reshard\(\)"):
-        checkpointer.load(model, optimizer)
-    model.reshard()
     expected = model(x)
+    model.reshard()
+    for param in model.parameters():
+        param.zero_()
+    model.unshard()
+    checkpointer.load(model, optimizer)
+    assert torch.equal(model(x), expected)  # gathered anew
     model.reshard()
     for param in model.parameters():
         param.zero_()

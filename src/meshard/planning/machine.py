@@ -111,10 +111,6 @@ class Machine:
         """Return the units of all modules that ran."""
         return list(dict.fromkeys(unit for each in self._modules for unit in units_in(each)))
 
-    def modules(self) -> list[nn.Module]:
-        """Return the outermost modules that ran."""
-        return list(self._modules)
-
     def label(self) -> None:
         """Tell the log what parameters, gradients and optimizer states are for."""
         labels, offloaded = dict[int, str](), set[int]()

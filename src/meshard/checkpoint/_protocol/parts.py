@@ -75,7 +75,6 @@ class ModelState(NamedTuple):
     others: dict[str, Any]  # extra state, and all else that is no tensor of the module
     raw: dict[str, str]  # by name in ``others``: the name in the module's own state dict
     names: dict[int, str]  # by id of a parameter
-    unsharded: list[str]  # of parameters that the user's unshard() has unsharded
 
 
 def model_state(module: nn.Module) -> ModelState:
@@ -84,18 +83,15 @@ def model_state(module: nn.Module) -> ModelState:
     Raises:
         RuntimeError: It holds gradients that are not fully reduced, which would be lost.
     """
-    found = ModelState({}, {}, {}, {}, {}, [])
+    found = ModelState({}, {}, {}, {}, {})
     by_id: dict[int, str] = {}
     if isinstance(module, DistributedDataParallel):
         module = module.module
     state = module.state_dict(keep_vars=True)
     own = {id(each) for each in (*module.parameters(), *module.buffers())}
-    shards = shards_of(module)
-    own |= {id(each) for each in shards.values()}
-    for raw, held in state.items():
-        name, value = fqn_without_wrappers(raw), shards.get(id(held), held)
-        if value is not held:
-            found.unsharded.append(name)
+    own |= {id(each) for each in shards_of(module).values()}
+    for raw, value in state.items():
+        name = fqn_without_wrappers(raw)
         if id(value) not in own:
             found.others[name], found.raw[name] = value, raw
         elif id(value) in by_id:

@@ -167,11 +167,6 @@ class Restoring:
 
     def _add_module(self, name: str, module: nn.Module) -> dict[int, str]:
         state = model_state(module)
-        if state.unsharded:
-            self._problems.append(
-                f"{name} is unsharded by unshard(), so {join(name, state.unsharded[0])} is a copy "
-                "that the next forward drops; call reshard() before"
-            )
         tensors = {join(name, key): each for key, each in state.tensors.items()}
         ties = {join(name, key): join(name, tied) for key, tied in state.ties.items()}
         self._add_tensors(tensors, ties)
