@@ -14,6 +14,9 @@ def job(width=64, offload=False):
     model = meshard.fully_shard(torch.nn.Linear(width, width))
     return lambda: model(torch.ones(1, width)).sum().backward()
 
+def failing():
+    return {}["no such key"]
+
 number = 3
 """
 
@@ -58,6 +61,9 @@ def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
         (["train_of_plan:job", "--world", "4", "--sweep", "width="], "KEY=A,B"),
         (["train_of_plan:job", "--world", "0"], "world_size=0"),
         (["train_of_plan:job", "--world", "4", "--limit", "many"], "80GB"),
+        (["train_of_plan:failing", "--world", "4"], "train_of_plan.py:9"),
+        (["train_of_plan:failing", "--world", "4", "--fit", "1GB"], "no such key"),
+        (["train_of_plan:job", "--world", "4", "--plot", "no_folder/a.png"], "no_folder"),
     ],
 )
 def test_wrong_commands_say_what_is_right(arguments, text, capsys):

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
@@ -108,6 +109,36 @@ def test_the_peak_names_its_unit():
     assert (planned.peak_phase, planned.peak_unit) == ("backward", "1")
 
 
+def test_a_model_that_is_made_whole_takes_its_memory_before_the_first_step():
+    whole = plan(partial(mlp_job, depth=12), world_size=64)
+    assert (whole.peak_phase, whole.peak_unit) == ("set-up", "")
+    assert whole.peak_bytes == whole.setup_peak_bytes >= 4 * num_params(depth=12)
+    assert max(whole.peaks) < whole.setup_peak_bytes
+
+
+def test_optimizers_of_devices_step_lists_of_tensors():
+    """Such kernels have a temporary tensor for each parameter, and a loop has one."""
+
+    def peak_of_step(device):
+        planned = plan(partial(mlp_job, device=device), world_size=2, device_type=device)
+        return max(each.total for each in planned.moments if each.phase == "optimizer")
+
+    assert peak_of_step("cuda") - peak_of_step("cpu") >= 4 * num_params() // 2 * 5 / 6
+
+
+def test_what_is_sent_counts_for_the_unit_whose_gradients_it_has():
+    def job():
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4096))
+        for layer in model[:2]:
+            meshard.fully_shard(layer)
+        meshard.fully_shard(model)
+        return lambda: model(torch.ones(1, 16)).sum().backward()
+
+    units = {unit.label: unit for unit in plan(job, world_size=4).units}
+    assert units["(root)"].bytes_by_kind["communication"] >= 4 * 16 * 4096
+    assert units["1"].bytes_by_kind["communication"] < 4 * 16 * 64
+
+
 def test_nothing_is_allocated():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     planned = plan(partial(mlp_job, width=2**16, depth=2), world_size=2, steps=1)
@@ -166,6 +197,47 @@ def test_a_job_may_be_written_for_a_device():
 
     planned = plan(job, world_size=8)
     assert planned.collectives["reduce_scatter"].count == 2
+
+
+def test_norms_by_torch_and_groups_by_any_name():
+    def job():
+        init_process_group("gloo")
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        for layer in model:
+            meshard.fully_shard(layer)
+        meshard.fully_shard(model)
+
+        def step():
+            model(torch.ones(1, 256)).sum().backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if norm.full_tensor().item() > 0:
+                raise ArithmeticError("the norm was computed")
+
+        return step
+
+    assert plan(job, world_size=8).collectives["reduce_scatter"].count == 2
+
+
+def test_models_of_before_are_not_changed():
+    def job():
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+        def step():
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+
+        return step
+
+    model = nn.Linear(4, 4)
+    before = model.weight.clone()
+    with pytest.raises(RuntimeError, match="make models inside the job"):
+        plan(job, world_size=2)
+    assert torch.equal(model.weight, before)
+
+
+def test_a_job_without_tensors_is_refused():
+    with pytest.raises(RuntimeError, match="has made no tensor"):
+        plan(lambda: lambda: None, world_size=2)
 
 
 def test_ranks_differ_where_rows_do_not_divide():

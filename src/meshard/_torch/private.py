@@ -400,6 +400,13 @@ def is_faking() -> bool:
     return _dispatch_mode_at(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
+def foreach_devices() -> list[tuple[Any, str, Callable[[], list[str]]]]:
+    """Return where torch looks up on which devices optimizers step lists of tensors at once."""
+    name = "_get_foreach_kernels_supported_devices"
+    modules = [_find("torch.utils._foreach_utils"), _find("torch.optim.optimizer")]
+    return [(each, name, getattr(each, name)) for each in modules if hasattr(each, name)]
+
+
 _FAKE_PG = "torch.testing._internal.distributed.fake_pg"  # takes 0.1 s, so imported when used
 
 

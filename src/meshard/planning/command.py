@@ -10,10 +10,14 @@ import inspect
 import math
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
+
+import meshard
 from meshard.planning.models import SHAPES, built_in
 from meshard.planning.plan import bytes_of, plan
 from meshard.planning.report import readable_size, screen_of
@@ -22,9 +26,9 @@ from meshard.planning.sweep import MakeJob, SweepRow, fit, sweep
 _EXAMPLES = """\
 examples:
   python -m meshard plan --model gpt:13b --world 8 --limit 80GB
-  python -m meshard plan train:job --world 256 --set batch=4 --plot memory.png
-  python -m meshard plan --model llama:70b --world 64 --sweep replicas=1,2 --sweep reshard=True,8
-  python -m meshard plan --model llama:70b --world 64 --fit 80GB --sweep recompute=True,False
+  python -m meshard plan train:job --world 256 --set batch=4 --plot out.png
+  python -m meshard plan --model llama:70b --world 64 --sweep replicas=1,2
+  python -m meshard plan --model llama:70b --world 64 --fit 80GB
 
 The exit code is 0 if the plan fits into --limit or --fit, or if there is neither; 1 if it does not
 fit; 2 if the command or the job is not right.
@@ -59,9 +63,17 @@ def run(parsed: argparse.Namespace) -> int:
     """Run the command; return the exit code."""
     try:
         return _run(parsed)
-    except (ImportError, ValueError, TypeError, NotImplementedError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (Exception, SystemExit) as error:  # 1 would say that it does not fit
+        print(f"error: {type(error).__name__}: {error}{_place_of(error)}", file=sys.stderr)
         return 2
+
+
+def _place_of(error: BaseException) -> str:
+    """Return where in the code of the user an exception was raised, if it was."""
+    libraries = tuple(os.path.dirname(str(each.__file__)) for each in (meshard, torch, os))
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [each for each in frames if not each.filename.startswith((*libraries, "<"))]
+    return f" ({found[-1].filename}:{found[-1].lineno})" if found else ""
 
 
 def _run(parsed: argparse.Namespace) -> int:
@@ -86,7 +98,13 @@ def _run(parsed: argparse.Namespace) -> int:
             job, values, limit=parsed.limit, world_size=parsed.world, on_row=on_row, **options
         )
     print(_table(rows, parsed.limit))
+    _check_some(rows)
     return 0 if rows[0].fits(parsed.limit) else 1
+
+
+def _check_some(rows: list[SweepRow]) -> None:
+    if all(row.plan is None for row in rows):
+        raise RuntimeError(f"no setting could be planned: {rows[0].error}")
 
 
 def _show(parsed: argparse.Namespace, planned: Any) -> int:
@@ -103,10 +121,17 @@ def _fit(
     values: dict[str, list[Any]],
     options: dict[str, Any],
 ) -> int:
+    rows: list[SweepRow] = []
     with _bar(None) as on_row:
+
+        def keep(row: SweepRow) -> None:
+            rows.append(row)
+            on_row(row)
+
         smallest, cheapest = fit(
-            job, values, limit=parsed.fit, world_size=parsed.world, on_row=on_row, **options
+            job, values, limit=parsed.fit, world_size=parsed.world, on_row=keep, **options
         )
+    _check_some(rows)
     if smallest is None or cheapest is None:
         print(f"nothing fits into {parsed.fit} on {parsed.world} ranks; try more ranks, or --sweep")
         return 1

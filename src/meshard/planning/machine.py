@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import os
+import sys
 import warnings
 import weakref
 from collections import Counter
@@ -45,7 +46,13 @@ from meshard._communicators import communicators_from
 from meshard._engine.param_group import owner_of as group_of
 from meshard._engine.unit import Unit, units_in, units_of
 from meshard._torch.dtensor import plain_of
-from meshard._torch.private import fake_store, graph_task_id, start_all_gather_on, tree_flatten
+from meshard._torch.private import (
+    fake_store,
+    foreach_devices,
+    graph_task_id,
+    start_all_gather_on,
+    tree_flatten,
+)
 from meshard.planning.memory import MemoryLog
 from meshard.planning.phantom import PhantomMode
 
@@ -92,6 +99,11 @@ class Machine:
         importlib.import_module("torch._dynamo")
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.dict(os.environ, environment))
+            # A process group changes the hook, and a job may change the dtype.
+            stack.callback(setattr, sys, "excepthook", sys.excepthook)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            # What was compiled while functions were replaced must not be used afterwards.
+            stack.callback(torch.compiler.reset)
             store = fake_store()
             size = self.world_size
             dist.init_process_group("fake", store=store, rank=self.rank, world_size=size)
@@ -146,9 +158,16 @@ class Machine:
     # --- what stands in for torch's own ----------------------------------------------------
 
     def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
-        # A job may make its process group as it does in training.
-        yield dist, "init_process_group", _nothing()
-        yield dist, "destroy_process_group", _nothing()
+        # A job may make its process group as it does in training, by any name that it has for it.
+        for name in ("init_process_group", "destroy_process_group"):
+            own = getattr(dist, name)
+            for loaded in tuple(sys.modules.values()):
+                if getattr(loaded, "__dict__", {}).get(name) is own:
+                    yield loaded, name, _nothing()
+        if self.has_device:
+            # On a device, optimizers use kernels for lists of tensors, which take more memory.
+            for where, name, supported in foreach_devices():
+                yield where, name, functools.partial(_return, [*supported(), "cpu"])
         log, nbytes = self.log, torch.UntypedStorage.nbytes
 
         def resize_in_log(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
@@ -218,7 +237,12 @@ class Machine:
                 hook.remove()
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
-        if not self._running and graph_task_id() == -1:
+        if not self._running and graph_task_id() == -1 and module not in self._modules:
+            if not self.log.knows(map(plain_of, module.parameters())):
+                raise RuntimeError(
+                    f"the {type(module).__name__} was made before the job, and a plan would change "
+                    "its values; make models inside the job."
+                )
             self._modules.add(module)
         self._running.append(module)
         if graph_task_id() == -1:
@@ -269,8 +293,8 @@ def _nothing() -> Callable[..., None]:
     return lambda *_, **__: None
 
 
-def _return(number: int, *_: Any, **__: Any) -> int:
-    return number
+def _return(value: Any, *_: Any, **__: Any) -> Any:
+    return value
 
 
 class _Listener(logging.Handler):
@@ -345,7 +369,7 @@ class _Streams:
 
 
 class _Labelling(Communicator):
-    """Tells the log what the memory of collectives is for. Stands before a communicator."""
+    """Tells the log what the memory of collectives is for. The class behind it communicates."""
 
     _log: MemoryLog
 
@@ -364,11 +388,11 @@ class _Labelling(Communicator):
             return super().send_rows(*args, **kwargs)
 
     def gather(self, *args: Any, **kwargs: Any) -> GatherInFlight:
-        with self._log.making("communication"):
+        with self._log.making("communication", unit=kwargs["label"]):
             return super().gather(*args, **kwargs)
 
     def reduce_scatter(self, *args: Any, **kwargs: Any) -> Reducing:
-        with self._log.making("communication"):
+        with self._log.making("communication", unit=kwargs["label"]):
             reducing = super().reduce_scatter(*args, **kwargs)
         self._log.relabel([reducing.sum], "grads")
         return reducing

@@ -24,6 +24,7 @@ class Allocation:
     """One storage."""
 
     address: int
+    capacity: int  # bytes when it was made
     num_bytes: int  # at present
     kind: str
     unit: str  # that ran, or that was gathered, when the storage was made
@@ -44,7 +45,7 @@ class Change:
 class Moment:
     """A part of a step."""
 
-    phase: str  # "start", "forward", "backward" or "optimizer"
+    phase: str  # "set-up", "forward", "backward", "optimizer" or "after step"
     unit: str
 
 
@@ -72,16 +73,18 @@ class MemoryLog:
 
     What a storage is for is mostly known when it is made: a tensor made in forward is an
     activation, and one that autograd makes in backward is a gradient. ``relabel`` corrects that
-    for the storages of tensors that somebody knows.
+    for the storages of parameters, gradients and states.
     """
 
     def __init__(self) -> None:
         self.changes: list[Change] = []
-        self.moments: list[Moment] = [Moment("start", "")]
+        self.moments: list[Moment] = [Moment("set-up", "")]
         self.step_begins: list[int] = []  # indices of ``changes``
         self._kind: str | None = None  # of what is made now; None: by the phase
+        self._unit: str | None = None  # for which it is made; None: the one that runs
         self._is_on_host = False
         self._gathered: list[Allocation] = []  # resized since the last unit was gathered
+        self._sent: list[Allocation] = []  # for communication, since the last reduction began
         self._unnamed: list[Allocation] = []  # made in a backward, of which unit is not known yet
         self._alive: dict[int, Allocation] = {}  # by the id of the C++ storage
         self._resized: dict[int, int] = {}
@@ -94,11 +97,13 @@ class MemoryLog:
         key, num_bytes = storage._cdata, torch.UntypedStorage.nbytes(storage)
         if graph_task_id() != -1 and self.moments[-1].phase == "forward":
             self.enter("backward", "")
-        unit = self.moments[-1].unit
+        unit = self.moments[-1].unit if self._unit is None else self._unit
         allocation = Allocation(
-            storage.data_ptr(), num_bytes, self._present_kind(), unit, self._is_on_host
+            storage.data_ptr(), num_bytes, num_bytes, self._present_kind(), unit, self._is_on_host
         )
         self._alive[key] = allocation
+        if self._kind == "communication" and self._unit is None:
+            self._sent.append(allocation)
         if self.moments[-1] == _IN_BACKWARD:
             self._unnamed.append(allocation)
         self._change(allocation, num_bytes)
@@ -118,7 +123,7 @@ class MemoryLog:
         allocation = self._alive.get(storage._cdata)
         if allocation is None:
             return
-        allocation.kind = "unsharded"  # nothing else is resized
+        allocation.kind = "unsharded"  # meshard resizes nothing else
         self._gathered.append(allocation)
         self._resized[storage._cdata] = num_bytes
         before, allocation.num_bytes = allocation.num_bytes, num_bytes
@@ -139,6 +144,7 @@ class MemoryLog:
         for allocation in self._gathered:
             allocation.unit = unit
         self._gathered.clear()
+        self._sent.clear()
 
     def reduced(self, unit: str) -> None:
         """Record that a backward has computed all gradients of ``unit``.
@@ -146,6 +152,9 @@ class MemoryLog:
         A unit that was not resharded is not gathered in backward, so its backward is known by its
         end only.
         """
+        for allocation in self._sent:
+            allocation.unit = unit
+        self._sent.clear()
         if self.moments[-1] == _IN_BACKWARD:
             self.moments[-1] = Moment("backward", unit)
             for allocation in self._unnamed:
@@ -159,14 +168,16 @@ class MemoryLog:
         self.enter("forward", "")
 
     @contextlib.contextmanager
-    def making(self, kind: str, *, is_on_host: bool = False) -> Iterator[None]:
-        """Take what is made inside for ``kind``."""
-        before = self._kind, self._is_on_host
-        self._kind, self._is_on_host = kind, is_on_host
+    def making(
+        self, kind: str, *, unit: str | None = None, is_on_host: bool = False
+    ) -> Iterator[None]:
+        """Record what is made inside as ``kind``; ``unit`` None: for the unit that runs."""
+        before = self._kind, self._unit, self._is_on_host
+        self._kind, self._unit, self._is_on_host = kind, unit, is_on_host
         try:
             yield
         finally:
-            self._kind, self._is_on_host = before
+            self._kind, self._unit, self._is_on_host = before
 
     def relabel(
         self,
@@ -177,21 +188,34 @@ class MemoryLog:
         is_on_host: bool = False,
     ) -> None:
         """Correct what the storages of ``tensors`` are for, and whose they are."""
+        for found in self._allocations_of(tensors):
+            if found is not None:
+                found.kind, found.is_on_host = kind, is_on_host
+                if unit is not None:
+                    found.unit = unit
+
+    def knows(self, tensors: Iterable[torch.Tensor]) -> bool:
+        """Whether the storages of all ``tensors`` were made while the log was kept."""
+        return None not in self._allocations_of(tensors)
+
+    def _allocations_of(self, tensors: Iterable[torch.Tensor]) -> Iterator[Allocation | None]:
         alive: list[Allocation] | None = None
         for tensor in tensors:
+            if tensor.is_meta:
+                continue
             storage = tensor.untyped_storage()
             found = self._alive.get(storage._cdata)
-            if found is None:
+            if found is None and storage.nbytes():
                 # A flat shard has one storage, and its parts appear as storages inside of it.
                 if alive is None:
                     alive = sorted(self._alive.values(), key=_address_of)
-                position = bisect.bisect_right(alive, storage.data_ptr(), key=_address_of) - 1
-                if position < 0:
-                    continue
-                found = alive[position]
-            found.kind, found.is_on_host = kind, is_on_host
-            if unit is not None:
-                found.unit = unit
+                address = storage.data_ptr()
+                position = bisect.bisect_right(alive, address, key=_address_of) - 1
+                around = alive[position] if position >= 0 else None
+                if around is not None and address < around.address + around.capacity:
+                    found = around
+            if found is not None or storage.nbytes():
+                yield found
 
     def _present_kind(self) -> str:
         if self._kind is not None:
@@ -206,11 +230,14 @@ class MemoryLog:
     # --- what it comes to ------------------------------------------------------------------
 
     def history(self, step: int) -> Iterator[Usage]:
-        """Iterate over the memory after each change in a step. One object is yielded, updated."""
-        first = self.step_begins[step]
-        last = self.step_begins[step + 1] if step + 1 < len(self.step_begins) else None
+        """Iterate over the memory after each change in a step. One object is yielded, updated.
+
+        It begins with the memory at the beginning of the step. Step -1 is the making of the job.
+        """
+        first = max(self.step_begins[step] - 1, 0) if step >= 0 else 0
+        ends = [*self.step_begins, len(self.changes)]
         usage = Usage(self.moments[0])
-        for number, change in enumerate(itertools.islice(self.changes, last)):
+        for number, change in enumerate(itertools.islice(self.changes, ends[step + 1])):
             if not change.allocation.is_on_host:
                 usage.by_kind[change.allocation.kind] += change.num_bytes
             usage.moment, usage.number = self.moments[change.moment], number

@@ -2,8 +2,8 @@
 
 Every operator is real but for its kernel. Shapes come from the meta device, views are real views of
 real addresses, and autograd records and frees what it always does. So a step runs as in training,
-in the time of its bookkeeping. All elements are zero. Operators on small tensors run for real,
-because programs read them: counts, norms, masks.
+in the time of its bookkeeping. What a skipped kernel would have written is zero. Operators on small
+tensors run for real, because programs read them: counts, norms, masks.
 """
 
 from __future__ import annotations
@@ -84,7 +84,6 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
 
     Attributes:
         ran_for_real: How often each operator without an implementation for the meta device ran.
-        collectives: How many of each kind were issued, by meshard and by others.
     """
 
     def __init__(self, on_storage: OnStorage) -> None:
@@ -92,7 +91,6 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         self._on_storage = on_storage
         self._results: dict[Any, Any] = {}  # by operator and forms: the results on the meta device
         self.ran_for_real = Counter[str]()
-        self.collectives = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -126,9 +124,13 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
         result = func(*args, **kwargs)
         for tensor in _tensors_in(result):
+            if type(tensor) is not torch.Tensor or tensor.is_meta:
+                continue  # a wrapper, such as the result of a functional collective
             storage = tensor.untyped_storage()
-            if storage._cdata not in known and not tensor.is_meta:
+            if storage._cdata not in known:
                 self._on_storage(storage)
+                if "empty" in func._schema.name:
+                    tensor.zero_()
         return result
 
     def _shapes(self, func: Any, leaves: list[Any], spec: Any, schema: _Schema) -> Any:
@@ -151,9 +153,10 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             most = max((leaf.numel() for leaf in leaves if _is_tensor(leaf)), default=0)
             if most > _RUNS_FOR_REAL:
                 raise UnknownShapeError(
-                    f"{func} has no implementation on the meta device, so the shape of its result "
-                    f"is not known, and its tensors of {most:,} elements are too large to run it. "
-                    "Register one with torch.library.register_fake, or plan without it."
+                    f"the shape of what {func} returns is not known: it depends on values, as with "
+                    "masks, or the operator has no implementation on the meta device. Its tensors "
+                    f"of {most:,} elements are too large to run it. For an operator of your own "
+                    "register one with torch.library.register_fake, or plan without it."
                 ) from error
             self.ran_for_real[str(func)] += 1
             return None
@@ -177,8 +180,6 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
     def _communicate(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
         """Pretend to communicate. Small results are those of ranks that all send the same."""
         name = func._schema.name.removeprefix("c10d::").strip("_")
-        if name not in ("barrier", "monitored_barrier"):
-            self.collectives[name] += 1
         if all(map(_is_small, tensors)):
             _fill_alike(name, args)
         group = next(each for each in args if isinstance(each, torch.ScriptObject))

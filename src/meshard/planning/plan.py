@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import json
 import re
 from collections import Counter, defaultdict
@@ -15,6 +14,8 @@ from meshard._comm.communicator import CommEvent
 from meshard.diagnostics import CommLedger
 from meshard.planning.machine import Machine
 from meshard.planning.memory import KINDS, MemoryLog
+from meshard.planning.picture import draw_memory
+from meshard.planning.report import screen_of
 
 Job = Callable[[], Callable[[], object]]
 
@@ -69,7 +70,7 @@ class CollectiveSum:
 class PlannedMoment:
     """A part of a step, with the most memory that is alive in it."""
 
-    phase: str  # "forward", "backward", "optimizer" or "after step"
+    phase: str  # "set-up", "forward", "backward", "optimizer" or "after step"
     unit: str  # that runs; "" outside of units
     bytes_by_kind: dict[str, int]
 
@@ -99,13 +100,14 @@ class PlannedUnit:
 class Plan:
     """What one rank of a job takes and sends: see ``plan``.
 
-    Bytes and counts are those of the run. ``print`` shows one screen.
+    ``print`` shows one screen.
 
     Attributes:
-        peak_bytes: The most memory that is alive at once in any step, on the device. On the CPU
-            ranks of ``device_type="cpu"`` it is that of all tensors.
+        peak_bytes: The most memory that is alive at once in a step, or before the first one, on
+            the device. On the CPU ranks of ``device_type="cpu"`` it is that of all tensors.
         peak_unit: The unit that runs then; ``""`` outside of units.
-        peak_phase: ``"forward"``, ``"backward"``, ``"optimizer"`` or ``"after step"``.
+        peak_phase: ``"set-up"``, ``"forward"``, ``"backward"``, ``"optimizer"`` or
+            ``"after step"``.
         bytes_by_kind: The parts of the peak: ``params``, ``grads``, ``optimizer``, ``unsharded``,
             ``activations`` and ``communication``.
         state_bytes: Shards of parameters, gradients and optimizer state, wherever they are.
@@ -113,6 +115,8 @@ class Plan:
         collectives: Of the last step, by kind as ``CommLedger`` names them.
         events: Every collective of the last step, in order.
         peaks: The peak of each step; the first one makes the state of the optimizer.
+        setup_peak_bytes: The most before the first step: models that are made whole before they are
+            sharded.
         moments: The parts of the last step in order, each with the most memory in it.
         units: The units, with their parts of the peak.
         not_known: What the plan cannot know, in sentences.
@@ -131,6 +135,7 @@ class Plan:
     collectives: dict[str, CollectiveSum]
     events: list[Collective] = field(repr=False)
     peaks: list[int]
+    setup_peak_bytes: int
     moments: list[PlannedMoment] = field(repr=False)
     units: list[PlannedUnit] = field(repr=False)
     not_known: list[str]
@@ -162,12 +167,10 @@ class Plan:
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the memory over the last step to an image file, stacked by kind."""
-        # Imported late: the picture and the screen are made from plans.
-        importlib.import_module("meshard.planning.picture").draw_memory(self, path)
+        draw_memory(self, path)
 
     def __str__(self) -> str:
-        text: str = importlib.import_module("meshard.planning.report").screen_of(self)
-        return text
+        return screen_of(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +228,8 @@ def plan(
 
     The job is run as one rank of ``world_size``, with the code of meshard and torch that it will
     run, but on tensors whose memory is never touched, in a process group that never communicates.
-    No device is needed, and little memory. Numbers read by the job (losses, norms) are zeros.
+    No device is needed, and little memory. Most numbers that the job reads, such as losses and
+    norms, are zeros.
 
     Args:
         job: Does what a rank of the real job does: makes a mesh and a model, on any device, shards
@@ -242,7 +246,8 @@ def plan(
         The plan.
 
     Raises:
-        RuntimeError: This process has a process group already.
+        RuntimeError: This process has a process group already; or the job uses a model that was
+            made outside of it, and would be changed.
         TypeError: ``job`` is no function, or does not return one.
         ValueError: A number is out of range.
         Exception: What the job raises.
@@ -286,9 +291,13 @@ def plan(
 
 def _plan_of(machine: Machine, num_before: int) -> Plan:
     log = machine.log
-    peaks = [max((usage.total for usage in log.history(n)), default=0) for n in log.steps()]
-    peak = max(peaks)
-    worst = peaks.index(peak)
+    setup, *peaks = (
+        max((usage.total for usage in log.history(n)), default=0) for n in (-1, *log.steps())
+    )
+    peak = max(setup, *peaks)
+    if not peak:
+        raise RuntimeError("the job has made no tensor; its step must run a model.")
+    worst = peaks.index(peak) if peak in peaks else -1
     at_peak = next(each for each in log.history(worst) if each.total == peak)
     events = [
         Collective.of(event, ranks, machine.ranks_per_node)
@@ -308,6 +317,7 @@ def _plan_of(machine: Machine, num_before: int) -> Plan:
         collectives=_sums_of(events),
         events=events,
         peaks=peaks,
+        setup_peak_bytes=setup,
         moments=list(_moments_of(log)),
         units=list(_units_of(machine, log.units_at(at_peak.number))),
         not_known=list(_not_known(machine)),
@@ -364,8 +374,12 @@ def _not_known(machine: Machine) -> Iterator[str]:
         yield "the reserve and the fragmentation of the caching allocator, and the CUDA context"
         yield "memory of NCCL itself, and workspaces inside of kernels"
     else:
-        yield "buffers of gloo itself, and workspaces inside of kernels"
-    yield "what depends on values: all numbers that the job reads are zeros"
+        yield "workspaces inside of kernels"
+    if machine.has_device:
+        yield "what CUDA's kernels keep where those of the CPU keep something else: dropout's mask"
+        yield "host memory of batches, which counts as if it were on the device"
+    yield "collectives of others than meshard: tensor parallelism, torch, the job itself"
+    yield "what depends on values: most numbers that the job reads are zeros"
     if machine.phantom.ran_for_real:
         names = ", ".join(sorted(machine.phantom.ran_for_real))
         yield f"shapes of {names}, which have no implementation on the meta device and were run"

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from meshard.planning.memory import KINDS
-from meshard.planning.plan import Plan, PlannedUnit
+
+if TYPE_CHECKING:
+    from meshard.planning.plan import Plan, PlannedUnit
 
 WIDTH = 80
 _MARKS = dict(zip(KINDS, "PGOUAC", strict=True))
@@ -40,7 +42,8 @@ def screen_of(plan: Plan, limit: int | None = None) -> str:
 
 def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
     peak = readable_size(plan.peak_bytes)
-    where = f"{plan.peak_phase} of {plan.peak_unit}" if plan.peak_unit else plan.peak_phase
+    peak_unit = _short(plan.peak_unit)
+    where = f"{plan.peak_phase} of {peak_unit}" if peak_unit else plan.peak_phase
     yield f"rank {plan.rank} of {plan.world_size} on {plan.device_type}: peak {peak}, in {where}"
     if limit is not None:
         verdict = "fits" if plan.peak_bytes <= limit else "DOES NOT FIT"
@@ -53,14 +56,15 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
         yield f"  {_MARKS[kind]} {_NAMES[kind]:26}{readable_size(num_bytes):>10} {share:6.1%}"
     yield f"  state (parameters, gradients, optimizer) {readable_size(plan.state_bytes)} per rank"
     if plan.host_bytes:
-        yield f"  of which in host memory {readable_size(plan.host_bytes)}"
+        yield f"  host memory at most {readable_size(plan.host_bytes)}"
     padding = sum(unit.padding_bytes for unit in plan.units)
     if padding:
         yield f"  padding of all ranks together {readable_size(padding)}"
     yield ""
     yield from _collectives(plan)
     yield ""
-    yield "units that cost most at the peak, and what would help most:"
+    if plan.units:
+        yield "units that cost most at the peak, and what would help most:"
     for unit in sorted(plan.units, key=lambda each: -each.total)[:3]:
         yield f"  {_short(unit.label):24}{readable_size(unit.total):>10}  {_parts(unit)}"
         yield f"    {advice_for(plan, unit)}"
