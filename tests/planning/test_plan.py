@@ -123,7 +123,8 @@ def test_optimizers_of_devices_step_lists_of_tensors():
         planned = plan(partial(mlp_job, device=device), world_size=2, device_type=device)
         return max(each.total for each in planned.moments if each.phase == "optimizer")
 
-    assert peak_of_step("cuda") - peak_of_step("cpu") >= 4 * num_params() // 2 * 5 / 6
+    shard_bytes = 4 * WIDTH * WIDTH // 2  # of one parameter
+    assert peak_of_step("cuda") - peak_of_step("cpu") > 2 * shard_bytes
 
 
 def test_what_is_sent_counts_for_the_unit_whose_gradients_it_has():

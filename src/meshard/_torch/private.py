@@ -403,7 +403,8 @@ def is_faking() -> bool:
 def foreach_devices() -> list[tuple[Any, str, Callable[[], list[str]]]]:
     """Return where torch looks up on which devices optimizers step lists of tensors at once."""
     name = "_get_foreach_kernels_supported_devices"
-    modules = [_find("torch.utils._foreach_utils"), _find("torch.optim.optimizer")]
+    # Not _find: ``torch.optim`` hides its module ``optimizer``.
+    modules = map(sys.modules.get, ("torch.utils._foreach_utils", "torch.optim.optimizer"))
     return [(each, name, getattr(each, name)) for each in modules if hasattr(each, name)]
 
 
