@@ -12,6 +12,7 @@ from meshard._comm.cpu import WorkCommunicator
 from meshard._comm.streams import StreamCommunicator
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
 
+# Makes the communicators, while a block of ``communicators_from`` runs.
 _instead: Callable[[torch.device], Communicator] | None = None
 
 

@@ -153,7 +153,7 @@ class BucketStep:
         values = self._values if self.sends_values else []
         dtype, grad_dtype = self._dtypes[0], self._sent_dtype
         for number, position in enumerate(self._positions):
-            # Without a mark the value is sent again. So it stays until the step has succeeded.
+            # A shard without a mark counts as edited. So a step that fails must leave no mark.
             bucket.marks.pop(position, None)
             kept = bucket.kept.pop(position, None)
             if kept is not None and not self.sends_values:

@@ -1,4 +1,4 @@
-"""Foresight: what a job takes and sends, before it runs."""
+"""Plans: the memory and the communication of a job, before it runs."""
 
 from meshard.planning.plan import (
     Collective,

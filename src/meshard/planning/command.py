@@ -171,9 +171,8 @@ def _table(rows: list[SweepRow], limit: str | None) -> str:
         if row.plan is None:
             lines.append([*values, "", "", "", "", row.error.partition("\n")[0][:60]])
             continue
-        sums = row.plan.collectives.values()
-        between = sum(each.wire_bytes_between_nodes for each in sums)
-        sizes = [readable_size(each) for each in (row.plan.wire_bytes, between)]
+        sent = row.plan.wire_bytes, row.plan.wire_bytes_between_nodes
+        sizes = map(readable_size, sent)
         verdict = "" if limit is None else "fits" if row.fits(limit) else "does not fit"
         peak = readable_size(row.plan.peak_bytes)
         lines.append([*values, peak, row.plan.peak_phase, *sizes, verdict])

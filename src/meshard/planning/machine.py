@@ -311,7 +311,7 @@ class _Listener(logging.Handler):
 
 
 class _OnThisDevice(TorchFunctionMode):
-    """Keeps on the CPU what a job makes on, or moves to, the device that does not exist."""
+    """Makes on the CPU the tensors that a job makes on the imagined device, or moves to it."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -369,7 +369,7 @@ class _Streams:
 
 
 class _Labelling(Communicator):
-    """Tells the log what the memory of collectives is for. The class behind it communicates."""
+    """Tells the log what the memory of a communicator is for: the next base of a class."""
 
     _log: MemoryLog
 

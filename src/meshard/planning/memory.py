@@ -29,7 +29,6 @@ class Allocation:
     kind: str
     unit: str  # that ran, or that was gathered, when the storage was made
     is_on_host: bool = False  # of a rank that computes on a device
-    is_alive: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +112,6 @@ class MemoryLog:
             self._resized.pop(key, None)
             if self._alive.get(key) is allocation:
                 del self._alive[key]
-            allocation.is_alive = False
             self._change(allocation, -allocation.num_bytes)
 
         self._watches.add(weakref.ref(storage, freed))

@@ -149,6 +149,11 @@ class Plan:
         """Bytes that this rank sends in a step."""
         return sum(each.wire_bytes for each in self.collectives.values())
 
+    @property
+    def wire_bytes_between_nodes(self) -> int:
+        """Those of them in groups with ranks of several nodes."""
+        return sum(each.wire_bytes_between_nodes for each in self.collectives.values())
+
     def to_json(self) -> str:
         """Return all fields as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)

@@ -134,8 +134,7 @@ def _rank_of(row: SweepRow, limit: str | float | None) -> tuple[Any, ...]:
     if row.plan is None:
         return True, True, 0, 0, 0
     does_not_fit = limit is not None and row.plan.peak_bytes > bytes_of(limit)
-    sums = row.plan.collectives.values()
-    between = sum(each.wire_bytes_between_nodes for each in sums)
     if does_not_fit:
         return False, True, row.plan.peak_bytes, 0, 0
-    return False, False, between, row.plan.wire_bytes, row.plan.peak_bytes
+    sent = row.plan.wire_bytes_between_nodes, row.plan.wire_bytes
+    return False, False, *sent, row.plan.peak_bytes
