@@ -88,7 +88,7 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Trace]:
     >>> traced.summary.kinds  # one rank communicates nothing
     {}
     """
-    traced, recorder = Trace(path), _Recorder()
+    traced, recorder = Trace(path), Recording()
     spans.start(recorder)
     try:
         yield traced
@@ -150,7 +150,7 @@ class _Phase(NamedTuple):
     bytes_alive: int
 
 
-class _Recorder:
+class Recording:
     """What a rank has recorded since the recorder was made."""
 
     def __init__(self) -> None:
@@ -168,15 +168,18 @@ class _Recorder:
     def span(
         self, what: str, label: str, clock: Clock, event: CommEvent | None
     ) -> AbstractContextManager[object]:
+        """Record a range, and return its context."""
         span = _Span(self._open_ones(), what, label, clock, event)
         self.spans.append(span)
         return span
 
     def issued(self) -> _Span | None:
+        """Return the collective that this thread is issuing."""
         open_ones = self._open_ones()
         return open_ones[-1] if open_ones and open_ones[-1].event is not None else None
 
     def enter(self, phase: str, label: str, clock: Clock) -> None:
+        """Record that compute begins a phase of a unit."""
         alive = clock.bytes_alive() if clock.memory_kind else 0
         self.phases.append(_Phase(clock.now(), phase, label, clock, alive))
 
@@ -208,7 +211,7 @@ class Part(NamedTuple):
 Interval = tuple[float, float]
 
 
-def _resolved(recorder: _Recorder) -> Part:
+def resolved(recorder: Recording) -> Part:
     """Wait for devices, and return what was recorded."""
     clocks = {each.clock for each in recorder.spans} | {each.clock for each in recorder.phases}
     seconds = {clock: clock.settle() for clock in clocks}
@@ -284,7 +287,7 @@ def _one_after_the_other(waits: list[Piece]) -> list[Piece]:
 
 
 def _pieces_of_phases(
-    recorder: _Recorder, seconds: dict[Clock, Any], busy: list[Interval], left: float
+    recorder: Recording, seconds: dict[Clock, Any], busy: list[Interval], left: float
 ) -> Iterator[Piece]:
     """Iterate over the phases, without the intervals in which compute was ``busy`` otherwise."""
     known = [each for each in recorder.phases if each.began is not None]
@@ -382,24 +385,24 @@ def _summary_of(part: Part, rank: int) -> Summary:
 # --- all ranks --------------------------------------------------------------------------------
 
 
-def _all_ranks() -> dist.ProcessGroup | None:
+def all_ranks() -> dist.ProcessGroup | None:
     """Return the default group, if there are other ranks in it; those of a fake one are not."""
     group = dist.group.WORLD if dist.is_initialized() else None
     is_alone = group is None or group.size() == 1 or dist.get_backend(group) == "fake"
     return None if is_alone else group
 
 
-def _leave_after_error(traced: Trace, recorder: _Recorder) -> None:
+def _leave_after_error(traced: Trace, recorder: Recording) -> None:
     """Write the part of this rank, after an exception."""
-    group = _all_ranks()
+    group = all_ranks()
     if group is not None:
         _do_all_leave(group, has_raised=True)
-    _write_alone(traced, _resolved(recorder), group)
+    _write_alone(traced, resolved(recorder), group)
 
 
-def _leave(traced: Trace, recorder: _Recorder) -> None:
+def _leave(traced: Trace, recorder: Recording) -> None:
     """Write the file. **Collective:** all ranks, unless one of them has raised."""
-    part, group = _resolved(recorder), _all_ranks()
+    part, group = resolved(recorder), all_ranks()
     if group is None:
         _write_alone(traced, part, None)
     elif _do_all_leave(group, has_raised=False):

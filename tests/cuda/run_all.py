@@ -36,6 +36,8 @@ PARTS = {
     "late streams": ("streams", "checks", 300),
     "backends": ("backends", "checks", 300),
     "traces": ("traces", "checks", 60),
+    "owners": ("owners", "checks", 120),
+    "plans": ("plans", "checks", 200),
     "memory": ("memory", "checks", 80),
     "times": ("times", "checks", 140),
 }

@@ -175,7 +175,9 @@ def make_job(
     """Return a step of a job: see ``MODELS`` and the branches on ``how``."""
     mesh = init_device_mesh(device, mesh_shape)
     with torch.device(device):
-        model = seeded(MODELS[name]())
+        model = MODELS[name]()
+        batches = [batch_for(name) for _ in range(num_microbatches)]
+    seeded(model)
     options = {"mesh": mesh, "reshard_after_forward": reshard}
     if how == "offload":
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
@@ -191,7 +193,6 @@ def make_job(
         optimizer = meshard.flat_optimizer(model, torch.optim.AdamW, lr=1e-3)
     else:
         optimizer = torch.optim.AdamW(params, lr=1e-3)
-    batches = [batch_for(name) for _ in range(num_microbatches)]
 
     def step():
         window = meshard.microbatches(model, batches, until_last=GradientSync[mode])

@@ -1,7 +1,7 @@
 """Plans: the memory and the communication of a job, before it runs."""
 
+from meshard.planning.measuring import measure
 from meshard.planning.plan import (
-    Collective,
     CollectiveSum,
     Comparison,
     Plan,
@@ -10,16 +10,23 @@ from meshard.planning.plan import (
     plan,
 )
 from meshard.planning.sweep import SweepRow, fit, sweep
+from meshard.planning.timing import Collective, KindTime, Link, MeasuredWork, Profile, StepTime
 
 __all__ = [
     "Collective",
     "CollectiveSum",
     "Comparison",
+    "KindTime",
+    "Link",
+    "MeasuredWork",
     "Plan",
     "PlannedMoment",
     "PlannedUnit",
+    "Profile",
+    "StepTime",
     "SweepRow",
     "fit",
+    "measure",
     "plan",
     "sweep",
 ]

@@ -20,8 +20,9 @@ import torch
 import meshard
 from meshard.planning.models import SHAPES, built_in
 from meshard.planning.plan import bytes_of, plan
-from meshard.planning.report import readable_size, screen_of
+from meshard.planning.report import readable_size, readable_time, screen_of
 from meshard.planning.sweep import MakeJob, SweepRow, fit, sweep
+from meshard.planning.timing import Profile
 
 _EXAMPLES = """\
 examples:
@@ -54,6 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep", action="append", default=[], metavar="KEY=A,B", help="plan all these values"
     )
     parser.add_argument("--fit", metavar="SIZE", help="find what fits into this memory")
+    parser.add_argument("--profile", metavar="FILE", help="of measure(): the plan then has times")
     parser.add_argument("--offload", action="store_true", help="the same as --set offload=True")
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of a step")
@@ -86,6 +88,7 @@ def _run(parsed: argparse.Namespace) -> int:
         "ranks_per_node": parsed.node,
         "device_type": parsed.device,
         "steps": parsed.steps,
+        "profile": None if parsed.profile is None else Profile.load(parsed.profile),
     }
     if not parsed.sweep and not parsed.fit:
         return _show(parsed, plan(job, world_size=parsed.world, **options))
@@ -165,17 +168,21 @@ def _bar(count: int | None) -> Iterator[Callable[[SweepRow], None]]:
 
 def _table(rows: list[SweepRow], limit: str | None) -> str:
     keys = list(rows[0].settings)
-    lines = [[*keys, "peak", "peak in", "sent", "between nodes", ""]]
+    is_timed = any(row.plan is not None and row.plan.time for row in rows)
+    heads = ["peak", "peak in", "sent", "between nodes", *(["step"] if is_timed else []), ""]
+    lines = [[*keys, *heads]]
     for row in rows:
         values = [str(row.settings[key]) for key in keys]
         if row.plan is None:
-            lines.append([*values, "", "", "", "", row.error.partition("\n")[0][:60]])
+            error = row.error.partition("\n")[0][:60]
+            lines.append([*values, *[""] * (len(heads) - 1), error])
             continue
         sent = row.plan.wire_bytes, row.plan.wire_bytes_between_nodes
         sizes = map(readable_size, sent)
         verdict = "" if limit is None else "fits" if row.fits(limit) else "does not fit"
         peak = readable_size(row.plan.peak_bytes)
-        lines.append([*values, peak, row.plan.peak_phase, *sizes, verdict])
+        time = [readable_time(row.plan.time.seconds)] if row.plan.time else []
+        lines.append([*values, peak, row.plan.peak_phase, *sizes, *time, verdict])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()

@@ -29,19 +29,8 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode
 
-from meshard._comm.communicator import (
-    CommEvent,
-    CommStream,
-    Communicator,
-    Exchanging,
-    GatherInFlight,
-    InFlight,
-    Reducing,
-    Rows,
-    observers,
-)
-from meshard._comm.cpu import WorkCommunicator, WorkInFlight
-from meshard._comm.streams import StreamCommunicator
+from meshard._comm import spans
+from meshard._comm.communicator import CommEvent, Communicator, observers
 from meshard._communicators import communicators_from
 from meshard._engine.param_group import owner_of as group_of
 from meshard._engine.unit import Unit, units_in, units_of
@@ -50,11 +39,12 @@ from meshard._torch.private import (
     fake_store,
     foreach_devices,
     graph_task_id,
-    start_all_gather_on,
     tree_flatten,
 )
+from meshard.planning.communicators import PlannedStreams, PlannedWorks
 from meshard.planning.memory import MemoryLog
 from meshard.planning.phantom import PhantomMode
+from meshard.planning.timing import Collective, Tape, WorkRecorder
 
 
 class Machine:
@@ -62,7 +52,7 @@ class Machine:
 
     Attributes:
         log: The memory of this rank.
-        events: Every collective that meshard issued, with the global ranks of its group.
+        tape: What it queues on its streams.
         phantom: What runs in place of kernels.
     """
 
@@ -71,9 +61,9 @@ class Machine:
         self.ranks_per_node = ranks_per_node
         self.device_type = device_type
         self.has_device = device_type != "cpu"
-        self.log = MemoryLog()
-        self.phantom = PhantomMode(self.log.add)
-        self.events: list[tuple[CommEvent, list[int]]] = []
+        self.log, self.tape = MemoryLog(), Tape()
+        self._work = WorkRecorder(self.tape.work)
+        self.phantom = PhantomMode(self.log.add, self._work.kernel)
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # outermost ones that ran
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[nn.Module] = []
@@ -208,8 +198,8 @@ class Machine:
 
     def _make_communicator(self, _: torch.device) -> Communicator:
         if self.has_device:
-            return _PlannedStreams(self.log, _Streams())
-        return _PlannedWorks(self.log)
+            return PlannedStreams(self.log, self.tape)
+        return PlannedWorks(self.log, self.tape)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -226,9 +216,11 @@ class Machine:
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
         observers.append(self._on_collective)
+        spans.start(self._work)
         try:
             yield
         finally:
+            spans.stop()
             observers.remove(self._on_collective)
             logger.removeHandler(listener)
             logger.setLevel(level)
@@ -284,8 +276,13 @@ class Machine:
         elif event == "reduce":
             self.log.reduced(unit)
 
-    def _on_collective(self, event: CommEvent, group: dist.ProcessGroup, _: object) -> None:
-        self.events.append((event, dist.get_process_group_ranks(group)))
+    def _on_collective(self, event: CommEvent, group: dist.ProcessGroup, root: object) -> None:
+        ranks = dist.get_process_group_ranks(group)
+        collective = Collective.of(event, ranks, self.ranks_per_node)
+        if self.has_device or root is None:  # None: the caller waits for it at once
+            self.tape.send(collective)
+        else:
+            self.tape.send_beside(collective, group)
 
 
 def _nothing() -> Callable[..., None]:
@@ -334,116 +331,3 @@ class _OnThisDevice(TorchFunctionMode):
         if isinstance(value, str) and value.partition(":")[0] == self._type:
             return "cpu"
         return value
-
-
-class _Stream:
-    """A stream on which everything is done at once. It is its own event."""
-
-    def record_event(self, event: Any = None) -> _Stream:
-        return self
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _Streams:
-    """Stands in for ``torch.cuda``."""
-
-    def __init__(self) -> None:
-        self._current = _Stream()
-
-    def Stream(self, priority: int = 0) -> _Stream:
-        return _Stream()
-
-    def current_stream(self) -> _Stream:
-        return self._current
-
-    def set_stream(self, stream: _Stream) -> None:
-        self._current = stream
-
-
-class _Labelling(Communicator):
-    """Tells the log what the memory of a communicator is for: the next base of a class."""
-
-    _log: MemoryLog
-
-    @contextlib.contextmanager
-    def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
-        kind = "optimizer" if comm_stream is CommStream.OPTIMIZER else "communication"
-        with super().on_stream(comm_stream), self._log.making(kind):
-            yield
-
-    def allocate_source(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        with self._log.making("communication"):
-            return super().allocate_source(*args, **kwargs)
-
-    def send_rows(self, *args: Any, **kwargs: Any) -> Rows:
-        with self._log.making("communication"):
-            return super().send_rows(*args, **kwargs)
-
-    def gather(self, *args: Any, **kwargs: Any) -> GatherInFlight:
-        with self._log.making("communication", unit=kwargs["label"]):
-            return super().gather(*args, **kwargs)
-
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Reducing:
-        with self._log.making("communication", unit=kwargs["label"]):
-            reducing = super().reduce_scatter(*args, **kwargs)
-        self._log.relabel([reducing.sum], "grads")
-        return reducing
-
-    def all_to_all(self, *args: Any, **kwargs: Any) -> Exchanging:
-        with self._log.making("communication"):
-            return super().all_to_all(*args, **kwargs)
-
-
-class _PlannedStreams(_Labelling, StreamCommunicator):
-    def __init__(self, log: MemoryLog, streams: _Streams) -> None:
-        super().__init__(streams)
-        self._log = log
-
-
-class _Late:
-    """A collective that is done when it is waited for, and not before.
-
-    So what it keeps is alive as long as it can be on a slow network.
-    """
-
-    def __init__(self, pending: InFlight) -> None:
-        self._pending = pending
-        self._is_done = False
-
-    def wait(self) -> None:
-        self._pending.wait()
-        self._is_done = True
-
-    def poll(self) -> bool:
-        return self._is_done
-
-    def abandon(self) -> None:
-        self._pending.abandon()
-
-
-class _PlannedWorks(_Labelling, WorkCommunicator):
-    def __init__(self, log: MemoryLog) -> None:
-        super().__init__()
-        self._log = log
-
-    def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
-        received = torch.empty_like(output)  # gloo receives into a buffer of its own
-        work = start_all_gather_on(group, output, source)
-        return WorkInFlight(work, ("all_gather", label), group, keep=[received])
-
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Reducing:
-        reducing = super().reduce_scatter(*args, **kwargs)
-        return reducing._replace(pending=_Late(reducing.pending))
-
-    def all_reduce(self, *args: Any, **kwargs: Any) -> InFlight:
-        return _Late(super().all_reduce(*args, **kwargs))

@@ -28,6 +28,7 @@ _RUNS_FOR_REAL = 2**26
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 OnStorage = Callable[[torch.UntypedStorage], None]
+OnKernel = Callable[[Any, Any, Any, Any], None]  # operator, arguments, keywords and results
 
 
 class UnknownShapeError(RuntimeError):
@@ -71,6 +72,11 @@ def _schema_of(func: Any) -> _Schema:
     return _Schema(is_view, tuple(returned), takes_device)
 
 
+def is_view(func: Any) -> bool:
+    """Whether an operator returns views of its arguments, and computes nothing."""
+    return _schema_of(func).is_view
+
+
 class _Stored(NamedTuple):
     """The form of a tensor, which stands for it in a key."""
 
@@ -80,15 +86,18 @@ class _Stored(NamedTuple):
 
 
 class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
-    """Runs operators without their kernels, and reports each new storage to ``on_storage``.
+    """Runs operators without their kernels.
+
+    Each new storage is reported to ``on_storage``, and each operator that has a kernel to
+    ``on_kernel``.
 
     Attributes:
         ran_for_real: How often each operator without an implementation for the meta device ran.
     """
 
-    def __init__(self, on_storage: OnStorage) -> None:
+    def __init__(self, on_storage: OnStorage, on_kernel: OnKernel) -> None:
         super().__init__()
-        self._on_storage = on_storage
+        self._on_storage, self._on_kernel = on_storage, on_kernel
         self._results: dict[Any, Any] = {}  # by operator and forms: the results on the meta device
         self.ran_for_real = Counter[str]()
 
@@ -105,6 +114,20 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         schema = _schema_of(func)
         if schema.is_view or _is_on_meta(tensors, kwargs):
             return func(*args, **kwargs)
+        result = self._result(func, args, kwargs, leaves, spec, tensors)
+        self._on_kernel(func, args, kwargs, result)
+        return result
+
+    def _result(
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        leaves: list[Any],
+        spec: Any,
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        schema = _schema_of(func)
         if tensors and all(map(_is_small, tensors)):
             return self._run(func, args, kwargs, tensors)
         if None not in schema.returned:

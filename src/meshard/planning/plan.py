@@ -6,16 +6,17 @@ import dataclasses
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 
-from meshard._comm.communicator import CommEvent
 from meshard.diagnostics import CommLedger
 from meshard.planning.machine import Machine
 from meshard.planning.memory import KINDS, MemoryLog
 from meshard.planning.picture import draw_memory
 from meshard.planning.report import screen_of
+from meshard.planning.timing import Collective, Profile, StepTime, time_of
+from meshard.timeline import Summary
 
 Job = Callable[[], Callable[[], object]]
 
@@ -35,25 +36,6 @@ def bytes_of(size: str | float) -> int:
     if found is None or found[2] not in _UNITS:
         raise ValueError(f"a size is a number with a unit such as 80GB or 16GiB, got {size!r}.")
     return int(float(found[1]) * _UNITS[found[2]])
-
-
-@dataclass(frozen=True, slots=True)
-class Collective:
-    """One collective that meshard issues, as ``CommLedger`` records it."""
-
-    op: str
-    unit: str
-    group_size: int
-    payload_bytes: int
-    wire_bytes: int
-    is_between_nodes: bool  # its group has ranks of several nodes
-
-    @classmethod
-    def of(cls, event: CommEvent, ranks: Sequence[int], ranks_per_node: int) -> Collective:
-        """Return what is known of an event in a group of these global ranks."""
-        nodes = {rank // ranks_per_node for rank in ranks}
-        sizes = event.group_size, event.payload_bytes, event.wire_bytes
-        return cls(event.op, event.unit, *sizes, len(nodes) > 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +102,7 @@ class Plan:
         moments: The parts of the last step in order, each with the most memory in it.
         units: The units, with their parts of the peak.
         not_known: What the plan cannot know, in sentences.
+        time: How long the last step takes, if ``plan`` was given a profile; otherwise None.
     """
 
     world_size: int
@@ -139,6 +122,7 @@ class Plan:
     moments: list[PlannedMoment] = field(repr=False)
     units: list[PlannedUnit] = field(repr=False)
     not_known: list[str]
+    time: StepTime | None
 
     def fits(self, limit: str | float) -> bool:
         """Whether the peak is at most ``limit``, in bytes or as in ``"80GB"``."""
@@ -158,17 +142,29 @@ class Plan:
         """Return all fields as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
-    def compare(self, ledger: CommLedger, *, peak_bytes: int | None = None) -> Comparison:
+    def compare(
+        self,
+        ledger: CommLedger,
+        *,
+        peak_bytes: int | None = None,
+        summary: Summary | None = None,
+    ) -> Comparison:
         """Hold the plan against a step that was run.
 
         Args:
             ledger: Of one whole step, but not of the first. Its collectives must be those of the
                 plan, in order.
             peak_bytes: The most memory of tensors that was measured in the run.
+            summary: Of a ``meshard.trace`` of one whole step, for a plan with a ``time``.
+
+        Raises:
+            ValueError: There is a summary, but the plan has no time.
         """
         planned = [(each.op, each.unit, each.payload_bytes) for each in self.events]
         ran = [(each.op, each.unit, each.payload_bytes) for each in ledger.events]
-        return Comparison(_first_difference(planned, ran), len(ran), self.peak_bytes, peak_bytes)
+        different = _first_difference(planned, ran)
+        times = {} if summary is None else _times_beside(self.time, summary)
+        return Comparison(different, len(ran), self.peak_bytes, peak_bytes, times)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the memory over the last step to an image file, stacked by kind."""
@@ -186,12 +182,15 @@ class Comparison:
         first_difference: A sentence on the first collective that differs; None if all agree.
         num_collectives: How many the run had.
         peak_ratio: The planned peak by the measured one; None if that was not given.
+        seconds: Planned and measured seconds of each phase, and of the waits of compute for each
+            kind of collective, as in ``"exposed all_gather"``. Empty without a summary.
     """
 
     first_difference: str | None
     num_collectives: int
     planned_peak: int
     measured_peak: int | None
+    seconds: dict[str, tuple[float, float]]
 
     @property
     def peak_ratio(self) -> float | None:
@@ -200,9 +199,27 @@ class Comparison:
 
     def __str__(self) -> str:
         what = self.first_difference or f"all {self.num_collectives} collectives are as planned"
-        if self.peak_ratio is None:
-            return what
-        return f"{what}; the planned peak is {self.peak_ratio:.3f} of the measured one"
+        if self.peak_ratio is not None:
+            what += f"; the planned peak is {self.peak_ratio:.3f} of the measured one"
+        lines = [
+            f"{name}: planned {1e3 * planned:.2f} ms, ran {1e3 * ran:.2f} ms"
+            for name, (planned, ran) in self.seconds.items()
+        ]
+        return "\n".join([what, *lines])
+
+
+def _times_beside(time: StepTime | None, summary: Summary) -> dict[str, tuple[float, float]]:
+    """Return planned and measured seconds."""
+    if time is None:
+        raise ValueError("the plan has no time; give plan() a profile of measure().")
+    found = {
+        phase: (time.phases.get(phase, 0.0), seconds) for phase, seconds in summary.phases.items()
+    }
+    for name, kind in summary.kinds.items():
+        op = name.replace("-", "_")
+        planned = time.kinds[op].exposed if op in time.kinds else 0.0
+        found[f"exposed {op}"] = planned, kind.exposed
+    return found
 
 
 def _first_difference(
@@ -228,6 +245,7 @@ def plan(
     ranks_per_node: int = 8,
     device_type: str = "cuda",
     steps: int = 2,
+    profile: Profile | None = None,
 ) -> Plan:
     """Find out what a training job takes and sends, before it runs.
 
@@ -246,6 +264,7 @@ def plan(
         device_type: Of the real job. On ``"cpu"``, the ranks send through sockets.
         steps: How many steps to run. The first makes the state of the optimizer, and the last is
             the one that ``collectives`` and ``moments`` are about.
+        profile: How fast the machine is, from ``measure``. Then the plan has a ``time``.
 
     Returns:
         The plan.
@@ -254,7 +273,7 @@ def plan(
         RuntimeError: This process has a process group already; or the job uses a model that was
             made outside of it, and would be changed.
         TypeError: ``job`` is no function, or does not return one.
-        ValueError: A number is out of range.
+        ValueError: A number is out of range; or the profile lacks a network that the job uses.
         Exception: What the job raises.
 
     >>> import torch, meshard
@@ -285,16 +304,15 @@ def plan(
         step = job()
         if not callable(step):
             raise TypeError(f"job must return a function that runs one step, got {step!r}.")
-        num_before = 0
         for _ in range(steps):
-            num_before = len(machine.events)
             machine.log.begin_step()
+            machine.tape.begin_step()
             step()
         machine.label()
-        return _plan_of(machine, num_before)
+        return _plan_of(machine, profile)
 
 
-def _plan_of(machine: Machine, num_before: int) -> Plan:
+def _plan_of(machine: Machine, profile: Profile | None) -> Plan:
     log = machine.log
     setup, *peaks = (
         max((usage.total for usage in log.history(n)), default=0) for n in (-1, *log.steps())
@@ -304,10 +322,7 @@ def _plan_of(machine: Machine, num_before: int) -> Plan:
         raise RuntimeError("the job has made no tensor; its step must run a model.")
     worst = peaks.index(peak) if peak in peaks else -1
     at_peak = next(each for each in log.history(worst) if each.total == peak)
-    events = [
-        Collective.of(event, ranks, machine.ranks_per_node)
-        for event, ranks in machine.events[num_before:]
-    ]
+    events = machine.tape.collectives()
     return Plan(
         world_size=machine.world_size,
         rank=machine.rank,
@@ -326,6 +341,7 @@ def _plan_of(machine: Machine, num_before: int) -> Plan:
         moments=list(_moments_of(log)),
         units=list(_units_of(machine, log.units_at(at_peak.number))),
         not_known=list(_not_known(machine)),
+        time=None if profile is None else time_of(machine.tape, profile),
     )
 
 
