@@ -113,8 +113,8 @@ class Machine:
         """Return the units of all modules that ran."""
         return list(dict.fromkeys(unit for each in self._modules for unit in units_in(each)))
 
-    def label(self) -> None:
-        """Tell the log what parameters, gradients and optimizer states are for."""
+    def label(self, *, is_last: bool = False) -> None:
+        """Tell the log what parameters and gradients are for, and the last time also states."""
         labels, offloaded = dict[int, str](), set[int]()
         for unit in self.units():
             ids = [id(each.sharded) for each in unit.group.params]
@@ -135,9 +135,10 @@ class Machine:
                 relabel([param], "params", param)
                 if param.grad is not None:
                     relabel([param.grad], "grads", param)
-        for optimizer in self._optimizers:
-            for stepped, state in optimizer.state.items():
-                relabel(filter(torch.is_tensor, tree_flatten(state)[0]), "optimizer", stepped)
+        with self._work.ignoring():  # some optimizers make the state of a parameter when asked
+            for optimizer in self._optimizers if is_last else ():
+                for stepped, state in optimizer.state.items():
+                    relabel(filter(torch.is_tensor, tree_flatten(state)[0]), "optimizer", stepped)
         for kind, num_bytes in self._state.items():
             self._most[kind] = max(self._most[kind], num_bytes)
 

@@ -172,14 +172,17 @@ def _seconds_of(recording: Recording, part: Part, seconds: float, steps: int) ->
 def _collectives_of(
     recording: Recording, part: Part, groups: dict[int, list[int]], ranks_per_node: int
 ) -> list[tuple[Collective, float]]:
-    """Return each collective, and how long it took."""
+    """Return each collective, and how long it took. Those of a group follow each other."""
     events = [each.event for each in recording.spans if each.event and each.began is not None]
     pieces = [each for each in part.pieces if each.category == "communication"]
-    return [
-        (Collective.of(event, groups[id(event)], ranks_per_node), piece.ended - piece.began)
-        for event, piece in zip(events, pieces, strict=True)
-        if id(event) in groups
-    ]
+    found, free = [], dict[tuple[int, ...], float]()  # when the last one in a group has ended
+    for event, piece in zip(events, pieces, strict=True):
+        ranks = groups.get(id(event))
+        if ranks is not None:
+            began = max(piece.began, free.get((*ranks,), 0.0))
+            free[(*ranks,)] = piece.ended
+            found.append((Collective.of(event, ranks, ranks_per_node), piece.ended - began))
+    return found
 
 
 def _profile_of(every: Sequence[_Measured]) -> Profile:

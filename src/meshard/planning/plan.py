@@ -308,7 +308,7 @@ def plan(
             machine.log.begin_step()
             machine.tape.begin_step()
             step()
-        machine.label()
+        machine.label(is_last=True)
         return _plan_of(machine, profile)
 
 

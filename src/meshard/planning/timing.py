@@ -87,7 +87,13 @@ class WorkRecorder:
         self, what: str, label: str, clock: Clock, event: CommEvent | None
     ) -> AbstractContextManager[object]:
         """Return a context for the kernels of ``what``."""
-        return self._inside((what, label) if event is None else None)
+        if event is None:
+            return self._inside((what, label))
+        return self._inside(None if clock.is_beside_compute else self._phase)
+
+    def ignoring(self) -> AbstractContextManager[object]:
+        """Return a context for kernels that the job does not run."""
+        return self._inside(None)
 
     @contextlib.contextmanager
     def _inside(self, key: Key | None) -> Iterator[None]:

@@ -1,0 +1,226 @@
+"""Planned times are held against runs in virtual time, and what a profile is made of."""
+
+import dataclasses
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
+
+import meshard
+from meshard.planning import Link, MeasuredWork, Profile, measure, plan
+from tests.benchmarks.pretend_network import Network
+from tests.support.ranks import on_ranks
+from tests.support.virtual_time import virtual_machine
+
+RANKS, WIDTH = 8, 128
+SECONDS_PER_BYTE = 1e-6
+FAST, SLOW = Network(1e9, 1e9, 0.0), Network(60e3, 60e3, 0.0)
+FAR = Network(60e3, 60e3, 0.01)  # with latency
+
+
+@pytest.fixture(autouse=True)
+def through_sockets(monkeypatch):
+    monkeypatch.setenv("MESHARD_SHARED_MEMORY", "0")
+
+
+def make_job(
+    depth=4, *, reshard=True, shape=(RANKS,), batch=64, microbatches=1, flat=False, recompute=False
+):
+    mesh = init_device_mesh("cpu", shape)
+    torch.manual_seed(0)
+    # Not all layers have the same size, so that latency can be told from bandwidth.
+    widths = [WIDTH * (1 + number % 2) for number in range(depth + 1)]
+    model = nn.Sequential(
+        *(
+            nn.Sequential(nn.Linear(wide, WIDTH), nn.Tanh(), nn.Linear(WIDTH, after))
+            for wide, after in itertools.pairwise(widths)
+        )
+    )
+    for layer in model:
+        if recompute:
+            layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
+        meshard.fully_shard(layer, mesh, reshard_after_forward=reshard)
+    meshard.fully_shard(model, mesh)
+    make = (
+        meshard.flat_optimizer if flat else (lambda model, cls, **o: cls(model.parameters(), **o))
+    )
+    optimizer = make(model, torch.optim.AdamW, lr=1e-3)
+    batches = [torch.ones(batch, WIDTH) for _ in range(microbatches)]
+
+    def step():
+        for x in meshard.microbatches(model, batches):
+            model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def profile_on(network, **settings):
+    with virtual_machine(RANKS, network, SECONDS_PER_BYTE):
+        return measure(make_job(**settings), steps=3)
+
+
+def seconds_on(network, **settings):
+    with virtual_machine(RANKS, network, SECONDS_PER_BYTE) as clock:
+        step = make_job(**settings)
+        for _ in range(3):
+            before = clock.now
+            step()
+        return clock.now - before
+
+
+def planned_time(profile, **settings):
+    job = partial(make_job, **settings)
+    return plan(job, world_size=RANKS, device_type="cpu", profile=profile, steps=3).time
+
+
+def make_layers(depth):
+    """Return a step of equal layers, which compute much more than they copy."""
+    layers = (meshard.fully_shard(nn.Linear(512, 512, bias=False)) for _ in range(depth))
+    model = meshard.fully_shard(nn.Sequential(*layers))
+    x = torch.ones(2**16, 512, requires_grad=True)
+
+    def step():
+        model(x).sum().backward()
+        model.zero_grad()
+        x.grad = None
+
+    return step
+
+
+SETTINGS = [
+    {},
+    {"reshard": False},
+    {"depth": 7},
+    {"batch": 16},
+    {"shape": (2, 4)},
+    {"microbatches": 3},
+    {"flat": True},
+    {"recompute": True},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_a_profile_of_one_setting_tells_the_time_of_another(settings):
+    planned = planned_time(profile_on(SLOW), **settings)
+    assert planned.seconds == pytest.approx(seconds_on(SLOW, **settings), rel=1e-6)
+    assert planned.high - planned.low < 1e-6 * planned.seconds  # no step was slower than another
+
+
+def test_latency_and_bandwidth_are_found_apart():
+    profile = profile_on(FAR)
+    assert profile.within_node.bytes_per_second == pytest.approx(60e3)
+    assert profile.within_node.latency == pytest.approx(0.01 * math.log2(RANKS) / (RANKS - 1))
+    assert profile.within_node.spread == pytest.approx(0.0, abs=1e-6)
+    assert planned_time(profile, depth=7).seconds == pytest.approx(seconds_on(FAR, depth=7))
+
+
+def test_a_network_may_be_stated():
+    profile = dataclasses.replace(profile_on(FAST), within_node=Link(60e3))
+    assert planned_time(profile).seconds == pytest.approx(seconds_on(SLOW))
+
+
+def test_a_plan_is_held_against_a_trace_phase_by_phase(tmp_path):
+    profile = profile_on(SLOW)
+    job = partial(plan, make_job, world_size=RANKS, device_type="cpu", steps=3)
+    with virtual_machine(RANKS, SLOW, SECONDS_PER_BYTE):
+        step = make_job()
+        step()
+        with meshard.trace(tmp_path / "trace.json") as traced, meshard.CommLedger() as ledger:
+            step()
+    compared = job(profile=profile).compare(ledger, summary=traced.summary)
+    assert compared.first_difference is None
+    assert {"forward", "backward", "optimizer", "exposed all_gather"} <= set(compared.seconds)
+    for name, (planned, ran) in compared.seconds.items():
+        assert planned == pytest.approx(ran, rel=1e-6), name
+    assert "backward: planned" in str(compared)
+    with pytest.raises(ValueError, match="no time"):
+        job().compare(ledger, summary=traced.summary)
+
+
+def test_the_band_is_as_wide_as_measured_steps_were_apart():
+    profile = profile_on(FAST)
+    median = profile.steps[0]
+    profile = dataclasses.replace(profile, steps=[0.9 * median, median, 1.05 * median])
+    time = planned_time(profile)
+    assert time.low / time.seconds == pytest.approx(0.9, rel=1e-3)
+    assert time.high / time.seconds == pytest.approx(1.1, rel=1e-3)
+
+
+def test_units_that_were_not_measured_are_as_fast_as_their_family_or_phase():
+    work = [
+        MeasuredWork("forward", "layers.0", 2.0, 1.0),
+        MeasuredWork("forward", "head", 6.0, 1.0),
+        MeasuredWork("backward", "head", 10.0, 2.0),
+    ]
+    rate = Profile(work).rates()
+    assert rate(("forward", "layers.31")) == 2.0
+    assert rate(("forward", "embedding")) == 4.0
+    assert rate(("recompute", "head")) == 4.5
+    assert Profile([]).rates()(("forward", "head")) == 0.0
+
+
+def test_profiles_are_files(tmp_path):
+    profile = profile_on(FAST)
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+    (tmp_path / "other.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other\.json is no file"):
+        Profile.load(tmp_path / "other.json")
+
+
+def test_a_network_that_was_not_measured_is_named():
+    with pytest.raises(ValueError, match="no between_nodes"):
+        plan(make_job, world_size=RANKS, ranks_per_node=4, profile=profile_on(FAST))
+
+
+def test_a_step_without_units_is_refused():
+    with pytest.raises(RuntimeError, match="fully_shard or replicate"):
+        measure(lambda: nn.Linear(2, 2)(torch.ones(1, 2)))
+
+
+def test_streams_run_beside_each_other():
+    """Worked out by hand: collectives of 1 s, and compute of 2 s (forward) and 4 s (backward)."""
+    job = partial(plan, partial(make_layers, depth=4), world_size=2, steps=4)
+    phases = {"forward": 2.0, "backward": 4.0}
+    as_bytes = [MeasuredWork(phase, "", 1.0, 1.0) for phase in phases]
+    planned = job(profile=Profile(as_bytes, Link(1.0)))
+    work = [
+        MeasuredWork("", "", 0.0, 1.0),  # the sum takes no time
+        *(
+            MeasuredWork(phase, "", 4 * seconds, planned.time.phases[phase])
+            for phase, seconds in phases.items()
+        ),
+    ]
+    gather = planned.events[0].wire_bytes
+    time = job(profile=Profile(work, Link(gather))).time
+    # The first gather is exposed, that of the last layer at the begin of backward, and the last
+    # reduction.
+    assert time.seconds == pytest.approx(1 + 4 * 2 + 1 + 4 * 4 + 1, rel=0.01)
+    slow = job(profile=Profile(work, Link(gather / 3))).time
+    # Now they take 3 s each. The second gather begins with the first, and ends 1 s after the first
+    # forward; those after it begin with a forward, and end 1 s after that. Backward hides them.
+    assert slow.seconds == pytest.approx(3 + 4 * 2 + 3 * 1 + 3 + 4 * 4 + 3, rel=0.01)
+    assert slow.kinds["all_gather"].exposed == pytest.approx(3 + 3 * 1 + 3, rel=0.02)
+    assert slow.kinds["reduce_scatter"].exposed == pytest.approx(3, rel=0.02)
+    assert slow.kinds["all_gather"].seconds == pytest.approx(8 * 3)
+
+
+@on_ranks(2)
+def test_all_ranks_get_the_same_profile(tmp_path):
+    model = meshard.fully_shard(nn.Linear(256, 256))
+    path = tmp_path / "profile.json"
+    profile = measure(lambda: model(torch.ones(8, 256)).sum().backward(), steps=4, path=path)
+    torch.distributed.barrier()
+    assert Profile.load(path) == profile
+    assert len(profile.steps) == 4
+    assert profile.within_node.bytes_per_second > 0
+    assert profile.between_nodes is None
+    assert {"forward", "backward"} <= {each.phase for each in profile.work}
+    assert all(each.seconds >= 0 for each in profile.work)
