@@ -54,7 +54,9 @@ def measure(
         long as on the rank that began it last, because others have waited for that one.
 
     Raises:
-        RuntimeError: No module of meshard ran in ``step``.
+        RuntimeError: No module of meshard ran in ``step``; or a trace is active.
+        TypeError: ``step`` is no function.
+        ValueError: A number is smaller than 1.
 
     >>> import torch, meshard
     >>> from meshard.planning import measure
@@ -63,6 +65,12 @@ def measure(
     >>> len(profile.steps), {each.phase for each in profile.work} >= {"forward", "backward"}
     (3, True)
     """
+    if not callable(step):
+        raise TypeError(f"step must be a function that runs one step, got {step!r}.")
+    if steps < 1 or ranks_per_node < 1:
+        raise ValueError(
+            f"measure() needs steps >= 1 and ranks_per_node >= 1; got {steps=}, {ranks_per_node=}."
+        )
     step()
     work, clock = _count(step)
     recording, marks = Recording(), []
