@@ -241,3 +241,25 @@ def test_a_flag_set_on_the_copy_reaches_the_shard_and_a_step_shards_modules_agai
     model(tokens_of(0))
     optimizer.step()
     assert isinstance(model.norm.weight, DTensor)
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("how", ["kept", "unshard"])
+@pytest.mark.parametrize("thaws", [True, False])
+def test_flags_set_after_a_forward_without_backward_count(thaws, how):
+    """As when a layer is thawed after an evaluation that has forgotten no_grad."""
+    plain = seeded(MlpStack())
+    plain.blocks[1].requires_grad_(not thaws)
+    model = copy.deepcopy(plain)
+    for unit in (*model.blocks, model):
+        meshard.fully_shard(unit, reshard_after_forward=how == "unshard")
+    x = torch.ones(2, 6)
+    if how == "kept":
+        model(x)
+    else:
+        model.blocks[1].unshard()
+    for each in (plain, model):
+        each.blocks[1].requires_grad_(thaws)
+        each(x).sum().backward()
+    assert_same(full_grads(model), {n: p.grad for n, p in plain.named_parameters()})
+    assert model.blocks[1].up.weight.requires_grad is thaws

@@ -301,6 +301,26 @@ def test_a_gradient_that_comes_while_the_rest_is_reduced():
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("has_own_backward", [False, True])
+def test_a_gradient_that_comes_when_the_unit_was_stepped_is_refused(has_own_backward):
+    """A penalty that was computed before the forward runs its backward last."""
+    model = make()
+    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
+    window(model, 0)
+    optimizer.step()
+    penalty = sum(param.square().sum() for param in model.parameters()).full_tensor()
+    loss = model(batch(1)).sum()
+    (loss if has_own_backward else loss + penalty).backward()
+    if has_own_backward:
+        penalty.backward()
+    with pytest.raises(RuntimeError, match=r"was stepped in backward, and its parameters have got"):
+        optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer, range(2, 4))
+    assert {int(state["step"]) for state in optimizer.state.values()} == {4}
+
+
+@on_ranks(2)
 def test_an_optimizer_that_nobody_holds():
     """The units keep it, and it can be found again."""
     model = make()

@@ -174,3 +174,21 @@ def test_options_that_cannot_be_are_refused_and_leave_the_module_as_it_was(kwarg
     with pytest.raises(error, match=text):
         meshard.replicate(layer, **kwargs)
     assert type(layer) is nn.Linear
+
+
+@on_ranks(2)
+def test_ddp_around_it_is_refused():
+    torch.manual_seed(0)
+    model = meshard.replicate(nn.Linear(4, 4))
+    with pytest.raises(RuntimeError, match="leave DistributedDataParallel away"):
+        nn.parallel.DistributedDataParallel(model)(torch.ones(1, 4))
+    # A part that it leaves out is reduced by meshard alone.
+    whole = nn.Sequential(meshard.replicate(nn.Linear(4, 4)), nn.Linear(4, 4))
+    ddp = nn.parallel.DistributedDataParallel
+    ddp._set_params_and_buffers_to_ignore_for_model(whole, ["0.weight", "0.bias"])
+    wrapped = ddp(whole)
+    wrapped(torch.full((1, 4), dist.get_rank() + 1.0)).sum().backward()
+    for param in whole.parameters():
+        first = param.grad.clone()
+        dist.broadcast(first, 0)
+        assert_same({"grad": param.grad}, {"grad": first}, bitwise=True)

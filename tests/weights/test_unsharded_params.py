@@ -200,6 +200,14 @@ def test_what_cannot_be_written_back_is_named_and_nothing_is_written():
             model(torch.zeros(1, 2, dtype=torch.long))
 
 
+@on_ranks(2)
+def test_a_module_that_is_replaced_inside_is_named():
+    _, model, _ = sharded_case("transformer_tied")
+    text = r"the module of parameter 'mlp\.0\.weight' of unit 'blocks\.0' was replaced inside"
+    with pytest.raises(RuntimeError, match=text), unsharded_params(model):
+        model.blocks[0].mlp = nn.Identity()
+
+
 @spread(rank0_only=[False, True], error=[ZeroDivisionError, KeyboardInterrupt])
 @on_ranks(4)
 def test_what_one_rank_raises_writes_nothing_on_any(rank0_only, error):

@@ -51,6 +51,7 @@ from meshard._torch.private import (
     is_distributed_backward,
     is_in_compiled_autograd,
     is_in_distributed_autograd,
+    is_reduced_by_ddp,
     keeps_graph,
     next_node,
     queue_backward_callback,
@@ -64,6 +65,10 @@ _NOT_DISTRIBUTED = (
     "a module of fully_shard or replicate was used inside torch.distributed.autograd.context(). "
     "The backward() there does not reduce its gradients, nor put them into .grad; run the module "
     "and loss.backward() outside of the context."
+)
+_NOT_IN_DDP = (
+    "a module of fully_shard or replicate runs inside DistributedDataParallel, and both would "
+    "reduce its gradients; leave DistributedDataParallel away: meshard.replicate does what it does."
 )
 _Finalizing = list[weakref.ref[Unit]]
 
@@ -252,6 +257,8 @@ class Lifecycle:
         """Raise if a feature of torch would take the gradients before meshard reduces them."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
             raise RefusedError(self, _NOT_DISTRIBUTED)
+        if is_reduced_by_ddp():
+            raise RefusedError(self, _NOT_IN_DDP)
         if not has_backward_optimizers():
             return
         refused = functools.partial(RefusedError, self)
@@ -686,8 +693,9 @@ class Lifecycle:
                 raise RuntimeError(
                     f"unit {unit.label!r} has got a gradient after its optimizer has stepped it in "
                     "this backward: its parameters take part in something that autograd runs "
-                    "later. Step it in the ordinary way (detach() of what overlap_optimizer has "
-                    "returned)."
+                    "later, or in a loss with a backward of its own. Add up all losses, with terms "
+                    "like penalties on weights computed after the forward, or step it in the "
+                    "ordinary way (detach() of what overlap_optimizer has returned)."
                 )
             on_reduced = functools.partial(self.notify_reduced, unit) if ends_window else None
         if over_replicas and not self._has_compared:

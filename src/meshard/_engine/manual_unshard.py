@@ -38,6 +38,12 @@ class InstalledParams:
             for each in (param.unsharded for param in params)
         ]
 
+    def take_flags(self) -> None:
+        """Carry flags that the user has set over to the sharded parameters."""
+        for param, before in zip(self._params, self._before, strict=True):
+            if param.unsharded.requires_grad is not before.requires_grad:
+                param.sharded.requires_grad_(param.unsharded.requires_grad)
+
     def end(self, shard_version: int) -> list[str]:
         """Carry flags over to the sharded parameters, and warn of edits that are lost.
 
@@ -45,11 +51,11 @@ class InstalledParams:
         has grown. Returns the names of parameters that were cast, moved or given other data; that
         is undone.
         """
+        self.take_flags()
         edited, replaced = [], []
         for param, before in zip(self._params, self._before, strict=True):
             unsharded, now = param.unsharded, plain_of(param.unsharded)
             if unsharded.requires_grad is not before.requires_grad:
-                param.sharded.requires_grad_(unsharded.requires_grad)
                 # A backward to come uses the flag of its forward, which is the same on all ranks.
                 unsharded.requires_grad_(before.requires_grad)
             if now.data_ptr() != before.local.data_ptr() or now.dtype != before.local.dtype:

@@ -436,6 +436,9 @@ class ParamGroup:
 
     def install_unsharded(self, *, read_flags: bool = True) -> None:
         if read_flags:
+            installed = self._kept if self.manual_unshard is None else self.manual_unshard.installed
+            if installed is not None:
+                installed.take_flags()  # the user has set them on what the modules hold
             self.num_trainable = take_flags(self.params)
         elif self.state is ParamState.INSTALLED:
             return  # another module of the unit has installed them

@@ -272,6 +272,12 @@ def has_backward_optimizer(param: torch.Tensor) -> bool:
     return hasattr(param, "_in_backward_optimizers")
 
 
+def is_reduced_by_ddp() -> bool:
+    """Whether a DistributedDataParallel runs a forward, and reduces all parameters inside."""
+    ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    return ddp is not None and not ddp.parameters_to_ignore
+
+
 # --- tensors -------------------------------------------------------------------------------
 
 _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambda _: False)

@@ -125,14 +125,22 @@ class OverlappedOptimizer(StateOnRead):
         **Stream:** the current one waits for all steps, unless ``wait="gather"``.
 
         Raises:
-            RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
+            RuntimeError: Gradients are pending: see ``meshard.pending_gradients``. Or a unit that
+                was stepped in backward has got another gradient since, as from a penalty that was
+                computed before the forward: a second step would not be the step by their sum.
         """
         loss = self._loss_of(closure)
+        stepped = set(self._stepped)
         self._stepped.clear()
         if self._max_norm is not None:
             self._step_clipped(self._max_norm)
         else:
-            for stepper in self._fresh_steppers():
+            self._fresh_steppers()
+            for unit, stepper in self._steppers.items():
+                # After a further backward, another window has begun.
+                if stepper in stepped and unit.lifecycle.backward_number <= unit.reduced_in + 1:
+                    stepper.refuse_gradient()
+            for stepper in self._steppers.values():
                 self._step(stepper)
         if self._waits_in_step:
             self.wait()
@@ -365,6 +373,19 @@ class UnitStepper:
                 param.grad = None
         group.record_step()
         return True
+
+    def refuse_gradient(self) -> None:
+        """Raise if a parameter has a gradient, although this window was stepped already."""
+        with without_torch_function():
+            if all(_GRADIENT(param) is None for param in self.params):
+                return
+        raise RuntimeError(
+            f"unit {self.group.label!r} was stepped in backward, and its parameters have got a "
+            "gradient since: from a term that is computed before the forward, such as a penalty on "
+            "weights, or from a backward of its own. Compute such terms after the forward and add "
+            "them to the loss, or use clip='deferred', which steps in step(). To go on, drop this "
+            "gradient by zero_grad()."
+        )
 
     def step(self) -> None:
         """Step by the gradients that ``take`` took."""

@@ -187,8 +187,9 @@ def _collectives_of(
     for event, piece in zip(events, pieces, strict=True):
         ranks = groups.get(id(event))
         if ranks is not None:
-            began = max(piece.began, free.get((*ranks,), 0.0))
-            free[(*ranks,)] = piece.ended
+            key = tuple(ranks)
+            began = max(piece.began, free.get(key, 0.0))
+            free[key] = piece.ended
             found.append((Collective.of(event, ranks, ranks_per_node), piece.ended - began))
     return found
 
