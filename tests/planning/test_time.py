@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
+from meshard import GradientSync
 from meshard.planning import Link, MeasuredWork, Profile, measure, plan
 from tests.benchmarks.pretend_network import Network
 from tests.support.ranks import on_ranks
@@ -28,8 +29,20 @@ def through_sockets(monkeypatch):
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", "0")
 
 
+def plain(model, cls, **options):
+    return cls(model.parameters(), **options)
+
+
 def make_job(
-    depth=4, *, reshard=True, shape=(RANKS,), batch=64, microbatches=1, flat=False, recompute=False
+    depth=4,
+    *,
+    reshard=True,
+    shape=(RANKS,),
+    batch=64,
+    microbatches=1,
+    mode="FULL",
+    make=plain,
+    recompute=False,
 ):
     mesh = init_device_mesh("cpu", shape)
     torch.manual_seed(0)
@@ -46,14 +59,11 @@ def make_job(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         meshard.fully_shard(layer, mesh, reshard_after_forward=reshard)
     meshard.fully_shard(model, mesh)
-    make = (
-        meshard.flat_optimizer if flat else (lambda model, cls, **o: cls(model.parameters(), **o))
-    )
     optimizer = make(model, torch.optim.AdamW, lr=1e-3)
     batches = [torch.ones(batch, WIDTH) for _ in range(microbatches)]
 
     def step():
-        for x in meshard.microbatches(model, batches):
+        for x in meshard.microbatches(model, batches, until_last=GradientSync[mode]):
             model(x).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -101,7 +111,10 @@ SETTINGS = [
     {"batch": 16},
     {"shape": (2, 4)},
     {"microbatches": 3},
-    {"flat": True},
+    {"shape": (2, 4), "microbatches": 3, "mode": "REDUCE_SCATTER"},
+    {"reshard": 2},
+    {"make": meshard.flat_optimizer},
+    {"make": meshard.overlap_optimizer},
     {"recompute": True},
 ]
 
