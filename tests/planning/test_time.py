@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+import time
 from functools import partial
 
 import pytest
@@ -12,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
-from meshard import GradientSync
-from meshard.planning import Link, MeasuredWork, Profile, measure, plan
+from meshard import GradientSync, MixedPrecisionPolicy
+from meshard.planning import Collective, Link, MeasuredWork, Profile, measure, plan
 from tests.benchmarks.pretend_network import Network
 from tests.support.ranks import on_ranks
 from tests.support.virtual_time import virtual_machine
@@ -43,6 +44,7 @@ def make_job(
     mode="FULL",
     make=plain,
     recompute=False,
+    clips=False,
 ):
     mesh = init_device_mesh("cpu", shape)
     torch.manual_seed(0)
@@ -65,6 +67,8 @@ def make_job(
     def step():
         for x in meshard.microbatches(model, batches, until_last=GradientSync[mode]):
             model(x).sum().backward()
+        if clips:
+            meshard.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -116,6 +120,7 @@ SETTINGS = [
     {"make": meshard.flat_optimizer},
     {"make": meshard.overlap_optimizer},
     {"recompute": True},
+    {"clips": True},
 ]
 
 
@@ -124,6 +129,8 @@ def test_a_profile_of_one_setting_tells_the_time_of_another(settings):
     planned = planned_time(profile_on(SLOW), **settings)
     assert planned.seconds == pytest.approx(seconds_on(SLOW, **settings), rel=1e-6)
     assert planned.high - planned.low < 1e-6 * planned.seconds  # no step was slower than another
+    assert planned.compute + planned.exposed == pytest.approx(planned.seconds)
+    assert sum(planned.phases.values()) == pytest.approx(planned.compute)
 
 
 def test_latency_and_bandwidth_are_found_apart():
@@ -161,9 +168,45 @@ def test_the_band_is_as_wide_as_measured_steps_were_apart():
     profile = profile_on(FAST)
     median = profile.steps[0]
     profile = dataclasses.replace(profile, steps=[0.9 * median, median, 1.05 * median])
-    time = planned_time(profile)
-    assert time.low / time.seconds == pytest.approx(0.9, rel=1e-3)
-    assert time.high / time.seconds == pytest.approx(1.1, rel=1e-3)
+    planned = planned_time(profile)
+    assert planned.low / planned.seconds == pytest.approx(0.9, rel=1e-3)
+    assert planned.high / planned.seconds == pytest.approx(1.1, rel=1e-3)
+
+
+def test_the_band_holds_the_network_too():
+    profile = profile_on(SLOW)
+    link = dataclasses.replace(profile.within_node, spread=0.5)
+    planned = planned_time(dataclasses.replace(profile, within_node=link))
+    assert planned.low < 0.99 * planned.seconds
+    assert planned.high > 1.01 * planned.seconds
+
+
+def test_a_collective_takes_its_hops_and_its_bytes():
+    link = Link(bytes_per_second=100.0, latency=2.0)
+    gather = Collective("all_gather", "", 4, 800, 600, False)
+    assert link.seconds(gather) == 3 * 2 + 6
+    assert link.seconds(dataclasses.replace(gather, op="all_reduce")) == 2 * 3 * 2 + 6
+
+
+@pytest.mark.parametrize("make", [plain, meshard.overlap_optimizer])
+def test_what_runs_beside_compute_on_a_device_is_no_compute(make):
+    def job():
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)  # casts on the comm streams
+        model = meshard.fully_shard(nn.Linear(1024, 1024), mp_policy=policy)
+        optimizer = make(model, torch.optim.AdamW)
+
+        def step():
+            model(torch.ones(4, 1024)).float().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    profile = Profile([MeasuredWork("forward", "", 1.0, 1e9)], Link(1e12))
+    found = plan(job, world_size=2, profile=profile, steps=3).time
+    in_phases = sum(found.phases.values())
+    beside = 0.0 if make is plain else found.phases["optimizer"]
+    assert in_phases == pytest.approx(found.compute + beside)
 
 
 def test_units_that_were_not_measured_are_as_fast_as_their_family_or_phase():
@@ -212,10 +255,10 @@ def test_streams_run_beside_each_other():
         ),
     ]
     gather = planned.events[0].wire_bytes
-    time = job(profile=Profile(work, Link(gather))).time
+    fast = job(profile=Profile(work, Link(gather))).time
     # The first gather is exposed, that of the last layer at the begin of backward, and the last
     # reduction.
-    assert time.seconds == pytest.approx(1 + 4 * 2 + 1 + 4 * 4 + 1, rel=0.01)
+    assert fast.seconds == pytest.approx(1 + 4 * 2 + 1 + 4 * 4 + 1, rel=0.01)
     slow = job(profile=Profile(work, Link(gather / 3))).time
     # Now they take 3 s each. The second gather begins with the first, and ends 1 s after the first
     # forward; those after it begin with a forward, and end 1 s after that. Backward hides them.
@@ -228,10 +271,18 @@ def test_streams_run_beside_each_other():
 @on_ranks(2)
 def test_all_ranks_get_the_same_profile(tmp_path):
     model = meshard.fully_shard(nn.Linear(256, 256))
-    path = tmp_path / "profile.json"
-    profile = measure(lambda: model(torch.ones(8, 256)).sum().backward(), steps=4, path=path)
+    rank = torch.distributed.get_rank()
+
+    def step():
+        time.sleep(0.1 * rank)  # the other rank waits in its gather
+        model(torch.ones(8, 256)).sum().backward()
+
+    profile = measure(step, steps=4, path=tmp_path / f"of rank {rank}.json")
     torch.distributed.barrier()
-    assert Profile.load(path) == profile
+    assert [each.name for each in tmp_path.iterdir()] == ["of rank 0.json"]
+    assert Profile.load(tmp_path / "of rank 0.json") == profile
+    gather = Collective("all_gather", "", 2, 2**18, 2**17, False)
+    assert profile.within_node.seconds(gather) < 0.05
     assert len(profile.steps) == 4
     assert profile.within_node.bytes_per_second > 0
     assert profile.between_nodes is None

@@ -58,6 +58,7 @@ def virtual_machine(ranks: int, network: Network, seconds_per_byte: float) -> It
     with (
         pretend_group(ranks, network),
         mock.patch.object(pretend_network, "time", stands_in),
+        mock.patch.object(pretend_network, "_SMALL", 0),  # copies that a real network does not make
         mock.patch.object(time, "monotonic", clock.read),
         mock.patch.object(HostClock, "now", staticmethod(clock.read)),
         mock.patch.object(measuring, "all_ranks", return_value=None),
