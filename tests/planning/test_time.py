@@ -274,8 +274,10 @@ def test_all_ranks_get_the_same_profile(tmp_path):
     rank = torch.distributed.get_rank()
 
     def step():
-        time.sleep(0.1 * rank)  # the other rank waits in its gather
-        model(torch.ones(8, 256)).sum().backward()
+        time.sleep(0.1 * rank)  # the other rank waits in its gather, and in its reduce-scatter
+        loss = model(torch.ones(8, 256)).sum()
+        time.sleep(0.1 * rank)
+        loss.backward()
 
     profile = measure(step, steps=4, path=tmp_path / f"of rank {rank}.json")
     torch.distributed.barrier()
