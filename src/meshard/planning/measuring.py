@@ -157,12 +157,16 @@ def _count(step: Callable[[], object]) -> tuple[dict[Key, float], spans.Clock]:
 def _seconds_of(recording: Recording, part: Part, seconds: float, steps: int) -> dict[Key, float]:
     """Return the seconds of each phase of each unit in a step. What is left is outside of units."""
     found: defaultdict[Key, float] = defaultdict(float)
-    known = sum(
-        when(each.ended) - when(each.began)
+    others = [
+        each
         for each in recording.spans
-        for when in [each.clock.settle()]
-        if each.event is None and not each.is_beside
-    )
+        if each.event is None and not each.is_beside and None not in (each.began, each.ended)
+    ]
+    seconds_of = {clock: clock.settle() for clock in {each.clock for each in others}}
+    known = 0.0
+    for each in others:
+        when = seconds_of[each.clock]
+        known += when(each.ended) - when(each.began)
     for piece in part.pieces:
         length, is_compute = piece.ended - piece.began, "unit" in piece.args
         if piece.category == "communication":
