@@ -41,7 +41,7 @@ PARTS = {
     "memory": ("memory", "checks", 80),
     "times": ("times", "checks", 140),
 }
-ALONE = ("memory", "times")  # after the others
+ALONE = ("memory", "times", "plans")  # after the others
 SECONDS_OF_A_CHECK = 90
 SLOWER = {"cuda": 1, "cpu": 4}  # a rehearsal shares its cores with others
 BAD = ("failed", "died", "hung", "not run")

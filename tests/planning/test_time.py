@@ -42,7 +42,8 @@ def make_job(
     batch=64,
     microbatches=1,
     mode="FULL",
-    make=plain,
+    in_backward=False,
+    flat=False,
     recompute=False,
     clips=False,
 ):
@@ -61,6 +62,7 @@ def make_job(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         meshard.fully_shard(layer, mesh, reshard_after_forward=reshard)
     meshard.fully_shard(model, mesh)
+    make = meshard.overlap_optimizer if in_backward else meshard.flat_optimizer if flat else plain
     optimizer = make(model, torch.optim.AdamW, lr=1e-3)
     batches = [torch.ones(batch, WIDTH) for _ in range(microbatches)]
 
@@ -117,8 +119,8 @@ SETTINGS = [
     {"microbatches": 3},
     {"shape": (2, 4), "microbatches": 3, "mode": "REDUCE_SCATTER"},
     {"reshard": 2},
-    {"make": meshard.flat_optimizer},
-    {"make": meshard.overlap_optimizer},
+    {"flat": True},
+    {"in_backward": True},
     {"recompute": True},
     {"clips": True},
 ]

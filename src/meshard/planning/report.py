@@ -75,6 +75,7 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
     yield ""
     yield from _collectives(plan)
     if plan.time is not None:
+        yield ""
         yield from _time(plan.time)
     yield ""
     if plan.units:
