@@ -135,7 +135,7 @@ def predicted(device):
     )
     if not device.is_real:
         raise NotRehearsed
-    # With half the work the host may take longer than the device, which no profile of the whole knows.
+    # With half the work the host may take longer than the device, and no profile knows of that.
     held = [ratio for ratio, _, _, settings, *_ in found if "batch" not in settings]
     assert all(abs(ratio - 1) < TIME_LIMIT for ratio in held), figure
     return figure
