@@ -257,7 +257,7 @@ class Lifecycle:
         """Raise if a feature of torch would take the gradients before meshard reduces them."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
             raise RefusedError(self, _NOT_DISTRIBUTED)
-        if is_reduced_by_ddp():
+        if any(map(is_reduced_by_ddp, alive(self.units()[0].modules))):
             raise RefusedError(self, _NOT_IN_DDP)
         if not has_backward_optimizers():
             return

@@ -272,10 +272,13 @@ def has_backward_optimizer(param: torch.Tensor) -> bool:
     return hasattr(param, "_in_backward_optimizers")
 
 
-def is_reduced_by_ddp() -> bool:
-    """Whether a DistributedDataParallel runs a forward, and reduces all parameters inside."""
+def is_reduced_by_ddp(module: nn.Module) -> bool:
+    """Whether ``module`` is in a DistributedDataParallel that runs, and reduces all parameters."""
+    # With threads, torch may name one here that runs no longer.
     ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
-    return ddp is not None and not ddp.parameters_to_ignore
+    if ddp is None or ddp.parameters_to_ignore:
+        return False
+    return any(each is module for each in ddp.module.modules())
 
 
 # --- tensors -------------------------------------------------------------------------------
