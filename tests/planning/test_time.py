@@ -44,6 +44,7 @@ def make_job(
     mode="FULL",
     in_backward=False,
     flat=False,
+    options=None,
     recompute=False,
     clips=False,
 ):
@@ -63,7 +64,7 @@ def make_job(
         meshard.fully_shard(layer, mesh, reshard_after_forward=reshard)
     meshard.fully_shard(model, mesh)
     make = meshard.overlap_optimizer if in_backward else meshard.flat_optimizer if flat else plain
-    optimizer = make(model, torch.optim.AdamW, lr=1e-3)
+    optimizer = make(model, torch.optim.AdamW, lr=1e-3, **options or {})
     batches = [torch.ones(batch, WIDTH) for _ in range(microbatches)]
 
     def step():
@@ -121,6 +122,8 @@ SETTINGS = [
     {"reshard": 2},
     {"flat": True},
     {"in_backward": True},
+    {"in_backward": True, "options": {"clip": "deferred", "max_norm": 1.0, "wait": "gather"}},
+    {"in_backward": True, "options": {"max_unit_norm": 1.0}},
     {"recompute": True},
     {"clips": True},
 ]
@@ -292,3 +295,35 @@ def test_all_ranks_get_the_same_profile(tmp_path):
     assert profile.between_nodes is None
     assert {"forward", "backward"} <= {each.phase for each in profile.work}
     assert all(each.seconds >= 0 for each in profile.work)
+
+
+def test_a_step_that_differs_each_time_is_refused():
+    calls = []
+
+    def step():
+        calls.append(1)
+        loss = model(torch.ones(8, 256)).sum()
+        if len(calls) != 2:
+            loss.backward()
+
+    with virtual_machine(RANKS, FAST, SECONDS_PER_BYTE):
+        model = meshard.fully_shard(nn.Linear(256, 256))
+        with pytest.raises(RuntimeError, match="ran no kernel in backward"):
+            measure(step, steps=2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Link(0.0),
+        lambda: Link(math.nan),
+        lambda: Link(1.0, latency=-1.0),
+        lambda: MeasuredWork("forward", "", -1.0, 1.0),
+        lambda: MeasuredWork("forward", "", math.nan, 1.0),
+        lambda: plan(make_layers, world_size=2, profile=Profile([])),
+    ],
+    ids=["zero", "nan", "latency", "seconds", "nan seconds", "no work"],
+)
+def test_profiles_that_say_nothing_are_refused(make):
+    with pytest.raises(ValueError, match=r"got|no work"):
+        make()

@@ -135,10 +135,10 @@ class Machine:
                 relabel([param], "params", param)
                 if param.grad is not None:
                     relabel([param.grad], "grads", param)
-        with self._work.ignoring():  # some optimizers make the state of a parameter when asked
-            for optimizer in self._optimizers if is_last else ():
-                for stepped, state in optimizer.state.items():
-                    relabel(filter(torch.is_tensor, tree_flatten(state)[0]), "optimizer", stepped)
+        # When they are asked for their state, some optimizers finish steps.
+        for optimizer in self._optimizers if is_last else ():
+            for stepped, state in optimizer.state.items():
+                relabel(filter(torch.is_tensor, tree_flatten(state)[0]), "optimizer", stepped)
         for kind, num_bytes in self._state.items():
             self._most[kind] = max(self._most[kind], num_bytes)
 
@@ -280,10 +280,12 @@ class Machine:
     def _on_collective(self, event: CommEvent, group: dist.ProcessGroup, root: object) -> None:
         ranks = dist.get_process_group_ranks(group)
         collective = Collective.of(event, ranks, self.ranks_per_node)
-        if self.has_device or root is None:  # None: the caller waits for it at once
+        if self.has_device:
             self.tape.send(collective)
-        else:
-            self.tape.send_beside(collective, group)
+            return
+        self.tape.send_beside(collective, group)
+        if root is None:  # the caller waits for it at once
+            self.tape.wait(self.tape.sent)
 
 
 def _nothing() -> Callable[..., None]:

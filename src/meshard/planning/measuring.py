@@ -54,7 +54,8 @@ def measure(
         long as on the rank that began it last, because others have waited for that one.
 
     Raises:
-        RuntimeError: No module of meshard ran in ``step``; or a trace is active.
+        RuntimeError: No module of meshard ran in ``step``; a trace is active; or the step is not
+            the same each time.
         TypeError: ``step`` is no function.
         ValueError: A number is smaller than 1.
 
@@ -90,6 +91,13 @@ def measure(
         observers.remove(observe)
         spans.stop()
     part, when = resolved(recording), clock.settle()
+    for phase in ("forward", "backward"):
+        has_run = any(piece.category == phase for piece in part.pieces)
+        if has_run and not any(amount for (each, _), amount in work.items() if each == phase):
+            raise RuntimeError(
+                f"measure() needs a step that does the same each time: the second one, which was "
+                f"counted, ran no kernel in {phase}, and those after it did."
+            )
     moments = list(map(when, marks))
     lengths = [end - begin for begin, end in itertools.pairwise(moments)]
     sent = _collectives_of(recording, part, groups, ranks_per_node)

@@ -272,7 +272,7 @@ def plan(
     Raises:
         RuntimeError: This process has a process group already; or the job uses a model that was
             made outside of it, and would be changed.
-        TypeError: ``job`` is no function, or does not return one.
+        TypeError: ``job`` is no function, or does not return one; ``profile`` is none.
         ValueError: A number is out of range; or the profile lacks a network that the job uses.
         Exception: What the job raises.
 
@@ -297,6 +297,10 @@ def plan(
             "plan() needs 0 <= rank < world_size, ranks_per_node >= 1 and steps >= 1; got "
             f"{rank=}, {world_size=}, {ranks_per_node=}, {steps=}."
         )
+    if profile is not None and not isinstance(profile, Profile):
+        raise TypeError(f"profile must be a Profile, as from Profile.load(path), got {profile!r}.")
+    if profile is not None and not profile.work:
+        raise ValueError("the profile has no work, so it says nothing of the speed of compute.")
     machine = Machine(
         world_size=world_size, rank=rank, ranks_per_node=ranks_per_node, device_type=device_type
     )
@@ -308,6 +312,7 @@ def plan(
             machine.log.begin_step()
             machine.tape.begin_step()
             step()
+        machine.tape.end()
         machine.label(is_last=True)
         return _plan_of(machine, profile)
 

@@ -6,8 +6,9 @@ many seconds a unit of work takes in each phase of each unit, and how fast each 
 the tape then tells when everything ends.
 
 The work of a kernel is the bytes that it reads and writes, a byte more for every hundred
-floating-point operations, and 64 KiB more because it is launched. Work only divides measured
-seconds among kernels, and scales them to other batches, so these numbers need not be exact.
+floating-point operations (every ten on a CPU), and 64 KiB more because it is launched. Work only
+divides measured seconds among kernels, and scales them to other batches, so these numbers need not
+be exact.
 """
 
 from __future__ import annotations
@@ -28,10 +29,11 @@ import torch
 from torch.utils.flop_counter import flop_registry
 
 from meshard._comm.communicator import CommEvent
-from meshard._comm.spans import Clock
+from meshard._comm.spans import HOST, Clock
 from meshard._torch.private import tree_flatten
 
-_OPERATIONS_PER_BYTE, _LAUNCH = 100, 2**16
+_ON_DEVICE, _ON_CPU = 100, 10  # floating-point operations that take as long as a byte
+_LAUNCH = 2**16
 # The kernel of the CPU, for which torch counts no operations, computes what that of a device does.
 _SAME_AS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: (
@@ -45,7 +47,9 @@ _SAME_AS = {
 Key = tuple[str, str]  # a phase and a unit
 
 
-def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
+def work_of(
+    func: Any, args: Any, kwargs: Any, result: Any, *, operations_per_byte: int = _ON_CPU
+) -> float:
     """Return the work of a kernel, in bytes."""
     packet = func.overloadpacket
     if "empty" in packet.__name__:
@@ -55,7 +59,7 @@ def work_of(func: Any, args: Any, kwargs: Any, result: Any) -> float:
     work: float = _LAUNCH + sum(each.numel() * each.itemsize for each in tensors)
     count = flop_registry.get(_SAME_AS.get(packet, packet))
     if count is not None:
-        work += count(*args, **kwargs, out_val=result) / _OPERATIONS_PER_BYTE
+        work += count(*args, **kwargs, out_val=result) / operations_per_byte
     return work
 
 
@@ -81,7 +85,8 @@ class WorkRecorder:
         else:
             key = self._phase
         if key is not None:
-            self._on_work(key, work_of(func, args, kwargs, result))
+            rate = _ON_CPU if self.clock is HOST else _ON_DEVICE
+            self._on_work(key, work_of(func, args, kwargs, result, operations_per_byte=rate))
 
     def span(
         self, what: str, label: str, clock: Clock, event: CommEvent | None
@@ -90,10 +95,6 @@ class WorkRecorder:
         if event is None:
             return self._inside((what, label))
         return self._inside(None if clock.is_beside_compute else self._phase)
-
-    def ignoring(self) -> AbstractContextManager[object]:
-        """Return a context for kernels that the job does not run."""
-        return self._inside(None)
 
     @contextlib.contextmanager
     def _inside(self, key: Key | None) -> Iterator[None]:
@@ -168,6 +169,7 @@ class Tape:
         self._wires: dict[Any, int] = {}  # by group
         self._entries: list[_Work | _Sent | _Recorded | _Waited | _StepBegins] = []
         self._num_events = 0
+        self._end: int | None = None  # of the entries that count
 
     def new_stream(self) -> int:
         """Return the number of a new stream."""
@@ -177,6 +179,11 @@ class Tape:
     def begin_step(self) -> None:
         """Record that a step begins."""
         self._entries.append(_StepBegins())
+
+    def end(self) -> None:
+        """Let nothing count that is recorded from now on."""
+        self._end = len(self._entries)
+        self.begin_step()  # so that no kernel is added to the last one
 
     def work(self, key: Key, amount: float) -> None:
         """Record a kernel on the current stream."""
@@ -212,7 +219,7 @@ class Tape:
     def collectives(self) -> list[Collective]:
         """Return the collectives of the last step, in order."""
         found: list[Collective] = []
-        for entry in self._entries:
+        for entry in self._entries[: self._end]:
             if isinstance(entry, _StepBegins):
                 found.clear()
             elif isinstance(entry, _Sent):
@@ -222,7 +229,7 @@ class Tape:
     def play(self, profile: Profile, *, slower: float = 0.0) -> StepTime:
         """Return when the last step ends. ``slower`` is by how much of the spread, -1 to 1."""
         playing = _Playing(profile, slower)
-        for entry in self._entries:
+        for entry in self._entries[: self._end]:
             playing.go_on(entry)
         return playing.step()
 
@@ -245,6 +252,10 @@ class Link:
     latency: float = 0.0
     spread: float = 0.0
 
+    def __post_init__(self) -> None:
+        if not (self.bytes_per_second > 0 and self.latency >= 0 and self.spread >= 0):
+            raise ValueError(f"a link has a bandwidth, and nothing below zero, got {self}.")
+
     def seconds(self, collective: Collective) -> float:
         """Return how long a collective takes that nothing delays."""
         hops = (collective.group_size - 1) * (2 if collective.op == "all_reduce" else 1)
@@ -259,6 +270,10 @@ class MeasuredWork:
     unit: str
     seconds: float
     work: float  # in bytes: see the top of this file
+
+    def __post_init__(self) -> None:
+        if not (self.seconds >= 0 and self.work >= 0):
+            raise ValueError(f"work and its seconds are not below zero, got {self}.")
 
 
 def _family(unit: str) -> str:
