@@ -235,7 +235,7 @@ def resolved(recorder: Recording) -> Part:
     waits = _one_after_the_other(waits)
     busy += [(each.began, each.ended) for each in waits]
     pieces += waits
-    pieces += _pieces_of_phases(recorder, seconds, _disjoint(busy), left)
+    pieces += _pieces_of_phases(recorder, seconds, disjoint(busy), left)
     memory = [
         (seconds[each.clock](each.began), each.bytes_alive)
         for each in recorder.phases
@@ -257,7 +257,7 @@ def _collective_of(
         ended = min(ended, max(end for _, end in waited))
     if not (span.is_async or span.is_beside):
         waited = [(began, ended)]  # it has blocked compute from start to end
-    exposed = _disjoint((max(began, start), min(ended, end)) for start, end in waited)
+    exposed = disjoint((max(began, start), min(ended, end)) for start, end in waited)
     lane = lane_of(span.what)
     args = {
         "unit": span.label,
@@ -308,7 +308,7 @@ def _pieces_of_phases(
             yield Piece(began, ended, lane, each.phase, name, {"unit": each.label})
 
 
-def _disjoint(intervals: Iterable[Interval]) -> list[Interval]:
+def disjoint(intervals: Iterable[Interval]) -> list[Interval]:
     """Return the union of intervals, in order. Those that are empty are left out."""
     found: list[Interval] = []
     for began, ended in sorted(intervals):

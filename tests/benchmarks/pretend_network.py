@@ -2,8 +2,8 @@
 
 It stands for any number of ranks of a given network. A collective takes latency plus bytes over
 bandwidth, one after the other as on a wire: on the stream where it is queued, or, for CPU tensors,
-until its work is waited for. Outputs stay as they are. Only in the small
-ones, by which ranks compare settings, all have said the same.
+until its work is waited for. Outputs stay as they are. Small ones, by
+which ranks compare settings, say that all ranks have the same.
 """
 
 from __future__ import annotations

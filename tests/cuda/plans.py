@@ -126,8 +126,6 @@ def predicted(device):
         gc.collect()
         took, time = seconds / count, planned.time
         found.append((time.seconds / took, ranks, name, settings, time, took))
-        print(found[-1], flush=True)
-    print(profile)
     figure = "; ".join(
         f"{name} on {ranks}{settings or ''}: {ratio:.3f} of {1e3 * took:.1f} ms, "
         f"exposed {1e3 * time.exposed:.1f}"

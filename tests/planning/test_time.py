@@ -146,9 +146,15 @@ def test_latency_and_bandwidth_are_found_apart():
     assert planned_time(profile, depth=7).seconds == pytest.approx(seconds_on(FAR, depth=7))
 
 
-def test_a_network_may_be_stated():
-    profile = dataclasses.replace(profile_on(FAST), within_node=Link(60e3))
-    assert planned_time(profile).seconds == pytest.approx(seconds_on(SLOW))
+@pytest.mark.parametrize(
+    "settings", [{}, {"in_backward": True, "options": {"max_unit_norm": 1.0}}], ids=str
+)
+def test_a_network_may_be_stated(settings):
+    fast, slow = profile_on(FAST, **settings), profile_on(SLOW, **settings)
+    for profile, network in ((slow, FAST), (fast, SLOW)):
+        stated = dataclasses.replace(profile, within_node=Link(network.inside))
+        planned = planned_time(stated, **settings)
+        assert planned.seconds == pytest.approx(seconds_on(network, **settings), rel=1e-3)
 
 
 def test_a_plan_is_held_against_a_trace_phase_by_phase(tmp_path):

@@ -25,7 +25,7 @@ from meshard.planning.timing import (
     Profile,
     WorkRecorder,
 )
-from meshard.tracing import Part, Recording, all_ranks, resolved
+from meshard.tracing import Part, Recording, all_ranks, disjoint, resolved
 
 
 def measure(
@@ -164,28 +164,30 @@ def _count(step: Callable[[], object]) -> tuple[dict[Key, float], spans.Clock]:
 
 def _seconds_of(recording: Recording, part: Part, seconds: float, steps: int) -> dict[Key, float]:
     """Return the seconds of each phase of each unit in a step. What is left is outside of units."""
-    found: defaultdict[Key, float] = defaultdict(float)
-    others = [
+    spans_of_compute = [
         each
         for each in recording.spans
         if each.event is None and not each.is_beside and None not in (each.began, each.ended)
     ]
-    seconds_of = {clock: clock.settle() for clock in {each.clock for each in others}}
-    known = 0.0
-    for each in others:
-        when = seconds_of[each.clock]
-        known += when(each.ended) - when(each.began)
+    clocks = {clock: clock.settle() for clock in {each.clock for each in spans_of_compute}}
+    known = [
+        (clocks[each.clock](each.began), clocks[each.clock](each.ended))
+        for each in spans_of_compute
+    ]
+    waits = [(each.began, each.ended) for each in part.pieces if each.category == "wait"]
+    found: defaultdict[Key, float] = defaultdict(float)
     for piece in part.pieces:
-        length, is_compute = piece.ended - piece.began, "unit" in piece.args
-        if piece.category == "communication":
-            continue
-        if is_compute:
-            known += length
-        if piece.category != "wait":
-            found[piece.category, piece.args["unit"] if is_compute else piece.name] += (
-                length / steps
-            )
-    found["", ""] = max(0.0, seconds - known) / steps
+        is_phase = "unit" in piece.args and piece.category not in ("communication", "wait")
+        if is_phase:
+            known.append((piece.began, piece.ended))
+            found[piece.category, piece.args["unit"]] += (piece.ended - piece.began) / steps
+        elif piece.category not in ("communication", "wait"):
+            # An optimizer may wait for a collective inside of its span.
+            inside = (min(end, piece.ended) - max(begin, piece.began) for begin, end in waits)
+            length = piece.ended - piece.began - sum(each for each in inside if each > 0)
+            found[piece.category, piece.name] += length / steps
+    in_units = sum(ended - began for began, ended in disjoint([*known, *waits]))
+    found["", ""] = max(0.0, seconds - in_units) / steps
     return dict(found)
 
 

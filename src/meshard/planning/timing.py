@@ -56,6 +56,8 @@ def work_of(
         return 0.0  # no kernel
     leaves = (*tree_flatten((args, kwargs))[0], *tree_flatten(result)[0])
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not tensors:
+        return 0.0
     work: float = _LAUNCH + sum(each.numel() * each.itemsize for each in tensors)
     count = flop_registry.get(_SAME_AS.get(packet, packet))
     if count is not None:
@@ -384,8 +386,8 @@ class StepTime:
 
     Attributes:
         seconds: Of the step, as the profile says.
-        low: If everything is as fast as in the fastest measured step.
-        high: If everything is as slow as in the slowest one.
+        low: If everything is faster by as much as measured steps were from their median at most.
+        high: If everything is slower by as much.
         compute: Seconds for which compute runs.
         phases: Seconds of each phase, as in the summary of ``meshard.trace``; ``"other"`` is what
             runs outside of units.
