@@ -30,7 +30,6 @@ from torch.utils.flop_counter import flop_registry
 
 from meshard._comm.communicator import CommEvent
 from meshard._comm.spans import HOST, Clock
-from meshard._torch.private import tree_flatten
 
 _ON_DEVICE, _ON_CPU = 100, 10  # floating-point operations that take as long as a byte
 _LAUNCH = 2**16
@@ -54,8 +53,12 @@ def work_of(
     packet = func.overloadpacket
     if "empty" in packet.__name__:
         return 0.0  # no kernel
-    leaves = (*tree_flatten((args, kwargs))[0], *tree_flatten(result)[0])
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    tensors: list[torch.Tensor] = []
+    for value in (*args, *kwargs.values(), result):  # of an operator: tensors, and lists of them
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif isinstance(value, (list, tuple)):
+            tensors += [each for each in value if isinstance(each, torch.Tensor)]
     if not tensors:
         return 0.0
     work: float = _LAUNCH + sum(each.numel() * each.itemsize for each in tensors)
