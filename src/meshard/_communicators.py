@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import functools
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -30,16 +27,6 @@ def communicators_from(make: Callable[[torch.device], Communicator]) -> Iterator
         _instead = before
 
 
-@functools.cache
-def _wait_at_exit() -> None:
-    """Let the threads of gloo drop the tensors of their last collectives before Python ends.
-
-    A thread that drops one later asks Python for its lock, and the process is aborted ("terminate
-    called without an active exception": pytorch/pytorch#179291).
-    """
-    atexit.register(time.sleep, 0.05)  # seconds
-
-
 def make_communicator(device: torch.device, *, share_memory: bool = True) -> Communicator:
     """Return a communicator for tensors on ``device``.
 
@@ -50,5 +37,4 @@ def make_communicator(device: torch.device, *, share_memory: bool = True) -> Com
         return _instead(device)
     if device.type != "cpu":
         return StreamCommunicator(torch.get_device_module(device))
-    _wait_at_exit()
     return SharedMemoryCommunicator() if share_memory else WorkCommunicator()

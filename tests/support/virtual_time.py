@@ -13,6 +13,7 @@ from unittest import mock
 from meshard import tracing
 from meshard._comm.spans import HostClock
 from meshard.planning import measuring
+from meshard.planning.phantom import KernelMode
 from meshard.planning.timing import work_of
 from tests.benchmarks import pretend_network
 from tests.benchmarks.pretend_network import Network, pretend_group
@@ -64,6 +65,6 @@ def virtual_machine(ranks: int, network: Network, seconds_per_byte: float) -> It
         mock.patch.object(measuring, "all_ranks", return_value=None),
         mock.patch.object(tracing, "all_ranks", return_value=None),
         future,
-        measuring.KernelMode(take_time),
+        KernelMode(take_time),
     ):
         yield clock

@@ -62,8 +62,8 @@ class Machine:
         self.device_type = device_type
         self.has_device = device_type != "cpu"
         self.log, self.tape = MemoryLog(), Tape()
-        self._work = WorkRecorder(self.tape.work)
-        self.phantom = PhantomMode(self.log.add, self._work.kernel)
+        self._recorder = WorkRecorder(self.tape.work)
+        self.phantom = PhantomMode(self.log.add, self._recorder.kernel)
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # outermost ones that ran
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[nn.Module] = []
@@ -217,7 +217,7 @@ class Machine:
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
         observers.append(self._on_collective)
-        spans.start(self._work)
+        spans.start(self._recorder)
         try:
             yield
         finally:

@@ -7,7 +7,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from os import PathLike
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,8 +15,7 @@ import torch.distributed as dist
 from meshard._comm import spans
 from meshard._comm.blocking import gather_objects
 from meshard._comm.communicator import CommEvent, observers
-from meshard._torch.private import DispatchMode, is_faking
-from meshard.planning.phantom import OnKernel, is_view
+from meshard.planning.phantom import KernelMode
 from meshard.planning.timing import (
     Collective,
     Key,
@@ -110,9 +109,6 @@ def measure(
     return profile
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
 class _Measured(NamedTuple):
     """What one rank has measured."""
 
@@ -120,25 +116,6 @@ class _Measured(NamedTuple):
     work: dict[Key, float]
     collectives: list[tuple[Collective, float]]
     steps: list[float]
-
-
-class KernelMode(DispatchMode):  # type: ignore[misc]  # an Any
-    """Runs kernels as always, and reports each to ``on_kernel``."""
-
-    def __init__(self, on_kernel: OnKernel) -> None:
-        super().__init__()
-        self._on_kernel = on_kernel
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_faking():  # DTensor finds out a shape
-            return func(*args, **kwargs)
-        if any(each not in _PLAIN for each in types):
-            return NotImplemented  # DTensors come here again with their local tensors
-        result = func(*args, **kwargs)
-        if func.namespace != "c10d" and not is_view(func):
-            self._on_kernel(func, args, kwargs, result)
-        return result
 
 
 def _count(step: Callable[[], object]) -> tuple[dict[Key, float], spans.Clock]:
@@ -164,27 +141,27 @@ def _count(step: Callable[[], object]) -> tuple[dict[Key, float], spans.Clock]:
 
 def _seconds_of(recording: Recording, part: Part, seconds: float, steps: int) -> dict[Key, float]:
     """Return the seconds of each phase of each unit in a step. What is left is outside of units."""
-    spans_of_compute = [
+    beside_phases = [
         each
         for each in recording.spans
         if each.event is None and not each.is_beside and None not in (each.began, each.ended)
     ]
-    clocks = {clock: clock.settle() for clock in {each.clock for each in spans_of_compute}}
+    clocks = {clock: clock.settle() for clock in {each.clock for each in beside_phases}}
     known = [
-        (clocks[each.clock](each.began), clocks[each.clock](each.ended))
-        for each in spans_of_compute
+        (clocks[each.clock](each.began), clocks[each.clock](each.ended)) for each in beside_phases
     ]
     waits = [(each.began, each.ended) for each in part.pieces if each.category == "wait"]
     found: defaultdict[Key, float] = defaultdict(float)
     for piece in part.pieces:
-        is_phase = "unit" in piece.args and piece.category not in ("communication", "wait")
-        if is_phase:
+        if piece.category in ("communication", "wait"):
+            continue
+        length = piece.ended - piece.began
+        if "unit" in piece.args:  # a phase, from which its waits are cut out already
             known.append((piece.began, piece.ended))
-            found[piece.category, piece.args["unit"]] += (piece.ended - piece.began) / steps
-        elif piece.category not in ("communication", "wait"):
-            # An optimizer may wait for a collective inside of its span.
+            found[piece.category, piece.args["unit"]] += length / steps
+        else:
             inside = (min(end, piece.ended) - max(begin, piece.began) for begin, end in waits)
-            length = piece.ended - piece.began - sum(each for each in inside if each > 0)
+            length -= sum(each for each in inside if each > 0)
             found[piece.category, piece.name] += length / steps
     in_units = sum(ended - began for began, ended in disjoint([*known, *waits]))
     found["", ""] = max(0.0, seconds - in_units) / steps
@@ -233,7 +210,7 @@ def _link(sent: Sequence[tuple[Collective, float]]) -> Link | None:
     for collective, took in sent:
         by_size[collective].append(took)
     points = [
-        (Link(float("inf"), 1.0).seconds(each), each.wire_bytes, statistics.median(took))
+        (each.hops, each.wire_bytes, statistics.median(took))
         for each, took in by_size.items()
         if each.wire_bytes
     ]

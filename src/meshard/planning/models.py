@@ -188,7 +188,7 @@ def built_in(
     optimizer: torch.optim.Optimizer = (
         meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
         if owners
-        else torch.optim.AdamW(model.parameters(), lr=1e-3)
+        else meshard.flat_optimizer(model, torch.optim.AdamW, lr=1e-3)
     )
 
     def step() -> None:

@@ -31,6 +31,9 @@ OnStorage = Callable[[torch.UntypedStorage], None]
 OnKernel = Callable[[Any, Any, Any, Any], None]  # operator, arguments, keywords and results
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 class UnknownShapeError(RuntimeError):
     """An operator has no implementation on the meta device, and is too large to run."""
 
@@ -72,9 +75,23 @@ def _schema_of(func: Any) -> _Schema:
     return _Schema(is_view, tuple(returned), takes_device)
 
 
-def is_view(func: Any) -> bool:
-    """Whether an operator returns views of its arguments, and computes nothing."""
-    return _schema_of(func).is_view
+class KernelMode(DispatchMode):  # type: ignore[misc]  # an Any
+    """Runs kernels as always, and reports each to ``on_kernel``."""
+
+    def __init__(self, on_kernel: OnKernel) -> None:
+        super().__init__()
+        self._on_kernel = on_kernel
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if is_faking():  # DTensor finds out a shape
+            return func(*args, **kwargs)
+        if any(each not in _PLAIN for each in types):
+            return NotImplemented  # DTensors come here again with their local tensors
+        result = func(*args, **kwargs)
+        if func.namespace != "c10d" and not _schema_of(func).is_view:
+            self._on_kernel(func, args, kwargs, result)
+        return result
 
 
 class _Stored(NamedTuple):
@@ -107,7 +124,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(type(tensor) not in (torch.Tensor, torch.nn.Parameter) for tensor in tensors):
+        if any(type(tensor) not in _PLAIN for tensor in tensors):
             return NotImplemented  # DTensors come here again with their local tensors
         if func.namespace == "c10d":
             return self._communicate(func, args, tensors)

@@ -138,6 +138,11 @@ class Collective:
         sizes = event.group_size, event.payload_bytes, event.wire_bytes
         return cls(event.op, event.unit, *sizes, len(nodes) > 1)
 
+    @property
+    def hops(self) -> int:
+        """From rank to rank, one after the other, in a ring."""
+        return (self.group_size - 1) * (2 if self.op == "all_reduce" else 1)
+
 
 class _Work(NamedTuple):
     stream: int
@@ -263,8 +268,8 @@ class Link:
 
     def seconds(self, collective: Collective) -> float:
         """Return how long a collective takes that nothing delays."""
-        hops = (collective.group_size - 1) * (2 if collective.op == "all_reduce" else 1)
-        return hops * self.latency + collective.wire_bytes / self.bytes_per_second
+        sending = collective.wire_bytes / self.bytes_per_second
+        return collective.hops * self.latency + sending
 
 
 @dataclass(frozen=True, slots=True)
