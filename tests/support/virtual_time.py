@@ -14,7 +14,7 @@ from meshard import tracing
 from meshard._comm.spans import HostClock
 from meshard.planning import measuring
 from meshard.planning.phantom import KernelMode
-from meshard.planning.timing import work_of
+from meshard.planning.tape import work_of
 from tests.benchmarks import pretend_network
 from tests.benchmarks.pretend_network import Network, pretend_group
 

@@ -10,7 +10,8 @@ from meshard.planning.plan import (
     plan,
 )
 from meshard.planning.sweep import SweepRow, fit, sweep
-from meshard.planning.timing import Collective, KindTime, Link, MeasuredWork, Profile, StepTime
+from meshard.planning.tape import Collective
+from meshard.planning.timing import KindTime, Link, MeasuredWork, Profile, StepTime
 
 __all__ = [
     "Collective",

@@ -22,7 +22,7 @@ from meshard._comm.cpu import WorkCommunicator, WorkInFlight
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import start_all_gather_on
 from meshard.planning.memory import MemoryLog
-from meshard.planning.timing import Tape
+from meshard.planning.tape import Tape
 
 
 class _Event:

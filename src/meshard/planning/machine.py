@@ -44,7 +44,7 @@ from meshard._torch.private import (
 from meshard.planning.communicators import PlannedStreams, PlannedWorks
 from meshard.planning.memory import MemoryLog
 from meshard.planning.phantom import PhantomMode
-from meshard.planning.timing import Collective, Tape, WorkRecorder
+from meshard.planning.tape import Collective, Tape, WorkRecorder
 
 
 class Machine:

@@ -16,14 +16,8 @@ from meshard._comm import spans
 from meshard._comm.blocking import gather_objects
 from meshard._comm.communicator import CommEvent, observers
 from meshard.planning.phantom import KernelMode
-from meshard.planning.timing import (
-    Collective,
-    Key,
-    Link,
-    MeasuredWork,
-    Profile,
-    WorkRecorder,
-)
+from meshard.planning.tape import Collective, Key, WorkRecorder
+from meshard.planning.timing import Link, MeasuredWork, Profile
 from meshard.tracing import Part, Recording, all_ranks, disjoint, resolved
 
 

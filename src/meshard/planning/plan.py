@@ -15,7 +15,8 @@ from meshard.planning.machine import Machine
 from meshard.planning.memory import KINDS, MemoryLog
 from meshard.planning.picture import draw_memory
 from meshard.planning.report import screen_of
-from meshard.planning.timing import Collective, Profile, StepTime, time_of
+from meshard.planning.tape import Collective
+from meshard.planning.timing import Profile, StepTime, time_of
 from meshard.timeline import Summary
 
 Job = Callable[[], Callable[[], object]]
