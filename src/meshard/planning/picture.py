@@ -42,7 +42,9 @@ def draw_memory(plan: Plan, path: str | PathLike[str]) -> None:
         xytext=(2, 3),
         textcoords="offset points",
     )
-    shown = _spread(numbers, 24)
+    # The root runs between all other units, so its name would stand everywhere.
+    inner = [n for n in numbers if plan.moments[n].unit not in ("", "(root)")]
+    shown = _spread(inner or numbers, 24)
     labels = [f"{plan.moments[n].unit or '-'} ({plan.moments[n].phase[0]})" for n in shown]
     axes.set_xticks(shown, labels, rotation=90, fontsize=7)
     axes.set_xlabel("unit that runs, in forward (f), backward (b), optimizer (o) or after it (a)")
