@@ -461,7 +461,7 @@ class _UnevenLoop:
                     unit.lifecycle.gradient_from_outside(unit)
 
         with gradient_sync(module, mode), torch.enable_grad():
-            zero = torch.zeros((), requires_grad=True)
+            zero = torch.zeros((), device="cpu", requires_grad=True)
             zero.register_hook(arrive)
             (zero * 1).backward()
         return True

@@ -98,7 +98,9 @@ def fully_shard(
     Call it bottom-up, on each layer and then on the root: parameters that are already in a unit
     stay there. One all-gather unshards a unit before its forward and backward; one reduce-scatter
     (and one all-reduce on a 2D mesh) reduces its gradients after. Outside of that, parameters are
-    DTensors that hold this rank's shard. Build the optimizer last.
+    DTensors that hold this rank's shard. Build the optimizer last. On an accelerator, inputs of the
+    outermost module that are in host memory are copied to the device.
+
     **Collective:** every rank of the mesh, in the same order, with the same values.
 
     Args:
@@ -161,7 +163,7 @@ def fully_shard(
         units.append(allocate(each, modules, policy=policy, settings=settings, host=host))
     if device.type != "cpu":
         inner = itertools.chain.from_iterable(each.modules() for each in modules)
-        _move_buffers(inner, device)
+        move_buffers(inner, device)
     commit(units, plans, modules, FSDPModule, "FSDP")
     for sharded in modules:
         register_as_sharded(sharded, StageState(units[0], policy))
@@ -323,7 +325,7 @@ def _host_location(
     return host
 
 
-def _move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
+def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
     """Move buffers from the CPU to ``device``. A buffer that modules share stays one tensor."""
     moved: dict[torch.Tensor, torch.Tensor] = {}
     for module in modules:

@@ -46,6 +46,7 @@ from meshard.api import (
     check_mesh,
     check_module,
     default_mesh,
+    move_buffers,
     tag_left_out,
 )
 from meshard.fsdp_module import GradientSetters
@@ -352,6 +353,7 @@ def replicate(
 
     Args:
         module: The outermost module that is called. Units of ``fully_shard`` inside stay sharded.
+            Parameters and buffers in host memory are moved to the device of the mesh.
         mesh: 1D or 2D; all axes replicate. None: 1D over the default group, as for ``fully_shard``.
         bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB.
         gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own: twice the memory.
@@ -395,12 +397,16 @@ def replicate(
     mesh_info = MeshInfo.of(mesh if mesh is not None else default_mesh()).replicating_all()
     device = device_of(mesh_info.mesh)
     _check_parameters(found, device)
+    if init_sync or broadcast_buffers:
+        _check_buffers(module)
+    if device.type != "cpu":
+        for _, param, _ in found:
+            param.data = param.data.to(device)
+        move_buffers(module.modules(), device)
     params = [
         ReplicatedParam(fqn, owners, param, keeps_dtype=policy.keeps_dtype(fqn, param))
         for fqn, param, owners in found
     ]
-    if init_sync or broadcast_buffers:
-        _check_buffers(module)
     if init_sync:
         with torch.no_grad():
             for tensor in (*(entry.param for entry in found), *module.buffers()):
@@ -439,7 +445,7 @@ def _check_cap(cap: object) -> None:
 
 def _check_parameters(found: list[Collected], device: torch.device) -> None:
     for fqn, param, _ in found:
-        if param.device != device:
+        if not param.is_cpu and param.device != device:
             raise ValueError(
                 f"parameter {fqn!r} is on {param.device}, but the mesh is on {device}; move the "
                 "module there (from meta: to_empty, then initialise it) before replicate."

@@ -31,6 +31,8 @@ OPTIMIZERS = {
     ),
     "flat": lambda model: meshard.flat_optimizer(model, torch.optim.AdamW, lr=0.01),
     "overlapped": lambda model: meshard.overlap_optimizer(model, torch.optim.AdamW, lr=0.01),
+    # Steps on unsharded parameters, with states that a checkpoint shards where it can.
+    "Adafactor": lambda model: meshard.overlap_optimizer(model, torch.optim.Adafactor, lr=0.01),
 }
 
 

@@ -125,6 +125,28 @@ def compiled(device):
         assert_same(full_grads(models[0]), full_grads(models[1]), torch.float16)
 
 
+def in_host_memory(device):
+    """Models, inputs and loaded values that users leave there; they train as on the device."""
+    plain = seeded(MlpStack()).to(device.kind)
+    x = CASES["mlp_stack"].batch(0, 0)
+    x.requires_grad_()
+    plain(x.to(device.kind)).square().mean().backward()
+    expected = {name: param.grad for name, param in plain.named_parameters()}
+    for shard in (shard_blocks, meshard.replicate):
+        x.grad, model = None, seeded(MlpStack())
+        shard(model, device.mesh())
+        model(x).square().mean().backward()
+        assert_same(full_grads(model), expected)
+        assert x.grad.device == x.device
+        with torch.no_grad():
+            assert model(x).device == device.torch_device
+    model = shard_blocks(seeded(MlpStack(), seed=1), device.mesh())
+    model.load_state_dict(seeded(MlpStack()).state_dict(), assign=True)
+    assert_same(full_state(model), plain.state_dict())
+    model(x).square().mean().backward()
+    assert_same(full_grads(model), expected)
+
+
 def trained(model, device, make=torch.optim.SGD):
     """Train five steps; return the parameters."""
     optimizer = make(model.parameters(), lr=LEARNING_RATE)
@@ -188,6 +210,7 @@ EVERYWHERE = {
     "a transformer in float64": (floats, "transformer_tied", torch.float64, ADAMW),
     "mixed dtypes": (floats, "mixed_dtype", None, torch.optim.SGD),
     "loss scaling": (scaled,),
+    "models and data in host memory": (in_host_memory,),
 }
 ON_ONE = {
     "compiled blocks": (compiled,),

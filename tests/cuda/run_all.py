@@ -37,12 +37,13 @@ PARTS = {
     "backends": ("backends", "checks", 300),
     "traces": ("traces", "checks", 60),
     "owners": ("owners", "checks", 120),
+    "pages": ("pages", "checks", 330),
     "plans": ("plans", "checks", 200),
     "memory": ("memory", "checks", 80),
     "times": ("times", "checks", 140),
 }
 ALONE = ("memory", "times", "plans")  # after the others
-SECONDS_OF_A_CHECK = 90
+SECONDS_OF_A_CHECK = 110
 SLOWER = {"cuda": 1, "cpu": 4}  # a rehearsal shares its cores with others
 BAD = ("failed", "died", "hung", "not run")
 

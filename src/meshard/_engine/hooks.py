@@ -37,6 +37,7 @@ from meshard._engine.outputs import (
     explain_outside,
     left_in,
     may_collect,
+    moved_from_host,
     tensors_in,
 )
 from meshard._engine.param_group import sharded_params
@@ -299,10 +300,14 @@ class ModuleHooks(UnitHook):
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
         if is_more_than_tensor and call is not None and torch.is_grad_enabled():
             call.may_collect = may_collect((*args, *kwargs.values()))
-        dtype = unit.input_dtype
-        if dtype is None:
+        dtype, device = unit.input_dtype, unit.group.spec.device
+        if device.type != "cpu" and (phase is Phase.IDLE or unit.is_root):
+            args, kwargs = moved_from_host(args, device), moved_from_host(kwargs, device)
+        elif dtype is None:
             return None
-        return cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        if dtype is not None:
+            args, kwargs = cast_floats(args, dtype), cast_floats(kwargs, dtype)
+        return args, kwargs
 
     @skip_dynamo
     def post_forward(
@@ -584,6 +589,7 @@ class _LoadHook(UnitHook):
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)
+        location = unit.group.spec.location.device
         for name, index in self._names:
             given = state_dict.get(prefix + name)
             param = unit.group.params[index]
@@ -592,25 +598,30 @@ class _LoadHook(UnitHook):
                 continue  # torch reports the mismatch
             held = module._parameters.get(name)
             if held is param.sharded:
-                state_dict[prefix + name] = _fitting(param, given, is_assigned=is_assigned)
+                own = local_of(held)
+                device = location if own.is_meta else own.device
+                state_dict[prefix + name] = _fitting(param, given, device if is_assigned else None)
             elif held is param.unsharded:
                 state_dict[prefix + name] = _to_plain(param, given)
                 # torch writes to the unsharded copy only, which will be freed: write to the shard.
                 with torch.no_grad():
-                    shard = _fitting(param, given, is_assigned=False)
+                    shard = _fitting(param, given)
                     local_of(param.sharded).copy_(local_of(shard))
 
 
-def _fitting(param: ShardedParam, given: torch.Tensor, *, is_assigned: bool) -> torch.Tensor:
+def _fitting(
+    param: ShardedParam, given: torch.Tensor, assigned_on: torch.device | None = None
+) -> torch.Tensor:
     """Return ``given`` as a shard with the mesh and placements of ``param``.
+
+    ``assigned_on`` is the device of a shard that torch assigns; None: torch copies its values.
 
     **Collective:** on the mesh of ``given``, if that is a DTensor with other placements.
     """
     if is_placed_like(given, param.sharded):
         return given
-    shard = param.shard_of(_to_plain(param, given))
     # torch assigns the tensor itself; a view would keep the unsharded tensor alive.
-    return shard.clone() if is_assigned else shard
+    return param.shard_of(_to_plain(param, given), copied_to=assigned_on)
 
 
 def _to_plain(param: ShardedParam, given: torch.Tensor) -> torch.Tensor:

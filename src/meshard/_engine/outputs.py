@@ -151,6 +151,18 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(cast, value)
 
 
+def moved_from_host(value: Any, device: torch.device) -> Any:
+    """Return ``value`` with every tensor in host memory copied to ``device``.
+
+    DTensors stay as they are: their meshes say where they belong.
+    """
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(device) if tensor.is_cpu and not isinstance(tensor, DTensor) else tensor
+
+    return map_tensors(move, value)
+
+
 class _Alias(torch.autograd.Function):
     """A tensor in the same memory, with a node of its own. Not a view: ``detach_()`` works."""
 

@@ -95,7 +95,7 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-_NO_TENSOR = torch.empty(0)
+_NO_TENSOR = torch.empty(0, device="cpu")
 
 
 def _arrived(

@@ -203,12 +203,18 @@ class ShardedParam(UnitParam):
         memo[id(self.unsharded)] = copied.sharded
         return copied
 
-    def shard_of(self, unsharded: torch.Tensor) -> DTensor:
-        """Return this rank's shard of ``unsharded``, which has the global shape, as a view."""
+    def shard_of(self, unsharded: torch.Tensor, copied_to: torch.device | None = None) -> DTensor:
+        """Return this rank's shard of ``unsharded``, which has the global shape.
+
+        It is a view; with ``copied_to``, a copy on that device.
+        """
         local = unsharded.detach()
         if self.dtensor_placement is not None:
             local = self.dtensor_placement.cut(local)
-        return place_like(self.sharded, self.layout.own_part(local, self._shard_rank))
+        own = self.layout.own_part(local, self._shard_rank)
+        if copied_to is not None:
+            own = own.clone() if own.device == copied_to else own.to(copied_to)
+        return place_like(self.sharded, own)
 
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
         placements = mesh_info.partial_placements(self.layout.shard_dim)

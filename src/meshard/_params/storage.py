@@ -93,7 +93,7 @@ class UnshardedMemoryPool:
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
-        self.views: list[torch.Tensor] = [torch.empty(0)] * len(layout.params)
+        self.views: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(layout.params)
         self._storages: list[tuple[torch.UntypedStorage, int]] = []
         for segment in layout.segments:
             step = max(1, _ALIGNMENT // segment.dtype.itemsize)

@@ -205,7 +205,8 @@ class ShardedUnitParams(UnitParams):
             )
         if new.shape == expected.shape:
             if type(new) is (nn.Parameter if is_plain(own) else type(own)):
-                shard = param.shard_of(new).clone()
+                device = self.spec.location.device if own.is_meta else own.device
+                shard = param.shard_of(new, copied_to=device)
                 return nn.Parameter(shard, requires_grad=new.requires_grad)
             if is_placed_like(new, expected):
                 return new

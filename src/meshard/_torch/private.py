@@ -417,6 +417,15 @@ def foreach_devices() -> list[tuple[Any, str, Callable[[], list[str]]]]:
     return [(each, name, getattr(each, name)) for each in modules if hasattr(each, name)]
 
 
+_device_constructors = _find("torch.utils._device._device_constructors") or frozenset
+
+
+def default_device_of(func: Callable[..., Any]) -> torch.device | None:
+    """Return the default device, if the script has set one and ``func`` makes tensors there."""
+    device: torch.device | None = _find("torch.utils._device.CURRENT_DEVICE")
+    return device if device is not None and func in _device_constructors() else None
+
+
 _FAKE_PG = "torch.testing._internal.distributed.fake_pg"  # takes 0.1 s, so imported when used
 
 

@@ -242,7 +242,7 @@ def _files(entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
 def _read(reader: Reader, entry: TensorEntry, progress: Callable[[int], Any]) -> torch.Tensor:
     """Read a whole tensor, checked."""
     dtype = dtype_of(entry.dtype)
-    tensor = torch.empty(entry.shape, dtype=dtype)
+    tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
     for chunk in entry.chunks:
         target = tensor
         for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):

@@ -190,10 +190,11 @@ class StoredTensor:
     def read(self, opened: Any, box: Box) -> torch.Tensor:
         """Return a block, given what ``opened(path)`` yields. It may share memory with the file."""
         block: torch.Tensor
-        if not box.sizes:
-            block = opened.get_tensor(self.name)
-        else:
-            block = opened.get_slice(self.name)[box.slices]
+        with torch.device("cpu"):  # safetensors cuts slices on the default device
+            if not box.sizes:
+                block = opened.get_tensor(self.name)
+            else:
+                block = opened.get_slice(self.name)[box.slices]
         return block
 
 

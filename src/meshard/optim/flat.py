@@ -438,7 +438,7 @@ class StateOnRead(Optimizer):
         self.state = given.pop("state")
         for each in self._state.values():
             if isinstance(each.get("step"), (int, float)):  # saved by a torch before 1.12
-                each["step"] = torch.tensor(float(each["step"]))
+                each["step"] = torch.tensor(float(each["step"]), device="cpu")
         super().__setstate__(given)
 
 

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from meshard.optim.flat import MakeOptimizer
 
-_EMPTY = torch.empty(0)  # a placeholder between steps
+_EMPTY = torch.empty(0, device="cpu")  # a placeholder between steps
 
 
 class UnshardedStep(Optimizer):
@@ -44,7 +44,9 @@ class UnshardedStep(Optimizer):
                 unsharded.grad_dtype = None  # None: a .grad of any dtype is accepted
                 unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
                 if self.state[param]:
-                    self._inner.state[unsharded] = self.state[param]
+                    # What a checkpoint has loaded is sharded like the parameter, if it can be.
+                    state = {key: _gathered(each) for key, each in self.state[param].items()}
+                    self._inner.state[unsharded] = state
             self._inner.step()
             for param, unsharded in stepped:
                 self.state[param] = self._inner.state[unsharded]
@@ -54,9 +56,8 @@ class UnshardedStep(Optimizer):
                 unsharded.data, unsharded.grad = _EMPTY, None
 
 
-def _gathered(tensor: torch.Tensor | None) -> torch.Tensor:
-    assert tensor is not None
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _gathered(value: Any) -> Any:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _placed_like(param: torch.Tensor, unsharded: torch.Tensor) -> torch.Tensor:

@@ -36,6 +36,7 @@ from meshard._engine.param_group import owner_of as group_of
 from meshard._engine.unit import Unit, units_in, units_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import (
+    default_device_of,
     fake_store,
     foreach_devices,
     graph_task_id,
@@ -324,6 +325,11 @@ class _OnThisDevice(TorchFunctionMode):
         if func is torch.Tensor.pin_memory:
             return args[0]
         kwargs.pop("pin_memory", None)
+        if kwargs.get("device") is None:
+            # torch puts it in only after this mode.
+            default = default_device_of(func)
+            if default is not None and default.type == self._type:
+                kwargs["device"] = default
         args = tuple(self._translated(each) for each in args)
         kwargs = {name: self._translated(each) for name, each in kwargs.items()}
         return func(*args, **kwargs)

@@ -41,7 +41,7 @@ class UnknownShapeError(RuntimeError):
 def _reserve(num_bytes: int) -> torch.UntypedStorage:
     """Return a storage of ``num_bytes`` zeros that take no memory until they are written to."""
     if num_bytes <= mmap.PAGESIZE:
-        return torch.zeros(num_bytes, dtype=torch.uint8).untyped_storage()
+        return torch.zeros(num_bytes, dtype=torch.uint8, device="cpu").untyped_storage()
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE
     memory = mmap.mmap(-1, num_bytes, flags=flags)
     return torch.frombuffer(memory, dtype=torch.uint8, count=num_bytes).untyped_storage()
@@ -214,7 +214,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             return shape
         storage = _reserve(shape.untyped_storage().nbytes())
         self._on_storage(storage)
-        made = torch.empty(0, dtype=shape.dtype)
+        made = torch.empty(0, dtype=shape.dtype, device="cpu")
         return made.set_(storage, shape.storage_offset(), shape.shape, shape.stride())
 
     def _communicate(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
@@ -224,7 +224,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             _fill_alike(name, args)
         group = next(each for each in args if isinstance(each, torch.ScriptObject))
         # A work that is done, in the form in which operators return it.
-        work = torch.ops.c10d.barrier(torch.empty(0), group, [], False, -1)
+        work = torch.ops.c10d.barrier(torch.empty(0, device="cpu"), group, [], False, -1)
         return work if len(func._schema.returns) == 1 else (args[0], work)
 
 

@@ -52,7 +52,7 @@ class Frame(NamedTuple):
 def frame_of(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
     """Return the frame of a contiguous tensor: all of one shape and dtype have the same."""
     file = io.BytesIO()
-    torch.save(torch.zeros(shape, dtype=dtype), file)
+    torch.save(torch.zeros(shape, dtype=dtype, device="cpu"), file)
     blob = file.getvalue()
     begin, size, local = _place_in(blob)
     tail = blob[begin + size :]

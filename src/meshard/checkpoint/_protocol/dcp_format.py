@@ -91,7 +91,7 @@ def flattened(manifest: Manifest) -> Flat:
 def _nested(manifest: Manifest) -> dict[str, Any]:
     """Return the states of models and optimizers as torch has them, without values of tensors."""
     nested: dict[str, Any] = {"step": manifest.step}
-    tensor = torch.empty(0)
+    tensor = torch.empty(0, device="cpu")
     for name, part in manifest.parts.items():
         if "param_groups" in part:
             nested[name] = decode(part, lambda _: tensor)
@@ -312,7 +312,7 @@ class _Blobs:
             TypeError: It is not plain.
         """
         data = self._source(info.relative_path).read(info.offset, info.length)
-        value = torch.load(io.BytesIO(data), weights_only=True)
+        value = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
         return encode(value, lambda _, tensor: embedded(tensor))
 
     def stored_in(self, blob: Blob) -> Stored:

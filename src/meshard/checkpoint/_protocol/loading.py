@@ -198,7 +198,9 @@ def fill(reader: Reader, reads: Iterable[Read]) -> None:
     for read in reads:
         dtype, target = read.dtype, read.target
         if not read.chunk.is_in_order:
-            whole = torch.load(io.BytesIO(reader.read(read.chunk.blob)), weights_only=True)
+            whole = torch.load(
+                io.BytesIO(reader.read(read.chunk.blob)), weights_only=True, map_location="cpu"
+            )
             target.copy_(whole[Box(read.chunk_begin, read.sizes).slices])
             continue
         begin, rows = _range_of(read)
@@ -214,7 +216,7 @@ def fill(reader: Reader, reads: Iterable[Read]) -> None:
             source.read_into(bytes_of(target), begin)
             increment_version(target)  # so that autograd and units notice the change
             continue
-        buffer = torch.empty(rows, dtype=dtype)
+        buffer = torch.empty(rows, dtype=dtype, device="cpu")
         source.read_into(bytes_of(buffer), begin)
         for dim, (first, size) in enumerate(zip(read.chunk_begin, read.sizes, strict=True)):
             buffer = buffer.narrow(dim, first if dim else 0, size)

@@ -246,7 +246,7 @@ def placed_like(
     If not, it is an ordinary tensor on the CPU, like an optimizer's count of steps.
     """
     if tensor is None or shape != tuple(tensor.shape):
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     if not isinstance(tensor, DTensor):
         return torch.empty(shape, dtype=dtype, device=tensor.device)
     present = tensor.to_local()

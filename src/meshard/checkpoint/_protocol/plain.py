@@ -109,7 +109,11 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     if kind == "data":
         data = bytearray(base64.b64decode(value["base64"]))
         dtype, shape = dtype_of(value["dtype"]), value["shape"]
-        flat = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        flat = (
+            torch.frombuffer(data, dtype=dtype)
+            if data
+            else torch.empty(0, dtype=dtype, device="cpu")
+        )
         return flat.view(shape)
     if kind in _SEQUENCES:
         return _SEQUENCES[kind]([decode(each, tensor) for each in value["items"]])

@@ -67,16 +67,18 @@ class Ranks:
         if self._group is None:
             return value
         own = _as_bytes(value if self.is_first else None)
-        size = torch.tensor([own.numel()])
+        size = torch.tensor([own.numel()], device="cpu")
         broadcast(size, self._group, label=_LABEL)
-        buffer = own if self.is_first else torch.empty(int(size), dtype=torch.uint8)
+        buffer = own if self.is_first else torch.empty(int(size), dtype=torch.uint8, device="cpu")
         broadcast(buffer, self._group, label=_LABEL)
         return _value_of(buffer, int(size))
 
     def _with_sizes(self, value: Any) -> tuple[torch.Tensor, list[int]]:
         assert self._group is not None
         own = _as_bytes(value)
-        sizes = gather_from_all(torch.tensor([own.numel()]), self._group, label=_LABEL)
+        sizes = gather_from_all(
+            torch.tensor([own.numel()], device="cpu"), self._group, label=_LABEL
+        )
         return own, sizes.flatten().tolist()
 
 

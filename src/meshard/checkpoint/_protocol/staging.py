@@ -22,7 +22,9 @@ class Staging:
         )
         if not fits:
             self._buffers = [
-                torch.empty(source.shape, dtype=source.dtype, pin_memory=not source.is_cpu)
+                torch.empty(
+                    source.shape, dtype=source.dtype, device="cpu", pin_memory=not source.is_cpu
+                )
                 for source in sources
             ]
         for buffer, source in zip(self._buffers, sources, strict=True):
