@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from meshard.__main__ import main
+from meshard.planning import MeasuredWork, Profile
 
 JOB = """
 import meshard, torch
@@ -24,6 +25,7 @@ number = 3
 @pytest.fixture(autouse=True)
 def in_folder_of_the_job(tmp_path, monkeypatch):
     (tmp_path / "train_of_plan.py").write_text(JOB)
+    Profile([MeasuredWork("forward", "", seconds=1.0, work=1e9)]).save(tmp_path / "p.json")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
@@ -64,6 +66,11 @@ def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
         (["train_of_plan:failing", "--world", "4"], "train_of_plan.py:9"),
         (["train_of_plan:failing", "--world", "4", "--fit", "1GB"], "no such key"),
         (["train_of_plan:job", "--world", "4", "--plot", "no_folder/a.png"], "no_folder"),
+        (["train_of_plan:job", "--world", "4", "--plot", "a.png", "--fit", "1GB"], "one plan"),
+        (["train_of_plan:job", "--world", "4", "--json", "--fit", "1GB"], "--sweep"),
+        (["train_of_plan:job", "--world", "4", "--between", "50GB/s"], "--profile"),
+        (["train_of_plan:job", "--world", "4", "--profile", "p.json"], "--within"),
+        (["train_of_plan:job", "--world", "4", "--profile", "p.json", "--within", "50GB"], "GB/s"),
     ],
 )
 def test_wrong_commands_say_what_is_right(arguments, text, capsys):
@@ -74,6 +81,19 @@ def test_wrong_commands_say_what_is_right(arguments, text, capsys):
 def test_json_is_for_scripts(capsys):
     assert main(["plan", "train_of_plan:job", "--world", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["world_size"] == 4
+    sweep = ["--sweep", "width=64,128", "--json"]
+    assert main(["plan", "train_of_plan:job", "--world", "4", *sweep]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["settings"] for row in rows] == [{"width": 64}, {"width": 128}]
+
+
+def test_a_network_that_was_not_measured_can_be_named(capsys):
+    """A gather and a reduction of a linear layer of 64 x 64; each sends 3/4 of it."""
+    job = ["train_of_plan:job", "--world", "4", "--json", "--profile", "p.json", "--node", "2"]
+    assert main(["plan", *job, "--within", "1GB/s", "--between", "16.64kB/s,2ms"]) == 0
+    time = json.loads(capsys.readouterr().out)["time"]
+    sending = 0.75 + 3 * 2e-3  # seconds for 64 * 65 * 4 = 16,640 bytes
+    assert time["seconds"] == pytest.approx(2 * sending + time["compute"])
 
 
 def test_a_table_ranks_settings(capsys):

@@ -5,10 +5,13 @@ from __future__ import annotations
 import argparse
 import ast
 import contextlib
+import dataclasses
 import importlib
 import inspect
+import json
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,7 +25,7 @@ from meshard.planning.models import SHAPES, built_in
 from meshard.planning.plan import bytes_of, plan
 from meshard.planning.report import readable_size, readable_time, screen_of
 from meshard.planning.sweep import MakeJob, SweepRow, fit, sweep
-from meshard.planning.timing import Profile
+from meshard.planning.timing import Link, Profile
 
 _EXAMPLES = """\
 examples:
@@ -56,8 +59,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--fit", metavar="SIZE", help="find what fits into this memory")
     parser.add_argument("--profile", metavar="FILE", help="of measure(): the plan then has times")
+    parser.add_argument(
+        "--within", metavar="RATE[,LATENCY]", help="network inside a node, such as 400GB/s,5us"
+    )
+    parser.add_argument(
+        "--between", metavar="RATE[,LATENCY]", help="network between nodes, such as 50GB/s,10us"
+    )
     parser.add_argument("--offload", action="store_true", help="the same as --set offload=True")
-    parser.add_argument("--json", action="store_true", help="print the plan as JSON")
+    parser.add_argument(
+        "--json", action="store_true", help="print the plan, or all plans of a sweep, as JSON"
+    )
     parser.add_argument("--plot", metavar="FILE", help="draw the memory of a step")
 
 
@@ -88,11 +99,15 @@ def _run(parsed: argparse.Namespace) -> int:
         "ranks_per_node": parsed.node,
         "device_type": parsed.device,
         "steps": parsed.steps,
-        "profile": None if parsed.profile is None else Profile.load(parsed.profile),
+        "profile": _profile_of(parsed),
     }
     if not parsed.sweep and not parsed.fit:
         return _show(parsed, plan(job, world_size=parsed.world, **options))
     values = dict(map(_values, parsed.sweep))
+    if parsed.plot:
+        raise ValueError("--plot draws one plan; leave out --sweep and --fit, or --plot.")
+    if parsed.fit and parsed.json:
+        raise ValueError("--fit prints no JSON; use --sweep with --json.")
     if parsed.fit:
         return _fit(parsed, job, values, options)
     count = math.prod(len(each) for each in values.values())
@@ -100,9 +115,34 @@ def _run(parsed: argparse.Namespace) -> int:
         rows = sweep(
             job, values, limit=parsed.limit, world_size=parsed.world, on_row=on_row, **options
         )
-    print(_table(rows, parsed.limit))
+    if parsed.json:
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+    else:
+        print(_table(rows, parsed.limit))
     _check_some(rows)
     return 0 if rows[0].fits(parsed.limit) else 1
+
+
+def _profile_of(parsed: argparse.Namespace) -> Profile | None:
+    if parsed.profile is None:
+        if parsed.within or parsed.between:
+            raise ValueError("--within and --between say how long a step takes, with --profile.")
+        return None
+    profile = Profile.load(parsed.profile)
+    if parsed.within:
+        profile = dataclasses.replace(profile, within_node=_link(parsed.within))
+    if parsed.between:
+        profile = dataclasses.replace(profile, between_nodes=_link(parsed.between))
+    return profile
+
+
+def _link(text: str) -> Link:
+    rate, _, latency = text.partition(",")
+    found = re.fullmatch(r"(\d+(?:\.\d*)?)(s|ms|us)", latency or "0s")
+    if found is None or not rate.endswith("/s"):
+        raise ValueError(f"a network is such as 50GB/s or 50GB/s,10us, got {text!r}.")
+    seconds = float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
+    return Link(bytes_per_second=bytes_of(rate.removesuffix("/s")), latency=seconds)
 
 
 def _check_some(rows: list[SweepRow]) -> None:

@@ -152,7 +152,8 @@ class Profile:
             raise ValueError(
                 f"the profile has no {name}, and the plan sends {collective.op} of "
                 f"{collective.unit or '(root)'} there. Measure on such ranks, or state it: "
-                f"dataclasses.replace(profile, {name}=Link(bytes_per_second=50e9, latency=5e-6))."
+                f"dataclasses.replace(profile, {name}=Link(bytes_per_second=50e9, latency=5e-6)), "
+                f"or --{name.partition('_')[0]} 50GB/s,5us in the shell."
             )
         return link
 
