@@ -75,6 +75,28 @@ def test_a_forward_without_grad_may_train_units_inside():
     check_gradients(model, plain)  # a backward through the forward as well
 
 
+@pytest.mark.parametrize("num_with_all", [0, 1, 2])
+@on_threads(2)
+def test_a_forward_without_grad_may_train_its_own_parameters(num_with_all):
+    """Their gradients are in .grad after it, on ranks with all of them and with some."""
+
+    def forward(model, x, uses_all):
+        with torch.enable_grad():
+            scale = model.scale + model.shift if uses_all else model.scale
+            (model.inner(x) * scale).square().mean().backward()
+        return model.inner(x) * model.scale
+
+    vectors = {name: nn.Parameter(torch.empty(6)) for name in ("scale", "shift")}
+    model, plain = sharded_and_plain(Made(forward, inner=nn.Linear(6, 6), **vectors), ("inner",))
+
+    def step(model, rank):
+        with torch.no_grad():
+            model(inputs_of(rank), rank < num_with_all)
+
+    check_gradients(model, plain, step)
+    check_gradients(model, plain, step)  # nothing is left of the first steps
+
+
 @pytest.mark.parametrize("kind", [detached, wrapping, recursive, force])
 @on_threads(2)
 def test_unusual_modules_train_like_plain_ones(kind):

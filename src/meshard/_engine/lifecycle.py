@@ -626,12 +626,16 @@ class Lifecycle:
     ) -> None:
         """Reshard and reduce a unit whose backward is over in ``forward_pass`` (None: in all)."""
         if self._runs(unit):
-            return  # this backward runs inside the forward of this unit
-        unit.step.end_backward()
-        if unit.settings.reshard_after_backward and not unit.step.is_retained:
-            unit.group.reshard()
+            # This backward runs inside the forward of this unit, which goes on. If that forward has
+            # a graph, the backward of that graph reduces the unit.
+            if any(call.has_graph for other, call in self.running if other is unit):
+                return
         else:
-            unit.group.install_sharded()
+            unit.step.end_backward()
+            if unit.settings.reshard_after_backward and not unit.step.is_retained:
+                unit.group.reshard()
+            else:
+                unit.group.install_sharded()
         if forward_pass is not None and self.schedule.runs_before(forward_pass, unit.number):
             return
         if not unit.step.awaits_gradients:
