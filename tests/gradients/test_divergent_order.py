@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
-from tests.support.models import Made
+from tests.support.models import Made, seeded
 from tests.support.ones import make, values
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
@@ -167,3 +167,53 @@ def test_ranks_agree_on_the_order_around_a_frozen_unit():
     # Rank 0 has all gradients of the root before the unit inside has any; rank 1 has not.
     x = torch.arange(6.0).view(2, 3)
     check_gradients(model, plain, lambda model, rank: model(x, rank == 0).sum(), times=3)
+
+
+@pytest.mark.parametrize(
+    ("is_recomputed", "uses_of_rank_1"), [(False, (SOME, ALL)), (True, (ALL, SOME))]
+)
+@pytest.mark.filterwarnings("ignore:.*no tensor was found")
+@on_threads(2)
+def test_ranks_agree_on_the_order_where_outputs_are_not_found(is_recomputed, uses_of_rank_1):
+    """Nothing tells when their backward begins. The unit inside comes first all the same."""
+
+    def hiding(module, x, uses):
+        result = module.inner(x, uses)
+        return lambda: result
+
+    def forward(module, x, uses, own_uses):
+        if is_recomputed:
+            x = checkpoint(module.unit.inner, x, uses, use_reentrant=True)
+        else:
+            x = module.unit(x, uses)()
+        result = module.last(x, own_uses)
+        return lambda: result
+
+    model = Made(forward, unit=Made(hiding, inner=choice()), last=choice())
+    meshard.fully_shard(model.unit.inner if is_recomputed else model.unit)
+    meshard.fully_shard(model)
+    uses = uses_of_rank_1 if dist.get_rank() else (ALL, ALL)
+    loss = model(torch.zeros((), requires_grad=True), *uses)()
+    with meshard.CommLedger(model) as ledger:
+        loss.backward()
+    assert_same_events_on_all_ranks(ledger)
+
+
+@on_threads(2)
+def test_ranks_agree_on_the_order_before_a_frozen_unit_is_recomputed():
+    """The root has all its gradients, but is reduced after that unit is gathered again."""
+
+    def forward(module, x, uses):
+        x = checkpoint(lambda x: module.frozen(x).tanh(), x, use_reentrant=False)
+        x = x + module.constant(torch.ones(4))  # gathered ahead in the place of ``frozen``
+        return module.last(module.unit(x, uses), ALL)
+
+    frozen = [nn.Linear(4, 4).requires_grad_(False) for _ in range(2)]
+    members = {"frozen": frozen[0], "constant": frozen[1], "unit": choice(), "last": choice()}
+    model = seeded(Made(forward, **members))
+    for each in (*frozen, model.unit, model):
+        meshard.fully_shard(each)
+    loss = model(torch.ones(4, requires_grad=True), (ALL, SOME)[dist.get_rank()]).sum()
+    with meshard.CommLedger(model) as ledger:
+        loss.backward()
+    assert_same_events_on_all_ranks(ledger)
