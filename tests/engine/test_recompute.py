@@ -102,3 +102,21 @@ def test_ranks_may_leave_different_outputs_unused(useds):
     orders = [None, None]
     dist.all_gather_object(orders, own)
     assert orders[0] == orders[1]
+
+
+@on_threads(2)
+def test_ranks_may_leave_different_units_unused_in_a_backward_inside_a_forward():
+    """Inside the forward of a root runs the backward of its forward before."""
+
+    def forward(model, x, used, loss_before=None):
+        if loss_before is not None:
+            loss_before.backward()
+        return [block(x * model.scale) for block in model.blocks][used]
+
+    def step(model, rank):
+        loss = model(inputs_of(rank), rank).square().mean()
+        return model(inputs_of(rank, 1), 0, loss).square().mean()
+
+    blocks = [nn.Linear(6, 6), nn.Linear(6, 6)]
+    plain = Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks)
+    check_gradients(*sharded_and_plain(plain), step)

@@ -1,5 +1,6 @@
 """Summoned units: when, by whom, and what happens to gradients meanwhile."""
 
+import contextlib
 import copy
 
 import pytest
@@ -12,7 +13,13 @@ from torch.func import functional_call
 
 import meshard
 from meshard import CommLedger, unsharded_params
-from tests.support.models import Made
+from tests.support.against_plain import (
+    check_gradients,
+    inputs_of,
+    mean_square,
+    sharded_and_plain,
+)
+from tests.support.models import Made, MlpStack
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
@@ -112,6 +119,22 @@ def test_one_backward_may_come_from_several_blocks_of_unsharded_parameters():
         for r in range(2):
             case.loss(plain(case.batch(step, r))).backward()
     assert_same(full_grads(model), full_grads(plain), bitwise=True)
+
+
+@on_threads(2)
+def test_a_unit_that_only_a_penalty_reads_is_reduced_in_that_backward():
+    """Its forward and the backward of that are over."""
+
+    def step(model, rank):
+        mean_square(model, rank).backward()
+        first, second = model.blocks[:2]
+        loss = second(inputs_of(rank)).square().mean()
+        with contextlib.nullcontext() if model is plain else unsharded_params(first):
+            penalty = first.down.weight.square().sum()
+        return loss + (rank + 1) * penalty
+
+    model, plain = sharded_and_plain(MlpStack())
+    check_gradients(model, plain, step)
 
 
 @on_ranks(2)
