@@ -79,6 +79,19 @@ def test_after_detach_gradients_stay(cls, kwargs):
 
 
 @on_ranks(2)
+def test_after_detach_gradients_of_replicas_stay_and_are_no_new_ones():
+    """A divide factor of 1 would count what is reduced already once for each rank."""
+    model = meshard.replicate(nn.Linear(1, 1))
+    model.set_gradient_divide_factor(1.0)
+    overlapped = overlap_optimizer(model, torch.optim.SGD, lr=0.1)
+    overlapped.detach()
+    for number in range(1, 4):  # without zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        overlapped.step()
+        assert model.weight.grad.item() == 2 * number
+
+
+@on_ranks(2)
 def test_attach_and_detach_in_the_middle_of_a_window():
     models = []
     for is_overlapped in (True, False):
