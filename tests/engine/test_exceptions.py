@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 import meshard
 from meshard import CommLedger, GradientSync
+from tests.support import insides
 from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
 from tests.support.insides import unsharded_bytes
 from tests.support.models import Made, MlpStack, seeded
@@ -132,25 +133,9 @@ def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
     assert_same_models(model, untouched)
 
 
-class LateThread:
-    """Stands in for autograd's thread of a device: keeps the callback of a backward."""
-
-    def __init__(self, monkeypatch):
-        self._engine = torch.autograd.Variable._execution_engine
-        self.kept = []
-        monkeypatch.setattr(torch.autograd.Variable, "_execution_engine", self)
-
-    def __getattr__(self, name):
-        return getattr(self._engine, name)
-
-    def queue_callback(self, callback):
-        self._engine.queue_callback(callback)
-        self.kept.append(callback)
-
-
 @pytest.mark.parametrize("then", ["try again", "go on with another graph"])
 def test_a_backward_that_raised_is_noticed_before_autograd_drops_it(monkeypatch, then):
-    late = LateThread(monkeypatch)
+    kept = insides.keep_backward_callbacks(monkeypatch)  # as autograd's thread of a device does
     with fake_group(1):
         models = [shard_blocks(seeded(MlpStack())) for _ in range(2)]
         model, untouched = models
@@ -162,7 +147,7 @@ def test_a_backward_that_raised_is_noticed_before_autograd_drops_it(monkeypatch,
         handle.remove()
         with pytest.raises(Boom):
             loss.backward()
-        kept, late.kept = late.kept, []
+        assert len(kept) == 1
         drop_late = threading.Timer(0.2, kept.clear)
         drop_late.start()
         with pytest.raises(RuntimeError, match="raised, so gradients are those of some units only"):

@@ -83,6 +83,19 @@ def use_streams(monkeypatch: pytest.MonkeyPatch, device_module: Any) -> None:
     use_communicator(monkeypatch, lambda _: comm)
 
 
+def keep_backward_callbacks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
+    """Return a list that keeps the callbacks of backwards alive, also of those that raise."""
+    kept: list[Callable[[], None]] = []
+    queue = lifecycle.queue_backward_callback
+
+    def queue_and_keep(callback: Callable[[], None]) -> None:
+        queue(callback)
+        kept.append(callback)
+
+    monkeypatch.setattr(lifecycle, "queue_backward_callback", queue_and_keep)
+    return kept
+
+
 def large_from(numel: int) -> AbstractContextManager[Any]:
     """Let units count as large from ``numel`` elements on: their gradients are packed early."""
     return mock.patch.object(gradient_buffer, "_LARGE", numel)
