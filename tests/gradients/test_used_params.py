@@ -1,6 +1,7 @@
 """Parameters that some ranks or microbatches do not use."""
 
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support.against_plain import (
 from tests.support.models import Made, seeded
 from tests.support.ones import make
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.strategies import MODES
 
 
@@ -97,3 +98,23 @@ def test_gradients_put_in_before_a_backward_are_added_to():
     model.a.grad = DTensor.from_local(mine, model.a.device_mesh, [Shard(0)])
     model(1.0).backward()
     assert model.a.grad.to_local().tolist() == [101.0] * 2
+
+
+@on_fake_ranks(2)
+def test_what_is_kept_for_sets_of_frozen_parameters_is_bounded():
+    """Some users freeze parameters at random, so each step has another set."""
+    vectors = {f"v{place}": nn.Parameter(torch.ones(4)) for place in range(7)}
+    model = meshard.fully_shard(Made(lambda m: sum(m.parameters()), **vectors))
+
+    def num_objects_after(sets):
+        for number in sets:
+            for place, param in enumerate(model.parameters()):
+                param.requires_grad_(bool(number >> place & 1))
+            model().sum().backward()
+            model.zero_grad()
+        gc.collect()
+        return len(gc.get_objects())
+
+    before = num_objects_after(range(1, 64))
+    growth = num_objects_after(range(64, 127)) - before
+    assert growth < 10 * 63, f"{growth / 63:.0f} objects for each set"
