@@ -227,6 +227,24 @@ def test_a_cast_counts_for_what_is_sent():
     assert model[0].weight.grad.item() == 2 / 3
 
 
+@pytest.mark.filterwarnings("ignore:.grad of .* was replaced by another tensor")
+@on_threads(2)
+def test_a_cast_in_a_window_counts_for_the_sum():
+    """Buckets are not made anew while an optimizer in backward has them."""
+
+    def forward(model):
+        return (model.cast.weight.double() + model.kept.weight).sum() / 3
+
+    layers = {name: nn.Linear(1, 1, bias=False) for name in ("cast", "kept")}
+    model = meshard.replicate(Made(forward, **layers))
+    meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.0)
+    model.set_is_last_backward(False)
+    model().backward()
+    model.cast.double()
+    model().backward()
+    assert model.cast.weight.grad.item() == torch.tensor(1 / 3).item() + 1 / 3
+
+
 @on_threads(2)
 def test_modules_without_trainable_parameters():
     nothing = meshard.replicate(nn.Identity())

@@ -238,8 +238,6 @@ class ReplicatedGrads(PublishedGrads):
     # --- publication ------------------------------------------------------------------
 
     def publish(self, new: FlatGradients) -> None:
-        if self._is_settled:
-            self.show()
         was_hidden = self.is_hidden
         self.hide()
         total, taken = new, frozenset(self._foreign) & new.used
