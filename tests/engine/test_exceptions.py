@@ -216,14 +216,15 @@ def test_a_backward_that_raises_inside_a_forward_fails_both():
     model, untouched = two_models()
 
     def train_inside(module, args):
-        loss = model.blocks[0](args[0].detach()).square().mean()
-        loss.register_hook(raise_boom)
-        loss.backward()
+        x = args[0].detach().requires_grad_()
+        x.register_hook(raise_boom)  # the last hook: gradients of the block are there
+        model.blocks[0](x).square().mean().backward()
 
     handle = model.blocks[2].register_forward_pre_hook(train_inside)
     with pytest.raises(Boom):
         backward(model, 1)
     handle.remove()
+    model.reset_iter_state()
     assert unsharded_bytes(model) == 0
     for each in (model, untouched):
         backward(each)

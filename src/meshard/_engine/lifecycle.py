@@ -949,8 +949,6 @@ class Lifecycle:
         # First, so that the next step calls abort() even if this method is interrupted.
         self.failure.marks.append("raised")
         self.failure.backward_call = None
-        if self.forward is not None:
-            self.forward.end_all()
         for group in self.groups():
             group.install_sharded()
 

@@ -44,10 +44,6 @@ class ForwardRun:
         unit.step.num_running -= 1
         return call
 
-    def end_all(self) -> None:
-        while self.calls:
-            self.end()
-
 
 @dataclass(eq=False, slots=True)
 class BackwardRun:
