@@ -180,14 +180,9 @@ def test_a_schedule_may_wait_for_reductions_at_its_end(run_ranks, name):
     assert_right(run_ranks(in_pipeline, 4, name, False, defer_reduce_grad_wait=True), name)
 
 
-def in_a_split_backward(reshard, is_manual):
-    """Do on one stage what a schedule does (``is_manual``: since torch 2.15); return the error."""
-    plain, part = parts(1)[0], parts(1)[0]
-    for unit in (*part.blocks, part):
-        meshard.fully_shard(unit, reshard_after_forward=reshard)
+def split_backward(part, inputs, *, is_manual=False, syncs=True):
+    """Do on one stage what a schedule does (``is_manual``: since torch 2.15)."""
     sharded = [module for module in part.modules() if isinstance(module, meshard.FSDPModule)]
-    inputs = torch.randn(2, DIM, requires_grad=True)
-    plain(inputs).sum().backward()
     for handle in [module.unshard(async_op=True) for module in sharded]:
         handle.wait()
     part.set_manual_backward_finalization(is_manual)
@@ -195,15 +190,11 @@ def in_a_split_backward(reshard, is_manual):
     part.set_is_last_backward(False)
     part.set_reshard_after_backward(False)
     part.set_requires_gradient_sync(False)
-    try:
-        _, groups = stage_backward_input([loss], None, [inputs], part.parameters())
-    except RuntimeError as error:
-        part.reset_iter_state()
-        return str(error.__cause__ or error)  # torch 2.13 wraps it
+    _, groups = stage_backward_input([loss], None, [inputs], part.parameters())
     stage_backward_weight(part.parameters(), groups)
     part.set_is_last_backward(True)
     part.set_reshard_after_backward(True)
-    part.set_requires_gradient_sync(True)
+    part.set_requires_gradient_sync(syncs)
     states = meshard.fully_shard.state(part)._state_ctx.all_states
     if is_manual:
         part.finalize_backward(async_op=True).wait()
@@ -212,6 +203,25 @@ def in_a_split_backward(reshard, is_manual):
         for group in (state._fsdp_param_group, *state._fsdp_param_groups):
             group.post_backward()
         state._root_post_backward_final_callback()
+
+
+def plain_and_part(reshard):
+    plain, part = parts(1)[0], parts(1)[0]
+    for unit in (*part.blocks, part):
+        meshard.fully_shard(unit, reshard_after_forward=reshard)
+    return plain, part
+
+
+def in_a_split_backward(reshard, is_manual):
+    """Return the error."""
+    plain, part = plain_and_part(reshard)
+    inputs = torch.randn(2, DIM, requires_grad=True)
+    plain(inputs).sum().backward()
+    try:
+        split_backward(part, inputs, is_manual=is_manual)
+    except RuntimeError as error:
+        part.reset_iter_state()
+        return str(error.__cause__ or error)  # torch 2.13 wraps it
     assert_same(full_grads(part), full_grads(plain))
     return ""
 
@@ -223,6 +233,21 @@ def test_a_split_backward_is_right_or_names_the_units_that_were_resharded(run_ra
         (text,) = run_ranks(in_a_split_backward, 1, reshard, is_manual)
         assert "unit 'blocks.1' would get no gradients from this schedule" in text
         assert "reshard_after_forward=False" in text
+
+
+def over_two_split_backwards():
+    plain, part = plain_and_part(False)
+    for syncs in (False, True):
+        inputs = torch.randn(2, DIM, requires_grad=True)
+        plain(inputs).sum().backward()
+        split_backward(part, inputs, syncs=syncs)
+        names = [] if syncs else [name for name, _ in plain.named_parameters()]
+        assert sorted(meshard.pending_gradients(part)) == sorted(names)
+    assert_same(full_grads(part), full_grads(plain))
+
+
+def test_gradients_that_a_schedule_wrote_and_nothing_has_reduced_are_pending(run_ranks):
+    run_ranks(over_two_split_backwards, 1)
 
 
 def test_torchs_own_name_finds_the_state_too():
