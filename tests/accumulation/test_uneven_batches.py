@@ -199,6 +199,9 @@ def test_buffers_are_sent_once_per_iteration_however_often_the_module_runs_in_it
     # Counted by the rank that has the most batches, in the end.
     assert model[1].num_batches_tracked == 2 * LONGEST
     assert_same_on_all_ranks(dict(model.named_buffers()))
+    model[1].num_batches_tracked.fill_(dist.get_rank())
+    model(torch.randn(2, 3))  # after the loop each forward sends them, from the first rank
+    assert model[1].num_batches_tracked == 1
 
 
 # --- where ranks do not fit together -------------------------------------------------------------

@@ -1,5 +1,6 @@
 """State dicts, saved by torch: what is in them, on which rank."""
 
+import contextlib
 import copy
 import io
 import pickle
@@ -8,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -16,6 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
+import meshard
 from tests.support.against_plain import inputs_of, sharded_and_plain
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_state
@@ -67,6 +70,14 @@ def test_a_state_dict_is_pickled_and_copied():
             assert loaded[name].placements == value.placements
         model.load_state_dict(loaded)
         assert_same(full_state(model), full_state(plain), bitwise=True)
+
+
+@on_ranks(2)
+def test_rank_0_is_warned_when_it_pickles_its_shards_beside_plain_buffers():
+    model = meshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
+    warned = pytest.warns(UserWarning, match="holds its own shards only")
+    with warned if dist.get_rank() == 0 else contextlib.nullcontext():
+        torch.save(model.state_dict(), io.BytesIO())
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])
