@@ -1,4 +1,4 @@
-"""All checks that need a CUDA device, in under nine minutes on one.
+"""All checks that need a CUDA device.
 
     python tests/cuda/run_all.py [REPORT.md] [--rehearse] [--part NAME ...] [--jobs 4]
 
