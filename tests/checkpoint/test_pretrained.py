@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import meshard
 from meshard.checkpoint import (
@@ -22,6 +23,7 @@ from meshard.checkpoint import (
     pretrained,
     progress,
     save_pretrained,
+    stream_unsharded,
     weights_files,
 )
 from tests.checkpoint.layouts import LAYOUTS, lay_out
@@ -579,3 +581,52 @@ def test_transformers_reads_what_is_saved_and_its_folder_fills_a_meta_model(fami
     filled.eval(), expected.eval()
     with torch.no_grad():
         assert torch.equal(filled(**given).logits, expected(**given).logits)
+
+
+def compiled(module):
+    return torch.compile(module, backend="eager")
+
+
+def with_compiled_layers(model):
+    """Compile the inner model, and a layer of it, into modules whose names get a part more."""
+    model.model.layers[0] = compiled(model.model.layers[0])
+    model.model = compiled(model.model)
+    return model
+
+
+WRAPPERS = {
+    "compile": compiled,
+    "compile of layers": with_compiled_layers,
+    "an average": AveragedModel,
+    "an average of compile": lambda model: AveragedModel(compiled(model)),
+}
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_wrappers_of_torch_are_in_no_name_and_the_config_is_that_of_the_inner_model(
+    wrapper, folder
+):
+    import transformers
+
+    config = transformers.LlamaConfig(vocab_size=37, **LLAMA)
+    torch.manual_seed(3)
+    plain = transformers.LlamaForCausalLM(copy.deepcopy(config))
+    wrap = WRAPPERS[wrapper]
+    model = copy.deepcopy(plain)
+    meshard.fully_shard_units(model)
+    save_pretrained(wrap(model), folder)
+    dist.barrier()
+    theirs, info = type(plain).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    assert_same(theirs.state_dict(), plain.state_dict(), bitwise=True)
+    with torch.device("meta"):
+        empty = type(plain)(copy.deepcopy(config))
+    meshard.fully_shard_units(empty)
+    filled = wrap(empty)
+    assert load_pretrained(filled, folder) == (list(plain.state_dict()), [], [])
+    assert_same(dict(stream_unsharded(filled)), plain.state_dict(), bitwise=True)
+    (frequencies,) = [
+        b for name, b in filled.named_buffers() if name.endswith("rotary_emb.inv_freq")
+    ]
+    assert torch.equal(frequencies, plain.model.rotary_emb.inv_freq)

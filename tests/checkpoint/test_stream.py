@@ -94,6 +94,17 @@ def test_floating_point_tensors_are_cast_before_they_are_sent_and_others_are_not
 
 
 @on_ranks(2)
+def test_names_of_a_module_in_ddp_are_its_own():
+    layer = nn.Linear(2, 2)
+    wrapped = nn.parallel.DistributedDataParallel(layer)
+    assert [name for name, _ in stream_unsharded(wrapped)] == ["weight", "bias"]
+    assert [row.name for row in shard_table(torch.compile(wrapped, backend="eager"))] == [
+        "weight",
+        "bias",
+    ]
+
+
+@on_ranks(2)
 def test_units_stay_sharded_and_no_forward_hook_runs():
     model, _ = lay_out("sharded")
     calls = []

@@ -54,6 +54,7 @@ from meshard.checkpoint.weights_layout import (
     own_rank,
     ranks_of_meshes,
     weights_of,
+    without_wrappers,
 )
 from meshard.checkpoint.weights_meta import computed_buffers, leave_meta_device
 
@@ -76,6 +77,7 @@ def save_pretrained(
     The folder gets ``model.safetensors``, or ``model-00001-of-0000N.safetensors`` and their index,
     with what ``state_dict()`` has, and of a module with a ``config`` (and ``generation_config``)
     these too. Tied parameters are written once, under their first name. The module stays as it is.
+    Of a module in ``torch.compile``, DDP or ``AveragedModel``, the inner one is written.
 
     **Collective:** every rank of the module's meshes. Each writes whole files, which are gathered
     to it in parts of ``max(64 MiB, largest tensor)``. It holds one of these and one tensor made of
@@ -112,6 +114,7 @@ def save_pretrained(
     ['model.safetensors']
     """
     check_dtype(dtype)
+    module = without_wrappers(module)
     weights = weights_of(module, "save_pretrained")
     meshes = meshes_of(module, weights)
     ranks = ranks_of_meshes(meshes)
@@ -341,7 +344,8 @@ def load_pretrained(
     the parameters of its units stay the same objects. Values are cast to the dtypes of the module,
     as ``load_state_dict`` does, between floating-point dtypes and between integers; other changes
     of dtype are refused, and so are those from and to float8, which would lose its scales.
-    A parameter of several names needs one of them in the files.
+    A parameter of several names needs one of them in the files. Of a module in ``torch.compile``,
+    DDP or ``AveragedModel``, the inner one is filled.
 
     Of a model on the meta device, buffers that are not persistent are in no file. If the model can
     be built from its ``config`` (those of transformers), they are computed as its constructor does.
@@ -387,6 +391,7 @@ def load_pretrained(
     """
     if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
         raise TypeError(f"rename must be a function, a mapping or None, got {rename!r}.")
+    module = without_wrappers(module)
     weights = weights_of(module, "load_pretrained")
     meshes = meshes_of(module, weights)
     agreement = Agreement(meshes, "(load_pretrained)")

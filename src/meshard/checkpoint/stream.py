@@ -32,6 +32,7 @@ from meshard.checkpoint.weights_layout import (
     own_rank,
     ranks_of_meshes,
     weights_of,
+    without_wrappers,
 )
 from meshard.policies import check_bool
 
@@ -50,9 +51,10 @@ def stream_unsharded(
     """Iterate over ``(name, unsharded tensor)`` of all weights of ``module``, some at a time.
 
     Names, their order and what has them are those of ``module.state_dict()``: parameters and
-    persistent buffers. A tied parameter comes under each of its names. Every tensor is new memory,
-    yours to keep and to edit, on the device of the mesh. The module stays as it is: units stay
-    sharded, and no hook of a forward runs. Do not edit weights before the end.
+    persistent buffers; of a module in ``torch.compile``, DDP or ``AveragedModel``, those of the
+    inner one. A tied parameter comes under each of its names. Every tensor is new memory, yours to
+    keep and to edit, on the device of the mesh. The module stays as it is: units stay sharded, and
+    no hook of a forward runs. Do not edit weights before the end.
 
     **Collective:** every rank of the module's meshes calls and iterates, also with ``rank0_only``,
     where the other ranks' loops have no items. Ranks may take any time in between; the others wait
@@ -108,6 +110,7 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         self, module: nn.Module, rank0_only: bool, dtype: torch.dtype | None, max_bytes: int
     ) -> None:
         self._is_over = True  # so that __del__ does nothing if a check below raises
+        module = without_wrappers(module)
         weights = weights_of(module, _CALLER)
         check_have_values(weights, _CALLER)
         meshes = meshes_of(module, weights)
@@ -237,7 +240,7 @@ class ShardedTensorRow(NamedTuple):
 def shard_table(module: nn.Module) -> list[ShardedTensorRow]:
     """Return which rank holds which block of which tensor, for a receiver that pulls shards itself.
 
-    Rows are in the order of ``module.state_dict()``. The block of a rank is its local tensor
+    Names and their order are those of ``stream_unsharded``. The block of a rank is its local tensor
     (``state_dict()[name].to_local()``), which has the shape ``sizes`` and is contiguous where the
     parameter belongs to a unit. Replicas are listed with each of their ranks, ranks without
     elements are not. All are tuples, strings and numbers: ``json.dumps`` takes the table.
@@ -257,6 +260,7 @@ def shard_table(module: nn.Module) -> list[ShardedTensorRow]:
     >>> row.shards
     (HeldRange(rank=0, offsets=(0, 0), sizes=(2, 4)),)
     """
+    module = without_wrappers(module)
     weights = weights_of(module, "shard_table")
     everywhere = ranks_of_meshes(meshes_of(module, weights))
     return [_row_of(weight, everywhere) for weight in weights]

@@ -13,12 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 from meshard._engine.param_group import sharded_params
 from meshard._engine.unit import units_in
 from meshard._mesh.boxes import Box, box_at, coordinate_of
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import is_plain, local_of, plain_of
+
+# What torch.compile and activation checkpointing put into names.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,16 +89,35 @@ def own_rank() -> int:
 # --- of a module -----------------------------------------------------------------------------
 
 
+def fqn_without_wrappers(name: str) -> str:
+    """Return the name of a parameter as it is without the wrappers of torch."""
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def without_wrappers(module: nn.Module) -> nn.Module:
+    """Return the module inside torch's DDP, ``torch.compile`` and ``AveragedModel``."""
+    while True:
+        if isinstance(module, (DistributedDataParallel, AveragedModel)):
+            module = module.module
+        elif "_orig_mod" in module._modules:
+            module = module.get_submodule("_orig_mod")
+        else:
+            return module
+
+
 def weights_of(module: nn.Module, caller: str) -> list[Weight]:
-    """Return what ``module.state_dict()`` has, in its order, sharded; or raise."""
+    """Return what ``module.state_dict()`` has, in its order, sharded; or raise.
+
+    Names are without the parts that ``torch.compile`` and activation checkpointing add.
+    """
     for unit in units_in(module):
         unit.lifecycle.check_between_steps(unit, caller)
         unit.group.check_not_summoned(f"read by {caller}")
     state = module.state_dict(keep_vars=True)
     at_rest = shards_of(module)
     weights = [
-        Weight(fqn, at_rest.get(id(value), value))
-        for fqn, value in state.items()
+        Weight(fqn_without_wrappers(name), at_rest.get(id(value), value))
+        for name, value in state.items()
         if isinstance(value, torch.Tensor)
     ]
     for weight in weights:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from meshard._engine.param_group import sharded_params
 from meshard._engine.unit import joined, own_class, units_in
+from meshard.checkpoint.weights_layout import fqn_without_wrappers
 from meshard.initialization import leave_meta
 
 
@@ -59,6 +60,7 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     by it, without parameters, and has the buffers. A ValueError names those that it lacks.
     """
     lacking = _lacking_buffers(module)
+    clean = {fqn_without_wrappers(fqn): fqn for fqn in lacking}
     found: dict[str, torch.Tensor] = {}
     causes = []
     for prefix, inner in _configured(module):
@@ -70,7 +72,7 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
             causes.append(f"{own_class(inner).__name__}(config) raised {error!r}")
             continue
         for name, buffer in beside.named_buffers(remove_duplicate=False):
-            fqn = joined(prefix, name)
+            fqn = clean.get(fqn_without_wrappers(joined(prefix, name)), "")
             if fqn in lacking and lacking[fqn].shape == buffer.shape and not buffer.is_meta:
                 found[fqn] = buffer.to(lacking[fqn].dtype)
     left = [fqn for fqn in lacking if fqn not in found]

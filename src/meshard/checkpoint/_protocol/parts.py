@@ -22,12 +22,10 @@ from torch.optim import Optimizer
 from meshard.checkpoint._protocol.blobs import copied_bytes
 from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.plain import Path, encode, reference
-from meshard.checkpoint.weights_layout import shards_of
+from meshard.checkpoint.weights_layout import fqn_without_wrappers, shards_of
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 RESERVED = (MODEL, OPTIMIZER, RANDOM, "step", "strict", "cast", "verify")
-# What torch.compile and activation checkpointing put into names.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def join(*path: Any) -> str:
@@ -57,11 +55,6 @@ def encode_part(name: str, state: Any) -> Encoded:
         return reference(full)
 
     return Encoded(encode(state, add, (name,)), tensors)
-
-
-def fqn_without_wrappers(name: str) -> str:
-    """Return the name of a parameter as it is without the wrappers of torch."""
-    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 # --- the model -----------------------------------------------------------------------------
