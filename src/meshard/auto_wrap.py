@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
 from meshard._engine.build import Collected, check_parameters, hoisting, plan, resolve_mesh_info
-from meshard._engine.unit import joined, own_class, owned_names, unit_of
+from meshard._engine.unit import joined, own_class, owned_names, unit_of, without_compile
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.user_line import warn_user
 from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
@@ -245,7 +245,8 @@ def _repeated_blocks(holders: Holders) -> set[nn.Module]:
 
     A ``ModuleList`` holds blocks even if there is only one. A ``Sequential`` of different modules
     may itself be one block. The entries of a ``ModuleDict`` are often different parts of a model;
-    they count as blocks only if all are of one class.
+    they count as blocks only if all are of one class. Inside what ``torch.compile(block)`` returns,
+    the block is taken.
     """
     found: set[nn.Module] = set()
     outside: set[nn.Module] = set()
@@ -256,7 +257,7 @@ def _repeated_blocks(holders: Holders) -> set[nn.Module]:
         if not isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential)):
             continue
         by_class: dict[type, set[nn.Module]] = {}
-        for child in module.children():
+        for child in map(without_compile, module.children()):
             if next(child.parameters(), None) is not None:
                 by_class.setdefault(own_class(child), set()).add(child)
         if isinstance(module, nn.ModuleDict) and len(by_class) > 1:

@@ -107,6 +107,10 @@ CHOICES = {
     "siblings of one class that hold parameters": row(
         "0 3", lambda: nn.Sequential(linear(), nn.ReLU(), nn.ReLU(), linear(), nn.LayerNorm(4))
     ),
+    "blocks that are compiled": row(
+        "0._orig_mod 1._orig_mod 2",
+        lambda: nn.Sequential(*[torch.compile(linear(), backend="eager") for _ in "01"], linear()),
+    ),
     "a dict of like blocks": row(
         "layers.one layers.two",
         lambda: Made(None, layers=nn.ModuleDict({"one": linear(), "two": linear()})),

@@ -15,7 +15,9 @@ import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.layouts import lay_out
 from tests.checkpoint.runs import Odd, assert_same_values, values_of
+from tests.support.cases import CASES
 from tests.support.ranks import on_ranks
+from tests.support.sharding import shard_blocks
 
 
 class Loader:
@@ -47,6 +49,55 @@ def test_what_differs_between_ranks_comes_back_to_each(tmp_path):
     assert list(extra.pop("mix")) == ["web", "books", "code"]
     assert extra == {"tokens": 5, "rank": rank}
     assert torch.equal(checkpointer.load(model).extra["x"], own)
+
+
+def kept_beside(model, rank):
+    """Return a dict with tensors: shards, one that is the same on all ranks and one that is not."""
+    ema = {name: param.detach().clone() for name, param in model.named_parameters()}
+    return {"ema": ema, "history": [torch.arange(3), (torch.tensor([5.0 + rank]), "text")], 3: 4}
+
+
+@on_ranks(4)
+def test_tensors_in_lists_and_dicts_are_filled_and_what_is_not_given_is_returned(tmp_path):
+    (model, _), checkpointer, rank = lay_out("hsdp"), Checkpointer(tmp_path), dist.get_rank()
+    saved = kept_beside(model, rank)
+    checkpointer.save(1, model, beside=saved, means={"loss": torch.tensor(2.0)})
+    other = shard_blocks(CASES["mlp_stack"].build())
+    into = kept_beside(other, 0)
+    tensors = [*into["ema"].values(), into["history"][0], into["history"][1][0]]
+    for tensor in tensors:
+        tensor.zero_()
+    loaded = checkpointer.load(other, beside={**into, "text": 0})
+    beside = loaded.extra["beside"]
+    found = [*beside["ema"].values(), beside["history"][0], beside["history"][1][0]]
+    assert all(one is given for one, given in zip(found, tensors, strict=True))
+    assert beside[3] == 4 and beside["history"][1][1] == "text" and "text" not in beside
+    assert_same_values(
+        {name: each.full_tensor() for name, each in into["ema"].items()},
+        {name: each.full_tensor() for name, each in saved["ema"].items()},
+    )
+    assert into["history"][0].tolist() == [0, 1, 2] and into["history"][1][0] == 5.0 + rank
+    assert loaded.extra["means"] == {"loss": torch.tensor(2.0)}
+
+
+def test_of_a_list_or_dict_only_tensors_that_are_saved_and_fit_are_filled(tmp_path):
+    checkpointer, model, kept = Checkpointer(tmp_path), nn.Linear(1, 1), torch.ones(2)
+    checkpointer.save(1, model, ema={"a": torch.arange(2.0), "b": torch.arange(3.0)})
+    assert checkpointer.load(model, ema={"a": kept}).extra["ema"]["b"].tolist() == [0, 1, 2]
+    assert kept.tolist() == [0, 1]
+    double = torch.ones(2, dtype=torch.float64)
+    for wrong, text in (
+        ({"c": torch.ones(2)}, "ema.c is not in the checkpoint"),
+        ({"a": torch.ones(3)}, r"ema.a has shape \[2\]"),
+        ({"a": double}, "ema.a .*float64"),
+        ({"a": torch.ones(2), "by": nn.ReLU()}, r"\['ema'\]\['by'\] is a .*ReLU"),
+    ):
+        with pytest.raises(CheckpointError, match=text):
+            checkpointer.load(model, ema=wrong)
+        assert all(each.all() for each in wrong.values() if isinstance(each, torch.Tensor))
+    assert checkpointer.load(model, ema={"c": torch.ones(2)}, strict=False).missing == ["ema.c"]
+    assert checkpointer.load(model, ema={"a": double}, cast=True).extra["ema"]["a"] is double
+    assert double.tolist() == [0, 1]
 
 
 @on_ranks(2)

@@ -334,6 +334,12 @@ def own_class(module: nn.Module) -> type[nn.Module]:
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 
 
+def without_compile(module: nn.Module) -> nn.Module:
+    """Return the module inside what ``torch.compile(module)`` returns, or ``module`` itself."""
+    inner = module._modules.get("_orig_mod")
+    return module if inner is None else inner
+
+
 def nest(units: list[Unit]) -> Unit:
     """Put each unit inside the one before, as siblings of the first, and return the first."""
     outer, *siblings = units

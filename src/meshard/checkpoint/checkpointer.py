@@ -340,7 +340,8 @@ class Checkpointer:
             cast: Convert what was saved in another dtype, where no value wraps around.
             verify: Compare checksums.
             **extra: Objects to load into, under the names that they were saved with: what has
-                ``load_state_dict``, and tensors. Plain values are returned in any case.
+                ``load_state_dict``, and tensors, also in lists and dicts. Plain values are
+                returned in any case.
 
         Returns:
             The step, plain values, what did not fit, how random states were restored, and the names

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from meshard._engine.param_group import sharded_params
-from meshard._engine.unit import units_in
+from meshard._engine.unit import units_in, without_compile
 from meshard._mesh.boxes import Box, box_at, coordinate_of
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import is_plain, local_of, plain_of
@@ -96,13 +96,10 @@ def fqn_without_wrappers(name: str) -> str:
 
 def without_wrappers(module: nn.Module) -> nn.Module:
     """Return the module inside torch's DDP, ``torch.compile`` and ``AveragedModel``."""
-    while True:
-        if isinstance(module, (DistributedDataParallel, AveragedModel)):
-            module = module.module
-        elif "_orig_mod" in module._modules:
-            module = module.get_submodule("_orig_mod")
-        else:
-            return module
+    inner = without_compile(module)
+    if isinstance(inner, (DistributedDataParallel, AveragedModel)):
+        inner = inner.module
+    return module if inner is module else without_wrappers(inner)
 
 
 def weights_of(module: nn.Module, caller: str) -> list[Weight]:

@@ -139,6 +139,7 @@ class Restoring:
                 names = {**{key: join(name, fqn) for key, fqn in inner.items()}, **names}
         if optimizer is not None:
             self._add_optimizer(OPTIMIZER, optimizer, names)
+        given: dict[str, dict[str, torch.Tensor]] = {}  # tensors among plain values, by name
         for name, value in extra.items():
             if isinstance(value, nn.Module):
                 continue
@@ -146,10 +147,8 @@ class Restoring:
                 self._add_optimizer(name, value, names)
             elif parts.is_stateful(value):
                 self._add_stateful(name, value)
-            elif isinstance(value, torch.Tensor):
-                self._add_tensor(name, value)
-            elif self._part(name) is None:
-                self._missing.append(name)
+            else:
+                given[name] = self._add_value(name, value)
         asked = {MODEL, *extra} if optimizer is None else {MODEL, OPTIMIZER, *extra}
         self._missing += [each for each in self._manifest.unreadable if each.split(".")[0] in asked]
         saved = self._manifest.rank_parts
@@ -158,12 +157,33 @@ class Restoring:
             is_filled = isinstance(extra.get(name), torch.Tensor)
             part = None if name == RANDOM or is_filled else self._part(name)
             if isinstance(part, dict) and part.get("kind") == "value":
-                self._extra[name] = self._decoded(part["tree"], lambda _: None)
+                self._extra[name] = self._decoded_around(given.get(name, {}), part["tree"])
 
-    def _add_tensor(self, name: str, tensor: torch.Tensor) -> None:
-        own = own_name(self._ranks.rank, name)  # the name if each rank has saved its own version
-        has_own = name not in self._manifest.parts and self._part(name) is not None
-        self._add_tensors({own if has_own and own in self._manifest.tensors else name: tensor}, {})
+    def _add_value(self, name: str, value: Any) -> dict[str, torch.Tensor]:
+        """Add a tensor, or the tensors in lists and dicts; return them by name."""
+        may_have = isinstance(value, (torch.Tensor, list, tuple, dict))
+        given = parts.encode_part(name, value).tensors if may_have else {}
+        part = self._part(name)
+        if part is None and not given:
+            self._missing.append(name)
+        has_own = name not in self._manifest.parts and part is not None
+        targets = {}
+        for key, tensor in given.items():
+            own = own_name(self._ranks.rank, key)  # if each rank has saved its own version
+            targets[own if has_own and own in self._manifest.tensors else key] = tensor
+        self._add_tensors(targets, {})
+        return given
+
+    def _decoded_around(self, given: dict[str, torch.Tensor], tree: Any) -> Any:
+        """Decode a tree with the ``given`` tensors, which are filled, and new ones elsewhere."""
+
+        def place(name: str) -> torch.Tensor:
+            if name in given:
+                return given[name]
+            made: torch.Tensor = self._decoded(reference(name), lambda _: None)
+            return made
+
+        return decode(tree, place)
 
     def _add_module(self, name: str, module: nn.Module) -> dict[int, str]:
         state = model_state(module)

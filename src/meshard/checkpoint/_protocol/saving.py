@@ -237,7 +237,7 @@ class Saver:
                 written.crcs.append(crc)
                 begin += size
             for key, tree in sorted(own.items()):
-                data = _as_text(tree)
+                data = json.dumps(tree).encode()
                 sink.write(data)
                 written.own[key] = Blob(name, begin, len(data), zlib.crc32(data))
                 begin += len(data)
@@ -298,11 +298,7 @@ def _error_of(call: Callable[[], None]) -> Exception | None:
 
 
 def _hash(value: Any) -> str:
-    return hashlib.sha256(_as_text(value)).hexdigest()
-
-
-def _as_text(value: Any) -> bytes:
-    return json.dumps(value, sort_keys=True).encode()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def _hashes(job: Job) -> dict[str, str]:
