@@ -9,6 +9,7 @@ import importlib
 import math
 import os
 import warnings
+from collections import defaultdict
 from functools import partial
 from unittest import mock
 
@@ -383,6 +384,58 @@ def test_gradients_may_be_there_before_any_forward():
     ours.step()
     assert_same(whole(model.w0), before, bitwise=True)
     assert [*ours.state_dict()["state"][0]] == ["momentum_buffer"]
+
+
+def clear(optimizer, param):
+    optimizer.state.clear()
+
+
+def assign(optimizer, param):
+    optimizer.state = defaultdict(dict)
+
+
+def drop(optimizer, param):
+    optimizer.state.pop(param, None)
+
+
+def replace(optimizer, param):
+    own = optimizer.state[param]
+    if own:  # on the owner
+        own["exp_avg"] = torch.ones_like(own["exp_avg"])
+
+
+def take_another(optimizer, param):
+    own = optimizer.state[param]
+    if own:
+        optimizer.state[param] = {key: each.clone() * 2 for key, each in own.items()}
+
+
+@pytest.mark.parametrize("edit", [clear, assign, drop, replace, take_another])
+@on_threads(4)
+def test_the_next_step_and_a_checkpoint_use_what_is_changed_in_the_state(edit):
+    model = make(SHAPES)
+    ours, ordinary = both(model, "AdamW", bucket_mb=1e-4)
+    check_steps(model, ours, ordinary, range(3))
+    edit(ours, model.w1)
+    for optimizer in ordinary.optimizers:
+        edit(optimizer, ordinary.params["w1"])
+    state, expected = ours.state_dict()["state"], ordinary.optimizers[0].state_dict()["state"]
+    chosen = range(len(ordinary.chosen))
+    assert [each for each in state if each in chosen] == [*expected]
+    for number, own in expected.items():
+        assert_same({key: whole(each) for key, each in state[number].items()}, own, bitwise=True)
+    check_steps(model, ours, ordinary, range(3, 6))
+
+
+@on_threads(2)
+def test_a_state_may_be_set_before_the_first_step():
+    model = make([(4, 4), (3, 4)])
+    ours, ordinary = both(model, "AdamW")
+    given = {"step": torch.tensor(7.0), "exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4)}
+    if ours.owners["w0"] == dist.get_rank():
+        ours.state[model.w0] = copy.deepcopy(given)
+    ordinary.optimizers[0].state[ordinary.params["w0"]] = copy.deepcopy(given)
+    check_steps(model, ours, ordinary, range(2))
 
 
 @on_threads(2)

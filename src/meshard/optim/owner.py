@@ -66,8 +66,7 @@ class OwnerOptimizer(StateOnRead):
 
     ``param_groups[0]`` has the selected parameters, and ``param_groups[1]``, if there is one, those
     of the fallback. ``state`` has the state of a selected parameter on its owner, of the unsharded
-    shape, and an empty dict on other ranks. The tensors in it may be edited in place; replacing
-    them changes nothing.
+    shape, and an empty dict on other ranks. The next step uses what is changed in it.
     """
 
     _is_made = False
@@ -133,6 +132,8 @@ class OwnerOptimizer(StateOnRead):
             BucketStep(bucket, self._gradient_dtype, keeps_values=self._keeps_values)
             for bucket in self._buckets()
         ]
+        for each in steps:
+            self._take_state(each.bucket)
         if self._keeps_values:
             self._find_edits(steps)
         try:
@@ -154,10 +155,12 @@ class OwnerOptimizer(StateOnRead):
             for each in steps:
                 each.abandon()
             raise
+        finally:
+            for each in steps:
+                self._show_state(each.bucket)
         self._has_stepped = True
         for each in steps:
             each.mark()
-            self._show_state(each.bucket)
             self.param_groups[0].update(each.bucket.written)
         return loss
 
@@ -178,6 +181,7 @@ class OwnerOptimizer(StateOnRead):
         packed = super().state_dict()
         numbers = {id(member.param): number for number, member in enumerate(self._members)}
         for bucket in self._buckets():
+            self._take_state(bucket)
             states, written = states_as_shards(bucket)
             packed["param_groups"][0].update(written)
             for member, state in zip(bucket.members, states, strict=True):
@@ -214,10 +218,14 @@ class OwnerOptimizer(StateOnRead):
         super().load_state_dict({**state_dict, "state": others})
         group = self.param_groups[0]
         keeps_counts = not (group.get("capturable") or group.get("fused"))
-        for bucket in self._buckets():
-            saved = [state_dict["state"].get(keys[id(each.param)], {}) for each in bucket.members]
-            load_states(bucket, saved, keeps_counts=keeps_counts)
-            self._show_state(bucket)
+        buckets, states = self._buckets(), state_dict["state"]
+        try:
+            for bucket in buckets:
+                saved = [states.get(keys[id(each.param)], {}) for each in bucket.members]
+                load_states(bucket, saved, keeps_counts=keeps_counts)
+        finally:
+            for bucket in buckets:
+                self._show_state(bucket)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -270,7 +278,19 @@ class OwnerOptimizer(StateOnRead):
         if raised_on:
             raise RuntimeError(f"{self._name} has raised an exception on rank {raised_on[0]}.")
 
+    def _take_state(self, bucket: Bucket) -> None:
+        """Give the optimizer of a bucket what the user has made of ``state``."""
+        for position, placeholder in bucket.placeholders.items():
+            given = self._state.get(bucket.members[position].param)
+            if given:
+                bucket.make_inner()
+            if bucket.inner is not None:
+                bucket.inner.state.pop(placeholder, None)
+                if given:
+                    bucket.inner.state[placeholder] = given
+
     def _show_state(self, bucket: Bucket) -> None:
+        """Let ``state`` have what this rank owns of a bucket."""
         for position, member in enumerate(bucket.members):
             placeholder = bucket.placeholders.get(position)
             inner = {} if bucket.inner is None else bucket.inner.state
