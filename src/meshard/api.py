@@ -23,13 +23,23 @@ from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
 from meshard._comm.divergence import is_debugging
-from meshard._engine.build import allocate, collect, commit, plan, resolve_mesh_info
+from meshard._engine.build import (
+    Collected,
+    allocate,
+    collect,
+    commit,
+    plan,
+    resolve_mesh_info,
+)
+from meshard._engine.manual_unshard import listed
 from meshard._engine.unit import UnitSettings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._params.storage import MemoryLocation
 from meshard._torch.private import (
     TorchDataParallelMeshDims,
+    accumulation_hooks_of,
+    gradient_hooks_of,
     register_as_sharded,
     state_of,
     too_new,
@@ -148,6 +158,7 @@ def fully_shard(
     found = collect(modules, ignored)
     if mesh is not None and dims is None:
         _warn_about_order(mesh)
+    _warn_about_hooks(found)
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
     plans = plan(found, mesh_info, shard_placement_fn, policy)
     device = device_of(mesh_info.mesh)
@@ -248,6 +259,20 @@ def _warn_about_order(mesh: DeviceMesh) -> None:
             f"whatever its axes are called, and this one is {names}.\nPass dp_mesh_dims="
             f"DataParallelMeshDims(shard={names[0]!r}, replicate={names[1]!r}), which chooses axes "
             'by name, or make the mesh with mesh_dim_names=("replicate", "shard").'
+        )
+
+
+def _warn_about_hooks(found: Iterable[Collected]) -> None:
+    """Warn of hooks of parameters, whose place shards take."""
+    hooked = [
+        each.fqn
+        for each in found
+        if gradient_hooks_of(each.param) or accumulation_hooks_of(each.param)
+    ]
+    if hooked:
+        warn_user(
+            f"hooks on gradients of {listed(hooked)} will not run any more: fully_shard replaces "
+            "parameters by shards. Register them on the parameters that the module has after it."
         )
 
 

@@ -247,6 +247,18 @@ def test_hooks_on_shards_run_on_reduced_gradients():
     check()
 
 
+@on_fake_ranks(2)
+def test_hooks_that_sharding_loses_are_named():
+    model = MlpBlock(2, 2)
+    model.up.weight.register_hook(lambda grad: 2 * grad)
+    model.down.bias.register_post_accumulate_grad_hook(lambda param: None)
+    model.up.bias.register_hook(lambda grad: grad).remove()
+    text = "of 'up.weight', 'down.bias' will not run any more"
+    with pytest.warns(UserWarning, match=text) as warned:
+        meshard.fully_shard(model)
+    assert len(warned) == 1 and warned[0].filename == __file__
+
+
 @on_threads(2)
 def test_a_hook_runs_once_in_a_window():
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
