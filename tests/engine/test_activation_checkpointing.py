@@ -28,7 +28,7 @@ from tests.support.against_plain import (
 )
 from tests.support.models import Made, MlpBlock, MlpStack
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 
 MICROBATCHES = 3
 
@@ -142,6 +142,56 @@ def test_a_checkpoint_around_several_units(use_reentrant, early_stop):
     with set_checkpoint_early_stop(early_stop):
         ledger = check_gradients(*sharded_and_plain(plain), times=3)
     assert ledger.counts == {"all_gather": 9, "reduce_scatter": 5}
+
+
+@on_threads(2)
+def test_a_unit_that_begins_with_the_recomputed_node_is_not_over():
+    """The first node of the last unit recomputes all three, whose first is still to be gathered."""
+
+    def forward(model, x):
+        return checkpoint(nn.Sequential(*model.blocks), x, use_reentrant=False)
+
+    blocks = [Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.empty(6))) for _ in range(3)]
+    ledger = check_gradients(*sharded_and_plain(Made(forward, blocks=blocks)))
+    assert ledger.counts == {"all_gather": 6, "reduce_scatter": 3}
+
+
+@on_fake_ranks(2)
+def test_a_second_backward_through_reentrant_checkpoints_communicates_as_the_first():
+    def forward(model, x):
+        for start in (0, 2):
+            run = nn.Sequential(*model.blocks[start : start + 2])
+            x = checkpoint(run, x * model.scale, use_reentrant=True)
+        return x
+
+    blocks = [MlpBlock(6, 10) for _ in range(4)]
+    model, _ = sharded_and_plain(Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks))
+    loss, sent = mean_square(model, 0), []
+    for _ in range(2):
+        with meshard.CommLedger(model) as ledger:
+            loss.backward(retain_graph=True)
+        events = [(event.op, event.unit) for event in ledger.events]
+        sent.append([each for each in events if each != ("all_gather", "(root)")])
+    assert sent[0] == sent[1]
+
+
+@on_threads(2)
+def test_a_frozen_teacher_may_be_deleted_before_backward_recomputes():
+    def forward(model, x):
+        y = checkpoint(lambda x: torch.sin(model.student(x) + model.shift), x, use_reentrant=False)
+        with torch.no_grad():
+            target = model.teacher(x)
+        return y - target
+
+    def step(model, rank):
+        loss = mean_square(model, rank)
+        if isinstance(model, meshard.FSDPModule) or rank == 1:  # the plain one has run both batches
+            del model.teacher
+        return loss
+
+    members = {"student": MlpBlock(6, 8), "teacher": nn.Linear(6, 6)}
+    plain = Made(forward, shift=nn.Parameter(torch.empty(6)), **members)
+    check_gradients(*sharded_and_plain(plain, members), step, times=1)
 
 
 @on_threads(2)

@@ -18,6 +18,7 @@ from tests.support.against_plain import (
     sharded_and_plain,
 )
 from tests.support.models import Made, MlpStack, seeded
+from tests.support.parity import assert_same
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.spread import spread
 
@@ -173,6 +174,42 @@ def test_outputs_may_be_changed_in_place(kind, reshard):
     plain = Made(forward, layers=[LAYERS[kind]() for _ in range(3)])
     pair = sharded_and_plain(plain, (*inner, "layers"), reshard_after_forward=reshard)
     check_gradients(*pair, step)
+
+
+@on_threads(2)
+def test_a_penalty_on_the_gradient_goes_through_outputs_that_were_changed_in_place():
+    """The gradient of a sum is a constant; the backward of its gradient reads weights."""
+
+    def forward(model, x):
+        y = model.inner(x)
+        y += x
+        return y
+
+    def step(model, rank):
+        x = inputs_of(rank, shape=(2, 3, 6)).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return gradient.square().sum()
+
+    inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+    check_gradients(*sharded_and_plain(Made(forward, inner=inner), ("inner",)), step)
+
+
+@on_threads(2)
+def test_a_view_of_an_input_does_not_make_its_unit_part_of_what_follows_the_input():
+    def forward(model, x):
+        x = model.first(x)
+        model.second(x)
+        return x
+
+    second = Made(lambda m, x: (x.view(-1), m.inner(x)), inner=nn.Linear(6, 6))
+    model, plain = sharded_and_plain(
+        Made(forward, first=nn.Linear(6, 6), second=second), ("first", "second")
+    )
+    with meshard.CommLedger(model) as ledger:
+        x = inputs_of(0).requires_grad_()
+        (gradient,) = torch.autograd.grad(model(x).sum(), x)
+    assert_same(gradient, torch.ones(3, 6) @ plain.first.weight)
+    assert [event.unit for event in ledger.events] == ["first", "second", "first"]
 
 
 FORWARD_MODE = {
