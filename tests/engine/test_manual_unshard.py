@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 import meshard
 from meshard import CommLedger
 from tests.support.against_plain import check_gradients, inputs_of, mean_square, sharded_and_plain
-from tests.support.models import ChosenBlocks, MlpStack, seeded
+from tests.support.models import ChosenBlocks, Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
@@ -239,3 +239,56 @@ def test_a_flat_optimizer_does_not_step_inside_unsharded_params():
     ):
         optimizer.step()
     optimizer.step()  # and the optimizer still trains the model
+
+
+@on_threads(2)
+def test_unshard_after_an_evaluation_leaves_the_graph_of_an_earlier_forward_alone():
+    def step(model, rank):
+        loss = mean_square(model, rank)
+        with torch.no_grad():
+            model(inputs_of(rank))
+        for block in model.blocks if isinstance(model, meshard.FSDPModule) else ():
+            block.unshard()
+        model(inputs_of(rank, 1))
+        return loss
+
+    check_gradients(*sharded_and_plain(MlpStack(), reshard_after_forward=True), step)
+
+
+@on_threads(2)
+def test_a_forward_that_raises_ends_unshard():
+    """The error for units that a pipeline schedule must keep unsharded is not for this one."""
+
+    def forward(model, x):
+        y = model.used(x)
+        model.unused(x)
+        return y
+
+    members = {"used": nn.Linear(6, 6), "unused": nn.Linear(6, 6)}
+    model, plain = sharded_and_plain(Made(forward, **members), members)
+    model.unused.unshard()
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        model(torch.ones(3, 5))
+
+    def step(model, rank):
+        if isinstance(model, meshard.FSDPModule):
+            model.set_requires_gradient_sync(False)
+        loss = mean_square(model, rank)
+        loss.backward(retain_graph=True)
+        if isinstance(model, meshard.FSDPModule):
+            model.set_requires_gradient_sync(True)
+        return loss
+
+    check_gradients(model, plain, step, times=1)
+
+
+@on_fake_ranks(2)
+def test_a_warning_names_three_parameters_and_counts_the_others():
+    for count, names in ((3, "'0', '1', '2'"), (5, "'0', '1', '2' and 2 more")):
+        model = meshard.fully_shard(nn.ParameterList(torch.ones(2) for _ in range(count)))
+        model.unshard()
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(1)
+        with pytest.warns(UserWarning, match=rf"^parameter\(s\) {names} of unit"):
+            model.reshard()

@@ -11,8 +11,15 @@ from torch import nn
 
 import meshard
 from meshard import CommLedger
-from tests.support.against_plain import check_training, sharded_and_plain
+from tests.support.against_plain import (
+    check_gradients,
+    check_training,
+    inputs_of,
+    sharded_and_plain,
+)
+from tests.support.insides import unsharded_units
 from tests.support.models import Made, MlpBlock, MlpStack
+from tests.support.parity import assert_same
 from tests.support.ranks import fake_group, on_fake_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
@@ -216,3 +223,72 @@ def calls_of_a_backward(model):
 def test_a_backward_of_twice_as_many_units_does_not_take_much_more_than_twice(build):
     few, many = (calls_of_a_backward(build(count)) for count in (6, 12))
     assert many < 3 * few, (few, many)
+
+
+@on_threads(2)
+def test_a_unit_around_others_is_reduced_at_its_last_gradient():
+    """Before backward goes on to what was computed before the unit."""
+
+    def forward(model, x):
+        x = model.blocks[0](x)
+        x.register_hook(lambda _: sent.append([event.unit for event in ledger.events]))
+        return model.blocks[1](x)
+
+    def block():
+        members = {"inner": nn.Linear(6, 6), "scale": nn.Parameter(torch.empty(6))}
+        return Made(lambda m, x: m.inner(x * m.scale), **members)
+
+    sent = []
+    inner = [f"blocks.{number}.inner" for number in range(2)]
+    model, _ = sharded_and_plain(
+        Made(forward, blocks=[block(), block()]), (*inner, "blocks"), reshard_after_forward=False
+    )
+    loss = model(torch.ones(3, 6)).sum()
+    with CommLedger(model) as ledger:
+        loss.backward()
+    assert sent == [["blocks.1.inner", "blocks.1"]]
+
+
+@on_threads(2)
+def test_a_unit_around_others_is_reduced_before_earlier_units_if_it_lacks_a_gradient():
+    """The other rank reduces it at its last gradient, so both send in the same order."""
+
+    def block():
+        members = {"inner": nn.Linear(6, 6), "scale": nn.Parameter(torch.empty(6))}
+        return Made(lambda m, x, is_scaled: m.inner(x * m.scale if is_scaled else x), **members)
+
+    def step(model, rank):
+        x = model.blocks[0](inputs_of(rank), True)
+        return model.blocks[1](x, rank == 0).square().mean()
+
+    inner = [f"blocks.{number}.inner" for number in range(2)]
+    plain = Made(step, blocks=[block(), block()])
+    ledger = check_gradients(*sharded_and_plain(plain, (*inner, "blocks")), lambda m, r: m(r))
+    reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
+    assert reduced == ["blocks.1.inner", "blocks.1", "blocks.0.inner", "blocks.0"]
+
+
+@on_threads(4)
+def test_what_is_kept_between_forward_and_backward_is_not_used_in_the_next_forward():
+    """An edit of ``.data`` raises no version that would tell that it is old."""
+    model, plain = sharded_and_plain(MlpStack(), reshard_after_forward=2)
+    x = torch.ones(3, 6)
+    for _ in range(2):  # the second forward prefetches
+        with CommLedger(model) as ledger:
+            assert_same(model(x), plain(x))
+        assert {event.group_size for event in ledger.events} == {4}
+        for each in (model, plain):
+            for param in each.parameters():
+                param.data.mul_(2)
+
+
+@on_fake_ranks(2)
+def test_a_unit_that_ran_in_an_evaluation_only_is_resharded_after_the_next_backward():
+    model = Made(lambda m, x: m.body(x), body=nn.Linear(6, 6), head=nn.Linear(6, 6))
+    for each in (model.body, model.head):
+        meshard.fully_shard(each, reshard_after_forward=False)
+    meshard.fully_shard(model)
+    with torch.no_grad():
+        model.head(torch.ones(3, 6))
+    model(torch.ones(3, 6)).sum().backward()
+    assert unsharded_units(model) == []

@@ -52,6 +52,20 @@ def test_a_replaced_gradient_is_counted_when_it_is_taken_over():
     assert pair.ours.num_replaced_gradients == 1
 
 
+@pytest.mark.filterwarnings("ignore:.grad of 'weight'")
+@on_threads(2)
+def test_a_published_gradient_may_be_replaced_by_a_sparse_one():
+    model = nn.Embedding(4, 2)
+    meshard.replicate(model)
+    for _ in range(2):
+        model(torch.tensor([1])).sum().backward()
+        expected = model.weight.grad * 2
+        model.weight.grad = model.weight.grad.to_sparse()
+        model(torch.tensor([1])).sum().backward()
+        assert torch.equal(model.weight.grad, expected)
+        model.zero_grad()
+
+
 @on_ranks(2)
 def test_a_gradient_of_an_earlier_step_may_come_back():
     pair = Pair()
