@@ -44,6 +44,13 @@ def test_microbatches_need_no_length():
     assert values(model)["a"] == 6.0
 
 
+HELD = {
+    GradientSync.NONE: "holds gradients that are not reduced yet",
+    GradientSync.REDUCE_SCATTER: "holds gradients that are not reduced across the replicas yet",
+    GradientSync.FULL: "holds gradients that are those of some microbatches only",
+}
+
+
 @on_threads(4)
 @spread(until_last=list(GradientSync), asks=[False, True])
 def test_a_step_inside_the_loop_says_where_it_belongs(until_last, asks):
@@ -53,8 +60,11 @@ def test_a_step_inside_the_loop_says_where_it_belongs(until_last, asks):
     model(next(loop), None).backward()
     if asks:
         meshard.pending_gradients(model)  # after which those that are reduced are in .grad
-    with pytest.raises(RuntimeError, match=r"after the loop over microbatches\(\), not inside"):
+    with pytest.raises(
+        RuntimeError, match=r"after the loop over microbatches\(\), not inside"
+    ) as error:
         optimizer.step()
+    assert HELD[until_last] in str(error.value)
     for batch in loop:
         model(batch, None).backward()
     optimizer.step()
