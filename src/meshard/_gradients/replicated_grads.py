@@ -8,9 +8,8 @@ gradients are packed into the bucket, large ones as they arrive. At the end of t
 ======= =============================================== ===========================================
 state   when                                            ``.grad``
 ======= =============================================== ===========================================
-shown   outside of a backward                           what is accumulated
+shown   outside of a backward, and in it after settle() what is accumulated
 hidden  from ``hide``, as a backward begins             None, or a new gradient of autograd
-settled from ``settle`` in a backward, until its end    what is accumulated, as if shown
 ======= =============================================== ===========================================
 
 A *foreign* gradient is one that the user set: ``hide`` takes it out of ``.grad``. ``publish`` adds
@@ -30,7 +29,6 @@ from meshard._gradients.published import (
     Mark,
     PublishedGrads,
     in_one_layout,
-    is_clear,
     take_edit,
     unrecorded,
 )
@@ -73,8 +71,7 @@ class ReplicatedGrads(PublishedGrads):
         # The range of each large parameter in the bucket, in the parameter's shape.
         self._parts: dict[int, torch.Tensor] = {}
         self._received: _Received | None = None  # None: all gradients are packed at the end
-        self.is_hidden = False  # the state is hidden or settled
-        self._is_settled = False  # the state is settled
+        self.is_hidden = False
         self._foreign: dict[int, torch.Tensor] = {}  # foreign gradients, while hidden
         # Parameters whose foreign gradient was put back by the last show().
         self._restored: frozenset[int] = frozenset()
@@ -85,10 +82,8 @@ class ReplicatedGrads(PublishedGrads):
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
         """Return the bucket ``[1, n]``, the same memory each step; None if gradients are in it."""
-        is_visible = not self.is_hidden or self._is_settled
-        if self._published is not None and not (is_visible and is_clear(self._params)):
+        if self._published is not None:
             return None
-        self._published = None
         bucket = self._bucket
         if bucket is None or self._layout is not layout or bucket.dtype != dtype:
             bucket = self._bucket = layout.allocate(dtype)
@@ -118,7 +113,7 @@ class ReplicatedGrads(PublishedGrads):
 
     @property
     def awaits_reduction(self) -> bool:
-        return self.is_hidden and not self._is_settled
+        return self.is_hidden
 
     def hide(self, arrived: int | None = None) -> None:
         """Set every ``.grad`` to None, because a backward begins.
@@ -171,9 +166,6 @@ class ReplicatedGrads(PublishedGrads):
             return
         self.is_hidden = False
         self._received = None
-        if self._is_settled:
-            self._is_settled = False  # settle() has set .grad, which users may have cleared since
-            return
         foreign, self._foreign = self._foreign, {}
         self._restored = frozenset(foreign)
         if self._published is not None:
@@ -294,15 +286,16 @@ class ReplicatedGrads(PublishedGrads):
         return False  # gradients may be waiting for ``settle``
 
     def settle(self) -> None:
-        """Put everything that is accumulated into ``.grad``, even in the middle of a backward."""
-        if self.is_hidden and not self._is_settled:
-            self.show()
-            self.is_hidden = self._is_settled = True  # this backward brings no more gradients here
+        """Put everything that is accumulated into ``.grad``, even in the middle of a backward.
+
+        This backward brings no more gradients here.
+        """
+        self.show()
 
     def clear(self) -> None:
         super().clear()
         self._published = self._received = None
-        self.is_hidden = self._is_settled = False
+        self.is_hidden = False
         self._foreign.clear()
 
     def _is_ours(self, index: int) -> bool:
@@ -316,7 +309,6 @@ class ReplicatedGrads(PublishedGrads):
         return (
             self.are_views
             and gradient.data_ptr() == view.data_ptr()
-            and gradient.dtype == view.dtype
             and gradient.stride() == view.stride()
         )
 
