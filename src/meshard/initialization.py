@@ -187,7 +187,9 @@ class _Initialisation:
         self._new.update({param: joined(unit.fqn, param.fqn) for param in new})
         device = group.spec.device
         unsharded = [_unsharded_copy(p, device, is_new=p in new) for p in sharded_params(group)]
-        self._summoned[unit] = SummonedUnit(unit, SummonOptions("materialize"), unsharded)
+        self._summoned[unit] = SummonedUnit(
+            unit, SummonOptions("materialize", writeback=True), unsharded
+        )
         return True
 
     def _finish(self, units: list[Unit]) -> None:

@@ -94,7 +94,7 @@ class SummonOptions:
     """The options with which a unit was summoned: see ``weights.SummonedUnit``."""
 
     caller: str  # the public function
-    writeback: bool = True
+    writeback: bool
     rank0_only: bool = False
     offload_to_cpu: bool = False
 

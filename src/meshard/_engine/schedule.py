@@ -136,7 +136,7 @@ class StepSchedule:
         self.end_passes()
         self.current = ForwardPass()
 
-    def enter(self, unit: int, *, with_graph: bool = True, node: int = -1) -> ForwardCall:
+    def enter(self, unit: int, *, node: int, with_graph: bool = True) -> ForwardCall:
         """Record that a unit begins; ``node`` is the number of the next autograd node."""
         now = self.current
         num_before = now.units.get(unit, 0)

@@ -89,7 +89,7 @@ def warn_about_unwritten(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         for fqn, inner in module.named_modules():
             for name, buffer in inner._buffers.items():
-                if buffer is None or not hasattr(buffer, _MARK):
+                if not hasattr(buffer, _MARK):
                     continue
                 if _is_unwritten(buffer):
                     names.append(joined(fqn, name))
