@@ -16,6 +16,7 @@ import meshard
 import meshard.offloading
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from tests.support.cases import CASES
+from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state, own_grads, own_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
@@ -340,3 +341,24 @@ def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):
 def test_a_policy_is_checked_where_it_is_made():
     with pytest.raises(TypeError, match="pin_memory must be a bool, got 'yes'"):
         CPUOffloadPolicy(pin_memory="yes")
+
+
+@on_threads(2)
+def test_no_step_follows_a_hook_that_raised_while_gradients_came_to_the_host():
+    """The step waits for the copies, and then calls the hook."""
+
+    def fail(_):
+        raise ValueError("by a hook")
+
+    model = seeded(nn.Linear(2, 2))
+    meshard.fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    model.bias.register_hook(fail)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_is_last_backward(False)
+    model(torch.ones(1, 2)).sum().backward()
+    before = full_state(model)
+    with pytest.raises(ValueError, match="by a hook"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="gradients are those of some units only"):
+        optimizer.step()
+    assert_same(full_state(model), before, bitwise=True)
