@@ -244,7 +244,8 @@ def test_profiles_are_files(tmp_path):
 
 def test_a_network_that_was_not_measured_is_named():
     with pytest.raises(ValueError, match="no between_nodes"):
-        plan(make_job, world_size=RANKS, ranks_per_node=4, profile=profile_on(FAST))
+        profile = profile_on(FAST)
+        plan(make_job, world_size=RANKS, ranks_per_node=4, device_type="cpu", profile=profile)
 
 
 def test_a_step_without_units_is_refused():
@@ -294,6 +295,7 @@ def test_all_ranks_get_the_same_profile(tmp_path):
     torch.distributed.barrier()
     assert [each.name for each in tmp_path.iterdir()] == ["of rank 0.json"]
     assert Profile.load(tmp_path / "of rank 0.json") == profile
+    assert profile.device_type == "cpu"
     gather = Collective("all_gather", "", 2, 2**18, 2**17, False)
     assert profile.within_node.seconds(gather) < 0.05
     assert len(profile.steps) == 4
@@ -333,3 +335,9 @@ def test_a_step_that_differs_each_time_is_refused():
 def test_profiles_that_say_nothing_are_refused(make):
     with pytest.raises(ValueError, match=r"got|no work"):
         make()
+
+
+def test_a_profile_of_another_type_of_device_is_refused():
+    profile = Profile([MeasuredWork("forward", "", 1.0, 1e9)], Link(1e12), device_type="cpu")
+    with pytest.raises(ValueError, match=r"measured on 'cpu', and the plan is for 'cuda'"):
+        plan(make_layers, world_size=2, profile=profile)

@@ -97,7 +97,8 @@ def measure(
     own = _Measured(_seconds_of(recording, part, sum(lengths), steps), work, sent, lengths)
     group = all_ranks()
     every = [own] if group is None else gather_objects(own, group, label="(profile)")
-    profile = _profile_of(every)
+    device = torch.device("cpu") if clock is spans.HOST else torch.accelerator.current_accelerator()
+    profile = _profile_of(every, "" if device is None else device.type)
     if path is not None and (group is None or group.rank() == 0):
         profile.save(path)
     return profile
@@ -179,7 +180,7 @@ def _collectives_of(
     return found
 
 
-def _profile_of(every: Sequence[_Measured]) -> Profile:
+def _profile_of(every: Sequence[_Measured], device_type: str) -> Profile:
     work = []
     for key in dict.fromkeys(key for each in every for key in each.seconds):
         seconds = statistics.fmean(each.seconds.get(key, 0.0) for each in every)
@@ -195,7 +196,7 @@ def _profile_of(every: Sequence[_Measured]) -> Profile:
             sent[collective.is_between_nodes].append((collective, took))
     # A step is as long as on the rank that is slowest.
     steps = [max(lengths) for lengths in zip(*(each.steps for each in every), strict=True)]
-    return Profile(work, _link(sent[False]), _link(sent[True]), steps)
+    return Profile(work, _link(sent[False]), _link(sent[True]), steps, device_type)
 
 
 def _link(sent: Sequence[tuple[Collective, float]]) -> Link | None:

@@ -274,7 +274,8 @@ def plan(
         RuntimeError: This process has a process group already; or the job uses a model that was
             made outside of it, and would be changed.
         TypeError: ``job`` is no function, or does not return one; ``profile`` is none.
-        ValueError: A number is out of range; or the profile lacks a network that the job uses.
+        ValueError: A number is out of range; the profile is of another type of device, or lacks a
+            network that the job uses.
         Exception: What the job raises.
 
     >>> import torch, meshard
@@ -302,6 +303,12 @@ def plan(
         raise TypeError(f"profile must be a Profile, as from Profile.load(path), got {profile!r}.")
     if profile is not None and not profile.work:
         raise ValueError("the profile has no work, so it says nothing of the speed of compute.")
+    if profile is not None and profile.device_type not in ("", device_type):
+        raise ValueError(
+            f"the profile was measured on {profile.device_type!r}, and the plan is for "
+            f"{device_type!r}; pass device_type={profile.device_type!r} (--device "
+            f"{profile.device_type}), or measure on {device_type!r}."
+        )
     machine = Machine(
         world_size=world_size, rank=rank, ranks_per_node=ranks_per_node, device_type=device_type
     )

@@ -88,12 +88,14 @@ class Profile:
         within_node: The network between ranks of a node; None: not known.
         between_nodes: The network between nodes; None: not known.
         steps: Seconds of each measured step.
+        device_type: Of the ranks that were measured, such as ``"cuda"``; "": not known.
     """
 
     work: list[MeasuredWork]
     within_node: Link | None = None
     between_nodes: Link | None = None
     steps: list[float] = field(default_factory=list)
+    device_type: str = ""
 
     @property
     def spread(self) -> float:
@@ -118,7 +120,7 @@ class Profile:
                 for name in ("within_node", "between_nodes")
             )
             work = [MeasuredWork(**each) for each in read["work"]]
-            return cls(work, within, between, read["steps"])
+            return cls(work, within, between, read["steps"], read["device_type"])
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no file that Profile.save has written.") from error
 
