@@ -243,8 +243,8 @@ def test_profiles_are_files(tmp_path):
 
 
 def test_a_network_that_was_not_measured_is_named():
+    profile = profile_on(FAST)
     with pytest.raises(ValueError, match="no between_nodes"):
-        profile = profile_on(FAST)
         plan(make_job, world_size=RANKS, ranks_per_node=4, device_type="cpu", profile=profile)
 
 
