@@ -169,9 +169,10 @@ def fully_shard(
             named = [(found.fqn, found.param) for found in each.found]
             check_same_start(named, each.mesh_info, classes)
     units = []
-    for each in plans:
-        settings = _settings(reshard_after_forward, each.mesh_info, unshard_on_access)
-        units.append(allocate(each, modules, policy=policy, settings=settings, host=host))
+    with torch.inference_mode(mode=False):  # shards of a model made for inference have versions too
+        for each in plans:
+            settings = _settings(reshard_after_forward, each.mesh_info, unshard_on_access)
+            units.append(allocate(each, modules, policy=policy, settings=settings, host=host))
     if device.type != "cpu":
         inner = itertools.chain.from_iterable(each.modules() for each in modules)
         move_buffers(inner, device)

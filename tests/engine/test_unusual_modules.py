@@ -1,5 +1,6 @@
 """Modules that use their weights, inputs and outputs in unusual ways."""
 
+import copy
 import dataclasses
 import warnings
 
@@ -240,3 +241,16 @@ def test_losses_of_forward_derivatives(kind):
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
     for _ in range(3):  # replicated parameters get their last buckets in the third
         check_gradients(model, plain, step, times=1, dtype=dtype)
+
+
+@on_threads(2)
+@pytest.mark.parametrize("is_made_inside", [False, True])
+def test_a_model_may_be_made_and_sharded_for_inference(is_made_inside):
+    plain = seeded(MlpStack())
+    with torch.inference_mode(is_made_inside):
+        model = copy.deepcopy(plain)
+    with torch.inference_mode():
+        meshard.fully_shard(model)
+        for _ in range(2):
+            assert torch.equal(model(inputs_of(0)), plain(inputs_of(0)))
+    check_training(model, plain)

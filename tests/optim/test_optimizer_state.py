@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from meshard import OverlappedOptimizer, flat_optimizer, overlap_optimizer
 from tests.optim.optimizers import ADAMW, OPTIONS, make, train, trainable
-from tests.support.parity import assert_same, full_state
+from tests.support.parity import assert_same, full_state, whole
 from tests.support.ranks import on_ranks, on_threads
 
 KINDS = {
@@ -63,6 +63,21 @@ def test_state_dicts_are_interchangeable(first, second):
 
 def state_of(model, optimizer):
     return {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+
+
+@on_threads(2)
+@pytest.mark.parametrize("kind", ["flat", "in backward", "awaited by gathers"])
+def test_a_state_of_unsharded_tensors_is_loaded(kind):
+    model = make()
+    optimizer = KINDS["ordinary"](model, ADAMW, **OPTIONS)
+    train(model, optimizer, range(3))
+    state = optimizer.state_dict()
+    for own in state["state"].values():
+        own.update((key, whole(each).clone()) for key, each in own.items())
+    second = KINDS[kind](model, ADAMW, **OPTIONS)
+    second.load_state_dict(state)
+    train(model, second, range(3, 6))
+    assert_same(full_state(model), straight(), bitwise=True)
 
 
 @pytest.mark.extras

@@ -27,8 +27,9 @@ from typing_extensions import override
 from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import ParamGroup, owners_of, sharded_params_of
 from meshard._engine.unit import require_units
+from meshard._mesh.boxes import box_at, coordinate_of
 from meshard._params.flat_params import FlatParams
-from meshard._torch.dtensor import local_of, plain_of, scalar_reads
+from meshard._torch.dtensor import local_of, place_like, plain_of, scalar_reads
 from meshard._torch.patches import params_in
 from meshard._torch.user_line import warn_user
 from meshard.optim.flat_slices import FlatSlice, Member, State, States, history_of
@@ -422,6 +423,17 @@ class StateOnRead(Optimizer):
             stepper.release()
         self._state = value
 
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of the same param groups: DTensors like the parameters, or unsharded."""
+        order = [each for group in state_dict["param_groups"] for each in group["params"]]
+        params = dict(zip(order, params_in(self), strict=False))
+        state = {
+            key: {name: _cut_like(params.get(key), value) for name, value in own.items()}
+            for key, own in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": state})
+
     def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
         """Begin a step: return what its closure returns, and look at what is not stepped."""
         loss = None
@@ -440,6 +452,16 @@ class StateOnRead(Optimizer):
             if isinstance(each.get("step"), (int, float)):  # saved by a torch before 1.12
                 each["step"] = torch.tensor(float(each["step"]), device="cpu")
         super().__setstate__(given)
+
+
+def _cut_like(param: torch.Tensor | None, value: Any) -> Any:
+    """Return this rank's shard of ``value`` if that is unsharded, and of a sharded parameter."""
+    is_unsharded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not isinstance(param, DTensor) or not is_unsharded or value.shape != param.shape:
+        return value
+    place = coordinate_of(param.device_mesh)
+    box = box_at(value.shape, param.device_mesh, param.placements, place)
+    return place_like(param, value[box.slices].to(plain_of(param).device, copy=True))
 
 
 class FlatOptimizer(StateOnRead):

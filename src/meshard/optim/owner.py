@@ -24,10 +24,8 @@ from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._engine.param_group import sharded_params_of
 from meshard._engine.unit import require_units
-from meshard._mesh.boxes import box_at, coordinate_of
 from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
-from meshard._torch.dtensor import is_plain, place_like, plain_of
-from meshard._torch.patches import params_in
+from meshard._torch.dtensor import is_plain, plain_of
 from meshard.optim.exchange import Layout, MeshRanks
 from meshard.optim.flat import (
     POINTWISE,
@@ -209,12 +207,7 @@ class OwnerOptimizer(StateOnRead):
         order = [each for group in state_dict["param_groups"] for each in group["params"]]
         keys = dict(zip((id(member.param) for member in self._members), order, strict=False))
         chosen = set(keys.values())
-        params = dict(zip(order, params_in(self), strict=False))
-        others = {
-            key: {name: _cut_like(params.get(key), value) for name, value in state.items()}
-            for key, state in state_dict["state"].items()
-            if key not in chosen
-        }
+        others = {key: each for key, each in state_dict["state"].items() if key not in chosen}
         super().load_state_dict({**state_dict, "state": others})
         group = self.param_groups[0]
         keeps_counts = not (group.get("capturable") or group.get("fused"))
@@ -659,13 +652,3 @@ def _template(make: MakeInner, members: Sequence[OwnedParam], *, is_fused: bool)
     if template.param_groups[0].get("differentiable"):
         raise ValueError("owner_optimizer has no differentiable step.")
     return {**template.param_groups[0], "params": [member.param for member in members]}
-
-
-def _cut_like(param: torch.Tensor | None, value: Any) -> Any:
-    """Return this rank's shard of ``value`` if that is unsharded, and of a sharded parameter."""
-    is_unsharded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-    if not isinstance(param, DTensor) or not is_unsharded or value.shape != param.shape:
-        return value
-    place = coordinate_of(param.device_mesh)
-    box = box_at(value.shape, param.device_mesh, param.placements, place)
-    return place_like(param, value[box.slices].to(plain_of(param).device, copy=True))
