@@ -27,7 +27,7 @@ from tests.support.integer_model import (
 )
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_grads, own_grads
-from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.threads import run_threads
 
 
@@ -211,7 +211,7 @@ def test_a_parent_that_returns_nothing_leaves_what_it_read_whole_for_backward():
     check_gradients(meshard.fully_shard(model), plain, step)
 
 
-@on_fake_ranks(2)
+@on_threads(2)
 def test_a_copy_is_read_like_the_original():
     model = sharded_attention(attention_stack())
     models = (copy.deepcopy(model), model)

@@ -85,6 +85,9 @@ def test_meshes_that_share_an_axis():
         assert layer.weight.grad.item() == plane.mesh.float().mean()
 
 
+@pytest.mark.skipif(
+    not hasattr(torch_common, "ShardPlacementResult"), reason="torch 2.11 has no such class"
+)
 @on_fake_ranks(4)
 def test_placements_in_the_form_of_torch_are_taken():
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))["edp"]

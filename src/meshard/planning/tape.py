@@ -53,7 +53,9 @@ def work_of(
     work: float = _LAUNCH + sum(each.numel() * each.itemsize for each in tensors)
     count = flop_registry.get(_SAME_AS.get(packet, packet))
     if count is not None:
-        work += count(*args, **kwargs, out_val=result) / operations_per_byte
+        # torch 2.11 does not count attention in which several query heads share one key head.
+        with contextlib.suppress(AssertionError):
+            work += count(*args, **kwargs, out_val=result) / operations_per_byte
     return work
 
 
