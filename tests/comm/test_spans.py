@@ -90,7 +90,7 @@ def test_without_a_recorder_hooks_do_nothing():
 
 def test_a_profiler_shows_the_ranges_with_and_without_a_trace():
     def names_of(context):
-        with context, torch.profiler.profile(acc_events=True) as profile:
+        with context, torch.profiler.profile() as profile:
             comm.all_reduce(torch.ones(4), group=dist.group.WORLD, label="layer").wait()
         return [each.key for each in profile.key_averages() if each.key.startswith("meshard::")]
 

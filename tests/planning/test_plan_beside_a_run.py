@@ -75,9 +75,7 @@ def measured(make_step, num_steps=3):
 
     with (
         mock.patch.object(dist.Work, "wait", wait_for_threads),
-        torch.profiler.profile(
-            activities=activities, profile_memory=True, acc_events=True
-        ) as profiler,
+        torch.profiler.profile(activities=activities, profile_memory=True) as profiler,
     ):
         step = make_step()
         step()
