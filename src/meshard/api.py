@@ -169,7 +169,7 @@ def fully_shard(
             named = [(found.fqn, found.param) for found in each.found]
             check_same_start(named, each.mesh_info, classes)
     units = []
-    with torch.inference_mode(mode=False):  # shards of a model made for inference have versions too
+    with torch.inference_mode(mode=False):  # inference tensors would have no version counters
         for each in plans:
             settings = _settings(reshard_after_forward, each.mesh_info, unshard_on_access)
             units.append(allocate(each, modules, policy=policy, settings=settings, host=host))
@@ -264,7 +264,7 @@ def _warn_about_order(mesh: DeviceMesh) -> None:
 
 
 def _warn_about_hooks(found: Iterable[Collected]) -> None:
-    """Warn of hooks of parameters, whose place shards take."""
+    """Warn of hooks on parameters, which will not run, because shards replace the parameters."""
     hooked = [
         each.fqn
         for each in found

@@ -245,8 +245,8 @@ def _repeated_blocks(holders: Holders) -> set[nn.Module]:
 
     A ``ModuleList`` holds blocks even if there is only one. A ``Sequential`` of different modules
     may itself be one block. The entries of a ``ModuleDict`` are often different parts of a model;
-    they count as blocks only if all are of one class. Inside what ``torch.compile(block)`` returns,
-    the block is taken.
+    they count as blocks only if all are of one class. Of what ``torch.compile(block)`` returns, the
+    block inside counts.
     """
     found: set[nn.Module] = set()
     outside: set[nn.Module] = set()

@@ -288,7 +288,7 @@ class ReplicatedGrads(PublishedGrads):
     def settle(self) -> None:
         """Put everything that is accumulated into ``.grad``, even in the middle of a backward.
 
-        This backward brings no more gradients here.
+        Only for a caller that knows that the present backward brings no more gradients here.
         """
         self.show()
 

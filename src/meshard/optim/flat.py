@@ -425,7 +425,11 @@ class StateOnRead(Optimizer):
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of the same param groups: DTensors like the parameters, or unsharded."""
+        """Load a state dict of an optimizer with the same param groups, sharded or not.
+
+        A tensor of the shape of a parameter is a DTensor that is placed like the parameter, or
+        unsharded: then this rank's part is taken. Not a collective.
+        """
         order = [each for group in state_dict["param_groups"] for each in group["params"]]
         params = dict(zip(order, params_in(self), strict=False))
         state = {

@@ -272,7 +272,7 @@ class OwnerOptimizer(StateOnRead):
             raise RuntimeError(f"{self._name} has raised an exception on rank {raised_on[0]}.")
 
     def _take_state(self, bucket: Bucket) -> None:
-        """Give the optimizer of a bucket what the user has made of ``state``."""
+        """Let the optimizer of a bucket use what the user has changed in ``state``."""
         for position, placeholder in bucket.placeholders.items():
             given = self._state.get(bucket.members[position].param)
             if given:
