@@ -450,6 +450,11 @@ def _check_parameters(found: list[Collected], device: torch.device) -> None:
                 f"parameter {fqn!r} is on {param.device}, but the mesh is on {device}; move the "
                 "module there (from meta: to_empty, then initialise it) before replicate."
             )
+        if param.is_inference():
+            raise ValueError(
+                f"parameter {fqn!r} was made under torch.inference_mode and cannot get gradients; "
+                "make the module outside of it, or replicate a copy.deepcopy made outside."
+            )
         check_dtype(fqn, param)
         if gradient_dtype(param) is not param.dtype:
             raise NotImplementedError(

@@ -17,7 +17,7 @@ from tests.support.cases import CASES
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import MlpStack, seeded
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
-from tests.support.sharding import shard_blocks, sharded_case
+from tests.support.sharding import shard_blocks
 
 
 def warm_up(model, x):
@@ -40,9 +40,13 @@ def test_deleting_a_model_frees_every_byte_without_the_garbage_collector(
     case_name, what, reshard_after_forward
 ):
     case, rank = CASES[case_name], torch.distributed.get_rank()
+    mesh = init_device_mesh("cpu", (2,))  # torch keeps some meshes in caches of its own
 
     def make():
-        return sharded_case(case_name, reshard_after_forward=reshard_after_forward)[1]
+        model = case.build()
+        for unit in case.units(model):
+            meshard.fully_shard(unit, mesh, reshard_after_forward=reshard_after_forward)
+        return model
 
     # The first step and copy of a process import modules, whose frames only a collection frees.
     original = make() if what == "copy" else torch.nn.Linear(2, 2)

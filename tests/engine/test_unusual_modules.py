@@ -244,13 +244,16 @@ def test_losses_of_forward_derivatives(kind):
 
 
 @on_threads(2)
-@pytest.mark.parametrize("is_made_inside", [False, True])
-def test_a_model_may_be_made_and_sharded_for_inference(is_made_inside):
+@pytest.mark.parametrize(
+    ("wrap", "is_made_inside"),
+    [(meshard.fully_shard, False), (meshard.fully_shard, True), (meshard.replicate, False)],
+)
+def test_a_model_may_be_made_and_sharded_for_inference(wrap, is_made_inside):
     plain = seeded(MlpStack())
     with torch.inference_mode(is_made_inside):
         model = copy.deepcopy(plain)
     with torch.inference_mode():
-        meshard.fully_shard(model)
+        wrap(model)
         for _ in range(2):
             assert torch.equal(model(inputs_of(0)), plain(inputs_of(0)))
     check_training(model, plain)

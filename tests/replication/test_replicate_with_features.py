@@ -1,5 +1,7 @@
 """Replicated modules with other features: meshes, sharding, tools, optimizers."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -146,6 +148,11 @@ def test_what_cannot_be_replicated_is_refused():
         meshard.replicate(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="complex parameters are not supported"):
         meshard.replicate(nn.Linear(2, 2, dtype=torch.complex64))
+    with torch.inference_mode():
+        made_inside = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"'weight' was made under torch\.inference_mode"):
+        meshard.replicate(made_inside)
+    meshard.replicate(copy.deepcopy(made_inside))  # the remedy that the error names
     layer = meshard.replicate(nn.Linear(2, 2))
     for apply in (meshard.replicate, meshard.fully_shard):
         with pytest.raises(ValueError, match=r"sharded or replicated already|is replicated; apply"):

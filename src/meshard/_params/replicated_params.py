@@ -167,7 +167,7 @@ class ReplicatedParams(UnitParams):
         tensor = param.unsharded
         flag = tensor.requires_grad
         tensor.requires_grad_(True)  # a tensor without it has no node
-        with torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad():
             view = tensor.view_as(tensor)
         assert view.grad_fn is not None
         node: Any = view.grad_fn.next_functions[0][0]  # AccumulateGrad
