@@ -88,6 +88,7 @@ def test_without_a_recorder_hooks_do_nothing():
     assert spans.recorder is None
 
 
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # as torch 2.11 tells each user
 def test_a_profiler_shows_the_ranges_with_and_without_a_trace():
     def names_of(context):
         with context, torch.profiler.profile() as profile:

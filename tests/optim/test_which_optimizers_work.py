@@ -34,8 +34,11 @@ REASONS = {
     "mixed torch.Tensor and DTensor": "its states are plain tensors",
     "Adafactor needs norms": "DTensor lacks an operation",
     "in-place operations that require placement changes": "DTensor lacks an operation",
-    "Cannot flatten unevenly sharded tensor": "DTensor lacks an operation",
+    "flatten unevenly sharded": "DTensor lacks an operation",
+    "does not have a sharding strategy": "DTensor lacks an operation",
 }
+# What the page says of torch 2.11 below its table: the first cells of a row.
+CELLS_OF_2_11 = {"`Muon`, fewer rows than ranks": ["to rounding", "to rounding"]}
 # Of a parameter's way, by the norm: how far it may be from that of one process.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
@@ -184,7 +187,12 @@ def rows_of_page():
     """Return the cells of each row of the first table."""
     page = (ROOT / "docs" / "reference" / "optimizers.md").read_text()
     table = page.partition("|---|---|---|---|---|---|\n")[2].partition("\n\n")[0]
-    return [line.strip("| ").split(" | ") for line in table.splitlines()]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    if torch.__version__ < "2.12":
+        for cells in rows:
+            told = CELLS_OF_2_11.get(cells[0], [])
+            cells[1 : 1 + len(told)] = told
+    return rows
 
 
 def sharded():

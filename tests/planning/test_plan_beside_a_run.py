@@ -8,6 +8,7 @@ import itertools
 import math
 import statistics
 import time
+import warnings
 from functools import partial
 from unittest import mock
 
@@ -73,6 +74,7 @@ def measured(make_step, num_steps=3):
         time.sleep(0.003)
         return is_done
 
+    warnings.filterwarnings("ignore", ".*Profiler clears events")  # as torch 2.11 tells each user
     with (
         mock.patch.object(dist.Work, "wait", wait_for_threads),
         torch.profiler.profile(activities=activities, profile_memory=True) as profiler,
