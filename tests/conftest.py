@@ -38,6 +38,12 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
         )
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Run a test that is asked for by its name, also a slow one."""
+    if config.option.markexpr == "not slow" and any("::" in each for each in config.args):
+        config.option.markexpr = ""
+
+
 @pytest.fixture(scope="session")
 def run_ranks() -> Callable[..., list[Any]]:
     """``run_ranks(fn, n, *args, timeout=60, **kwargs)``: see ``RankPool.run``."""

@@ -43,6 +43,16 @@ def test_forward_and_backward_see_unsharded_parameters_and_all_else_shards(model
     assert unsharded.grad is None
 
 
+def test_without_resharding_parameters_stay_unsharded_from_forward_to_backward(model):
+    layer = model[0]
+    layer.set_reshard_after_forward(False)
+    sharded = layer.weight
+    loss = model(torch.ones(1, 4)).sum()
+    assert type(layer.weight) is nn.Parameter and unsharded_bytes(layer) == 4 * 4 * 4
+    loss.backward()
+    assert layer.weight is sharded and unsharded_bytes(layer) == 0
+
+
 @pytest.mark.parametrize(
     ("mode", "pending"),
     [

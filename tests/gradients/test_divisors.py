@@ -43,9 +43,10 @@ def test_float16_splits_each_groups_share_around_its_own_collective():
 
 
 @pytest.mark.parametrize(("shards", "replicas"), [(1, 4), (4, 1)])
-def test_float16_is_divided_no_further_while_it_is_packed(shards, replicas):
-    assert early_divisor(resolve_divisors(shards, replicas, None, torch.float16), shards) == 1
+def test_what_is_divided_by_while_it_is_packed(shards, replicas):
     assert early_divisor(resolve_divisors(shards, replicas, None, torch.bfloat16), shards) == 4
+    # A part of it has been divided before.
+    assert early_divisor(resolve_divisors(shards, replicas, None, torch.float16), shards) == 1
 
 
 @pytest.mark.parametrize("divisor", [Fraction(3), Fraction(1, 7), Fraction(4, 7), Fraction(3, 2)])

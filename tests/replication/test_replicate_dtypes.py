@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.func import functional_call
 
 import meshard
@@ -30,15 +31,17 @@ def run_wide(model, x):
     integer_loss(model(x).float()).backward()
 
 
-@on_threads(2)
+@on_threads(4)
 @spread(
     dtype=[BF16, FP64, BF16, FP64],
     reduce_dtype=[None, FP32, FP16, None],
     as_views=[True, False, False, True],
+    mesh_shape=[(2, 2), (4,), (4,), (2, 2)],
 )
-def test_copies_of_parameters_compute_in_another_dtype(dtype, reduce_dtype, as_views):
+def test_copies_of_parameters_compute_in_another_dtype(dtype, reduce_dtype, as_views, mesh_shape):
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduce_dtype)
-    pair = Pair(mp_policy=policy, gradient_as_bucket_view=as_views)
+    mesh = init_device_mesh("cpu", mesh_shape)
+    pair = Pair(mesh=mesh, mp_policy=policy, gradient_as_bucket_view=as_views)
     ways = run_wide, computing_in(dtype)
     pair.steps(range(4), *ways)
     assert pair.ours(integer_batch(0, 0)).dtype == dtype

@@ -74,6 +74,7 @@ class RankPool:
         Raises:
             RankError: A rank raised, died, or did not answer in time.
         """
+        __tracebackhide__ = True
         if not 1 <= num_ranks <= NUM_WORKERS:
             raise ValueError(f"num_ranks must be in [1, {NUM_WORKERS}], got {num_ranks}.")
         environ = {k: v for k, v in os.environ.items() if k.startswith("MESHARD_")}
@@ -253,7 +254,16 @@ def _answer(rank: int, call: bytes, store: dist.Store) -> bytes:
         return reply
     except BaseException as error:
         trace = "".join(traceback.format_exception(error)) + _locals_of_test_frame(error)
-        return pickle.dumps(Reply(error=f"{type(error).__name__}: {error}", trace=trace))
+        return pickle.dumps(Reply(error=said_by(error), trace=trace))
+
+
+def said_by(error: BaseException) -> str:
+    """Return type and text of ``error``, or the line that raised it if it has no text."""
+    text = str(error)
+    if not text:
+        *_, last = traceback.extract_tb(error.__traceback__)
+        text = f"{Path(last.filename).name}:{last.lineno}: {last.line}"
+    return f"{type(error).__name__}: {text}"
 
 
 def leave_group() -> None:

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import device_mesh, distributed_c10d
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
+from tests.support.rank_pool import said_by
 from tests.support.thread_group import (
     BACKEND,
     RankStoppedError,
@@ -60,6 +61,7 @@ def run_threads(
         ThreadRankError: A rank raised, the ranks are in a deadlock, or a rank has not waited for
             a collective that it started. The first exception is the cause.
     """
+    __tracebackhide__ = True
     rendezvous = Rendezvous(num_ranks, timeout)
     store = dist.HashStore()
     results: list[Any] = [None] * num_ranks
@@ -96,7 +98,7 @@ def run_threads(
             for thread in threads:
                 thread.join(5)
     if failures:
-        told = [f"rank {r} of {num_ranks}: {type(e).__name__}: {e}" for r, e in failures]
+        told = [f"rank {r} of {num_ranks}: {said_by(e)}" for r, e in failures]
         raise ThreadRankError("\nalso ".join(told)) from failures[0][1]
     if any(thread.is_alive() for thread in threads):
         raise ThreadRankError(f"ranks still run after {timeout:g} s, outside of a collective.")
