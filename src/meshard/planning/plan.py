@@ -21,15 +21,15 @@ from meshard.timeline import Summary
 
 Job = Callable[[], Callable[[], object]]
 
-_UNITS = {"B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def bytes_of(size: str | float) -> int:
     """Return a number of bytes, given as such or with a unit.
 
-    >>> bytes_of("80GB"), bytes_of("1.5 GiB"), bytes_of(4096)
-    (80000000000, 1610612736, 4096)
+    >>> bytes_of("80GB"), bytes_of("1.5 GiB"), bytes_of("2KB"), bytes_of(4096)
+    (80000000000, 1610612736, 2000, 4096)
     """
     if isinstance(size, (int, float)):
         return int(size)
