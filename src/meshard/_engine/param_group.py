@@ -269,7 +269,8 @@ class ParamGroup:
                 "some units only; run the whole window again (the next forward drops them, as "
                 "reset_iter_state() does)."
             )
-        if self.gradients.sharded.awaits_reduction:
+        grads = self.gradients
+        if grads.is_replicated and grads.sharded.has_arrivals:  # a backward has hidden every .grad
             raise RuntimeError(
                 f"an optimizer with parameters of unit {self.label!r}, which is replicated, was "
                 "stepped inside the backward, before gradients were reduced, so ranks would drift "

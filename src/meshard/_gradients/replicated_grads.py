@@ -92,10 +92,6 @@ class ReplicatedGrads(PublishedGrads):
     def has_arrivals(self) -> bool:
         return self.is_hidden  # outside of a backward no .grad has arrived
 
-    @property
-    def awaits_reduction(self) -> bool:
-        return self.is_hidden
-
     def hide(self, arrived: int | None = None) -> None:
         """Set every ``.grad`` to None, because a backward begins.
 
