@@ -26,7 +26,6 @@ from meshard._engine.build import (
     adopt_module,
     check_dtype,
     collect,
-    give_params,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.step_state import Phase
@@ -162,7 +161,7 @@ class Buckets:
                 param_dtype=self._policy.param_dtype,
                 gradient_hook=gradient_hook_maker(unit),
             )
-            give_params(unit, unit_params, self._policy)
+            unit.set_params(unit_params)
         self._configure_gradients()
 
     def _configure_gradients(self) -> None:
