@@ -219,8 +219,10 @@ class Buckets:
         for unit in self.units:
             assert isinstance(unit.group.unit_params, ReplicatedParams)
             unit.group.unit_params.unhook()
+        overlapped = {each for unit in self.units for each in unit.group.overlapped}
         self._fill(order)
         for unit in self.units:
+            unit.group.overlapped.update(overlapped)
             unit.group.failure, unit.group.modules = unit.root.failure, unit.modules
             unit.group.unit_params.label = unit.label
             unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
