@@ -499,6 +499,7 @@ class ParamGroup:
         """Install the gathered parameters, unless they were used or resharded since."""
         if self.manual_unshard is manual:
             self.finish_unshard()
+            self._end_kept()  # from here on ``manual`` has the record of what modules hold
             self.install_unsharded()
             manual.record_installed(self.version)
             register_manually_unsharded(self)
