@@ -26,13 +26,11 @@ from meshard._engine.build import (
     adopt_module,
     check_dtype,
     collect,
-    give_params,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
 from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in, with_siblings
 from meshard._gradients.comm_hook import CommHook
-from meshard._gradients.replicated_grads import ReplacedCount
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.sharded_param import UnitParam
@@ -109,7 +107,6 @@ class Buckets:
     ) -> None:
         self.buffers_from = 0  # the rank in the mesh whose buffers are sent
         self.is_looped = False  # if True, uneven_batches calls ``prepare``, and forwards do not
-        self.replaced = ReplacedCount()
         self._comm_hook: CommHook | None = None  # runs instead of all-reduces
         self._params = params
         self._spec = spec
@@ -142,7 +139,7 @@ class Buckets:
         """Return buckets for the copied units. Those buckets are never rebuilt."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
-        copied.replaced, copied.is_looped, copied.buffers_from = ReplacedCount(), False, 0
+        copied.is_looped, copied.buffers_from = False, 0
         copied._comm_hook = None  # its state belongs to the original
         copied._params, copied._recorders, copied._is_final = [], [], True
         copied._configure_gradients()
@@ -164,13 +161,13 @@ class Buckets:
                 param_dtype=self._policy.param_dtype,
                 gradient_hook=gradient_hook_maker(unit),
             )
-            give_params(unit, unit_params, self._policy)
+            unit.set_params(unit_params)
         self._configure_gradients()
 
     def _configure_gradients(self) -> None:
         later: list[UnitParam] = []  # the parameters of buckets that are reduced later
         for position, (unit, grads) in enumerate(buckets_in(self.units), 1):
-            grads.are_views, grads.replaced = self._are_views, self.replaced
+            grads.are_views = self._are_views
             if self._comm_hook is not None:
                 grads.average = partial(
                     self._comm_hook.average,
@@ -219,12 +216,13 @@ class Buckets:
         for handle in self._recorders:
             handle.remove()
         order = self._agreed_order()
-        for unit, grads in buckets_in(self.units):
+        for unit in self.units:
             assert isinstance(unit.group.unit_params, ReplicatedParams)
-            grads.take_last_edits()
             unit.group.unit_params.unhook()
+        overlapped = {each for unit in self.units for each in unit.group.overlapped}
         self._fill(order)
         for unit in self.units:
+            unit.group.overlapped.update(overlapped)
             unit.group.failure, unit.group.modules = unit.root.failure, unit.modules
             unit.group.unit_params.label = unit.label
             unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
@@ -312,12 +310,6 @@ class ReplicateModule(GradientSetters):
         unit = self._meshard_buckets.units[0]
         unit.lifecycle.check_between_steps(unit, "register_comm_hook")
         self._meshard_buckets.use_hook(CommHook(state, hook))
-
-    @property
-    def num_replaced_gradients(self: Any) -> int:
-        """How often a ``.grad`` was another tensor than the view of its bucket."""
-        count: int = self._meshard_buckets.replaced.count
-        return count
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the parameters, which stay in their buckets."""

@@ -238,6 +238,23 @@ def test_edits_of_the_copy_are_warned_of(kept):
         model(tokens_of(0))
 
 
+@on_threads(2)
+def test_edits_of_the_copy_are_warned_of_once_if_the_user_unshards_it_too():
+    model = meshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=False)
+    model(torch.ones(1, 2))
+    model.bias.requires_grad_(False)
+    with torch.no_grad():
+        model.bias.add_(1)
+    with pytest.warns(UserWarning, match="'bias' of unit .* after a forward"):
+        model.unshard()
+    assert not model.bias.requires_grad
+    with torch.no_grad():
+        model.weight.add_(1)
+    with pytest.warns(UserWarning, match="'weight' of unit .* after unshard"):
+        model.reshard()
+    assert not model.bias.requires_grad
+
+
 @on_ranks(2)
 def test_other_data_for_the_copy_are_lost_and_warned_of():
     model, tokens = shard(decoder(with_logits)), tokens_of(0)

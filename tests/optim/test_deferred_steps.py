@@ -329,3 +329,14 @@ def test_a_step_that_raises_is_not_taken_again():
         model(torch.ones(2, 4))
     assert len(steps) == 1
     assert torch.equal(model.weight.to_local(), stepped)
+
+
+@on_ranks(2)
+def test_two_optimizers_of_a_parameter_are_refused_after_buckets_were_rebuilt_too():
+    model = replicated()
+    first = overlap_optimizer(model, ADAMW, **DEFERRED)
+    for number in range(3):  # the forward of the second window rebuilds the buckets
+        window(model, number)
+        with pytest.raises(ValueError, match="by another optimizer of overlap_optimizer"):
+            overlap_optimizer(model, ADAMW)
+        first.step()

@@ -118,7 +118,6 @@ def test_changes_of_narrow_gradients_reach_the_sum_that_they_are_copies_of():
         model(ones).sum().backward()
         assert (model.weight.grad == 1).all()
         model.zero_grad()
-    assert model.num_replaced_gradients == 0
 
 
 @on_threads(4)
@@ -153,8 +152,6 @@ def test_parameters_may_have_several_dtypes(as_views, cap):
     for number in (5, 6):
         pair.backward(number)
         pair.compare()
-    if as_views:
-        assert pair.ours.num_replaced_gradients == 0
 
 
 @on_threads(2)

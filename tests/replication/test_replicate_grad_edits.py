@@ -1,7 +1,5 @@
 """What users put into ``.grad`` of a replicated module or drop there, and who may step it."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -16,21 +14,18 @@ from tests.support.replicated import Pair
 
 
 @on_ranks(2)
-def test_a_gradient_that_is_left_when_a_parameter_is_frozen_was_not_replaced():
+def test_a_gradient_that_is_left_when_a_parameter_is_frozen_is_kept():
     pair = Pair(bucket_cap_mb=25)
     pair.backward(0)
     for model in pair.both:
         model.blocks[1].linear.weight.requires_grad_(False)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for number in (1, 2, 3):  # buckets are made anew, and what was accumulated is kept
-            pair.backward(number)
-            pair.compare()
-    assert pair.ours.num_replaced_gradients == 0
+    for number in (1, 2, 3):  # buckets are made anew, and what was accumulated is kept
+        pair.backward(number)
+        pair.compare()
 
 
 @on_ranks(2)
-def test_a_replaced_gradient_is_counted_when_it_is_taken_over():
+def test_a_replaced_gradient_is_taken_over():
     pair = Pair()
     pair.steps(range(2))  # buckets are final
     pair.backward(0)
@@ -42,17 +37,11 @@ def test_a_replaced_gradient_is_counted_when_it_is_taken_over():
     with pair.ours.no_sync():
         pair.backward(1)
         pair.backward(2)
-    assert pair.ours.num_replaced_gradients == 0  # nothing has been copied
-    with pytest.warns(UserWarning, match="'shift'.*was replaced by another tensor"):
-        pair.backward(3)
-    pair.compare()
-    assert pair.ours.num_replaced_gradients == 1
-    pair.backward(4)
-    pair.compare()
-    assert pair.ours.num_replaced_gradients == 1
+    for number in (3, 4):
+        pair.backward(number)
+        pair.compare()
 
 
-@pytest.mark.filterwarnings("ignore:.grad of 'weight'")
 @on_threads(2)
 def test_a_published_gradient_may_be_replaced_by_a_sparse_one():
     model = nn.Embedding(4, 2)

@@ -254,7 +254,6 @@ def test_gradients_of_gradients(way):
         pair.backward(number, way, way)
         assert_same(full_grads(pair.ours), full_grads(pair.plain), torch.float64)
         pair.zero_grad()
-    assert pair.ours.num_replaced_gradients == 0
 
 
 @on_ranks(2, timeout=120)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,24 +90,6 @@ class _EventInFlight:
             self._order(self._compute)
 
 
-class _OnStream:
-    """A context in which a comm stream is the current one.
-
-    Every unit enters several in a step, so entering does as little as possible.
-    """
-
-    __slots__ = ("_comm", "_comm_stream", "_left")
-
-    def __init__(self, comm: StreamCommunicator, comm_stream: CommStream) -> None:
-        self._comm, self._comm_stream = comm, comm_stream
-
-    def __enter__(self) -> None:
-        self._left = self._comm.enter(self._comm_stream)
-
-    def __exit__(self, *_: object) -> None:
-        self._comm.leave(*self._left)
-
-
 class StreamCommunicator(Communicator):
     """Collectives on a device with streams and events, one stream per ``CommStream``.
 
@@ -129,11 +111,9 @@ class StreamCommunicator(Communicator):
         self._watched = WatchedStream(device_module)
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
-    def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
-        return _OnStream(self, comm_stream)
-
-    def enter(self, comm_stream: CommStream) -> tuple[Any, Any]:
-        """Make a comm stream the current one; return what ``leave`` is to restore."""
+    @contextlib.contextmanager
+    def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
+        # Every unit enters several streams in a step, so entering does as little as possible.
         module = self._device_module
         stream = self._streams.get(comm_stream)
         if stream is None:
@@ -152,14 +132,10 @@ class StreamCommunicator(Communicator):
         try:
             for pending in self._after.pop(comm_stream, ()):
                 pending.wait()
-        except BaseException:
-            self.leave(compute, before)
-            raise
-        return compute, before
-
-    def leave(self, compute: Any, before: Any) -> None:
-        self._compute = before
-        self._device_module.set_stream(compute)
+            yield
+        finally:
+            self._compute = before
+            module.set_stream(compute)
 
     def gather_after(self, event: Any) -> None:
         """Let the next gather wait for ``event`` instead of compute, as an exception to rule 1.

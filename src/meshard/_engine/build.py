@@ -30,7 +30,7 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
-from meshard._engine.param_group import ParamGroup, refuse_backward_optimizer
+from meshard._engine.param_group import refuse_backward_optimizer
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Root,
@@ -43,7 +43,6 @@ from meshard._engine.unit import (
     units_of,
     with_siblings,
 )
-from meshard._gradients.accumulator import GradientAccumulator, GradientRules
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
 from meshard._mesh.placement import compose_placement
@@ -357,16 +356,10 @@ def allocate(
         )
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
-    give_params(unit, unit_params, policy)
+    unit.set_params(unit_params)
     if not is_debugging():  # otherwise ``check_same_start`` has compared all values
         unit.group.record_first_values(locals_)
     return unit
-
-
-def give_params(unit: Unit, unit_params: UnitParams, policy: MixedPrecisionPolicy) -> None:
-    """Make ``unit_params`` the parameters of ``unit``, without gradients."""
-    rules = GradientRules(unit_params, policy.reduce_dtype, policy.accumulate_dtype)
-    unit.group = ParamGroup(unit_params, GradientAccumulator(unit_params, rules))
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:

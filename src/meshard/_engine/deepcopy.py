@@ -22,7 +22,6 @@ from meshard._comm.divergence import name_copy
 from meshard._engine.hooks import check_may_pickle, gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.on_access import gather_on_access
-from meshard._engine.param_group import ParamGroup
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Root,
@@ -100,8 +99,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     source = unit.group.unit_params
     params = [param.for_copy(memo) for param in source.params]
     with torch.no_grad():
-        unit_params = source.for_copy(params, gradient_hook_maker(copied))
-    copied.group = ParamGroup(unit_params, unit.gradients.for_copy(unit_params))
+        copied.set_params(source.for_copy(params, gradient_hook_maker(copied)))
     copied.group.keeps_storage = unit.group.keeps_storage
     return copied
 

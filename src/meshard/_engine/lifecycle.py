@@ -513,7 +513,9 @@ class Lifecycle:
         # If the call has several outputs, another one may have got its gradient before.
         has_begun = call.begun_in == self._num_backwards
         call.begun_in = self._num_backwards
-        self._end_units_over(run, forward_pass, lambda first: first.entered > call.exited)
+        self._end_units_over(
+            run, forward_pass, lambda first: first.first_inside > call.exit_position
+        )
         run.current_pass = unit.step.in_pass = forward_pass
         unit.step.in_call = call
         if not unit.params:

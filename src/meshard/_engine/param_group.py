@@ -269,7 +269,8 @@ class ParamGroup:
                 "some units only; run the whole window again (the next forward drops them, as "
                 "reset_iter_state() does)."
             )
-        if self.gradients.sharded.awaits_reduction:
+        grads = self.gradients
+        if grads.is_replicated and grads.sharded.has_arrivals:  # a backward has hidden every .grad
             raise RuntimeError(
                 f"an optimizer with parameters of unit {self.label!r}, which is replicated, was "
                 "stepped inside the backward, before gradients were reduced, so ranks would drift "
@@ -498,6 +499,7 @@ class ParamGroup:
         """Install the gathered parameters, unless they were used or resharded since."""
         if self.manual_unshard is manual:
             self.finish_unshard()
+            self._end_kept()  # from here on ``manual`` has the record of what modules hold
             self.install_unsharded()
             manual.record_installed(self.version)
             register_manually_unsharded(self)

@@ -28,10 +28,9 @@ class ForwardCall:
     unit: int
     is_first: bool = True  # the first call of its unit in this pass; its backward comes last
     has_graph: bool = True  # it ran with grad enabled
-    entered: int = -1  # logical time when it began: ``ForwardPass.ticks``
-    first_inside: int = 0  # index in ForwardPass.exits of the first call inside this one
-    exited: int = -1  # logical time when it ended
-    exit_position: int = -1  # index in ForwardPass.exits
+    # The length of ForwardPass.exits when it began, which is the index of the first call inside it.
+    first_inside: int = 0
+    exit_position: int = -1  # index in ForwardPass.exits; -1: it has not ended
     begun_in: int = -1  # number of the last backward that reached it
     began_at: int = -1  # ``next_node()`` when it began: nodes made before have lower numbers
     may_collect: bool = False  # it may store tensors in its arguments, as in a list
@@ -51,7 +50,6 @@ class ForwardPass:
     # ``StepSchedule._window``.
     earlier: frozenset[int] = frozenset()
     window: int = -1
-    ticks: int = 0  # logical time: entries and exits so far
     # How far the backward of this pass has come: of the first ``num_open`` calls in
     # ``first_entries`` it is not over, and of the first ``num_to_begin`` in ``exits`` it has not
     # begun. Both counts belong to backward number ``open_in``, and mean nothing in another one.
@@ -140,12 +138,11 @@ class StepSchedule:
         """Record that a unit begins; ``node`` is the number of the next autograd node."""
         now = self.current
         num_before = now.units.get(unit, 0)
-        call = ForwardCall(unit, not num_before, with_graph, entered=now.ticks, began_at=node)
+        call = ForwardCall(unit, not num_before, with_graph, began_at=node)
         call.first_inside = len(now.exits)
         if not num_before:
             now.first_entries.append(call)
         now.units[unit] = num_before + 1
-        now.ticks += 1
         # A part of a model may be called by itself. So an entry includes the unit that began the
         # pass.
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
@@ -153,11 +150,9 @@ class StepSchedule:
 
     def exit(self, call: ForwardCall) -> None:
         now = self.current
-        call.exited = now.ticks
         call.exit_position = len(now.exits)
         now.exits.append(call)
         now.last_call[call.unit] = call
-        now.ticks += 1
 
     def next_in_forward(self) -> int | None:
         """Return the unit expected to enter after the last one that did."""

@@ -24,10 +24,11 @@ from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.step_state import Failure
-from meshard._gradients.accumulator import GradientAccumulator
+from meshard._gradients.accumulator import GradientAccumulator, GradientRules
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.settings import ReduceSettings
 from meshard._params.sharded_param import UnitParam
+from meshard._params.unit_params import UnitParams
 from meshard.policies import GradientSync, MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
@@ -111,6 +112,7 @@ class Unit:
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
         self.output_dtype = policy.output_dtype  # to which outputs are cast; None: no cast
         self.buffer_dtype = policy.buffer_dtype  # in which buffers are kept; None: their own
+        self._reduce_dtype, self._accumulate_dtype = policy.reduce_dtype, policy.accumulate_dtype
         self.step = UnitStep()
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
@@ -126,8 +128,15 @@ class Unit:
         # replicate, which ``GradientAccumulator.settle`` puts there.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called those functions
-        self.group: ParamGroup  # communicates nothing if it has no parameters
+        self.group: (
+            ParamGroup  # made by ``set_params``; communicates nothing if it has no parameters
+        )
         self.root: Root
+
+    def set_params(self, unit_params: UnitParams) -> None:
+        """Make ``unit_params`` the parameters of this unit, without gradients."""
+        rules = GradientRules(unit_params, self._reduce_dtype, self._accumulate_dtype)
+        self.group = ParamGroup(unit_params, GradientAccumulator(unit_params, rules))
 
     @property
     def lifecycle(self) -> Lifecycle:

@@ -182,11 +182,6 @@ class GradientAccumulator:
         self._cleared: frozenset[int] = frozenset()
         self.window = Window()
 
-    def for_copy(self, unit_params: UnitParams) -> GradientAccumulator:
-        """Return an accumulator for a copy of the unit, without gradients."""
-        rules = GradientRules(unit_params, self.rules.reduce_dtype, self.rules.chosen_dtype)
-        return GradientAccumulator(unit_params, rules)
-
     # --- pending gradients ------------------------------------------------------------
 
     @property

@@ -144,11 +144,6 @@ class PublishedGrads:
         """
         return True
 
-    @property
-    def awaits_reduction(self) -> bool:
-        """Whether a backward runs that has hidden every ``.grad``, and not put it back."""
-        return False
-
     def publish(self, new: FlatGradients) -> RecordedWork | None:
         """Add reduced gradients to ``.grad``. ``new`` may be kept, and written to later.
 

@@ -33,14 +33,6 @@ from meshard._gradients.published import (
     unrecorded,
 )
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._torch.user_line import warn_user
-
-
-@dataclass
-class ReplacedCount:
-    """The number of gradients that users replaced by other tensors, in a whole module."""
-
-    count: int = 0
 
 
 @dataclass(slots=True)
@@ -63,7 +55,6 @@ class ReplicatedGrads(PublishedGrads):
         super().__init__(unit_params)
         self._params = unit_params.params
         self.are_views = True  # False: .grad are copies of the bucket
-        self.replaced = ReplacedCount()  # one for all buckets of the module
         self._mark = Mark()  # of the .grad that were set last
         self._published: FlatGradients | None = None
         self._bucket: torch.Tensor | None = None  # reused in every step
@@ -73,10 +64,6 @@ class ReplicatedGrads(PublishedGrads):
         self._received: _Received | None = None  # None: all gradients are packed at the end
         self.is_hidden = False
         self._foreign: dict[int, torch.Tensor] = {}  # foreign gradients, while hidden
-        # Parameters whose foreign gradient was put back by the last show().
-        self._restored: frozenset[int] = frozenset()
-        # Parameters whose foreign gradient has replaced a published one.
-        self._replaced_ours: frozenset[int] = frozenset()
 
     # --- the bucket -------------------------------------------------------------------
 
@@ -99,21 +86,11 @@ class ReplicatedGrads(PublishedGrads):
         self._published = self._bucket = None
         self._parts = {}
 
-    def take_last_edits(self) -> None:
-        """Apply and count the user's edits of ``.grad``, before parameters get other buckets."""
-        self.hide()  # finds what users have replaced
-        self._record_taken(frozenset(self._foreign))
-        self.show()
-
     # --- during a backward ------------------------------------------------------------
 
     @property
     def has_arrivals(self) -> bool:
         return self.is_hidden  # outside of a backward no .grad has arrived
-
-    @property
-    def awaits_reduction(self) -> bool:
-        return self.is_hidden
 
     def hide(self, arrived: int | None = None) -> None:
         """Set every ``.grad`` to None, because a backward begins.
@@ -145,12 +122,9 @@ class ReplicatedGrads(PublishedGrads):
                 self._foreign[index] = self._outside_bucket(gradient)
             param.sharded.grad = None
         self.is_hidden = True
-        foreign = frozenset(self._foreign)
         if self._published is not None:
             cleared_or_replaced = self._published.used - kept
             self._published = self._published.without(cleared_or_replaced) if kept else None
-            self._replaced_ours |= foreign - self._restored
-        self._replaced_ours &= foreign
 
     def _outside_bucket(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return a gradient that a user set, in memory that is not the bucket's."""
@@ -167,7 +141,6 @@ class ReplicatedGrads(PublishedGrads):
         self.is_hidden = False
         self._received = None
         foreign, self._foreign = self._foreign, {}
-        self._restored = frozenset(foreign)
         if self._published is not None:
             self._set_all(self._published)
         for index, gradient in foreign.items():
@@ -232,7 +205,7 @@ class ReplicatedGrads(PublishedGrads):
     def publish(self, new: FlatGradients) -> None:
         was_hidden = self.is_hidden
         self.hide()
-        total, taken = new, frozenset(self._foreign) & new.used
+        total, taken = new, new.used.intersection(self._foreign)
         if self._published is not None:
             old, new = in_one_layout(self._published, new)
             if torch.promote_types(old.flat.dtype, new.flat.dtype) != old.flat.dtype:
@@ -242,29 +215,9 @@ class ReplicatedGrads(PublishedGrads):
         for index in taken:
             part = total.layout.part_of(total.flat, index)
             part.add_(self._params[index].plain_gradient(self._foreign.pop(index)))
-        self._record_taken(taken)
         self._published = total
         if not was_hidden:
             self.show()
-
-    def _record_taken(self, foreign: frozenset[int]) -> None:
-        """Count those of ``foreign`` that have replaced a published gradient; warn once.
-
-        Each of them costs a copy.
-        """
-        replaced = foreign & self._replaced_ours
-        self._replaced_ours -= replaced
-        if not replaced:
-            return
-        if not self.replaced.count:
-            names = ", ".join(repr(self._params[i].fqn) for i in sorted(replaced))
-            warn_user(
-                f".grad of {names} in {self._unit_params.label!r} was replaced by another tensor; "
-                "it is taken over by value, which costs a copy. Change gradients in place "
-                "(grad.mul_(...), grad.copy_(...)) to keep them views of their bucket. This is "
-                "said once; num_replaced_gradients counts.",
-            )
-        self.replaced.count += len(replaced)
 
     def _set_all(self, grads: FlatGradients) -> None:
         self._published = grads

@@ -188,15 +188,6 @@ class FlatLayout:
             byte_offset += segments[-1].num_bytes
         return cls(tuple(params), tuple(segments))
 
-    def in_dtypes(self, dtypes: Sequence[torch.dtype]) -> FlatLayout:
-        """Return the layout of the same parameters in these dtypes."""
-        is_same = all(
-            dtypes[each.index] == segment.dtype
-            for segment in self.segments
-            for each in segment.ranges
-        )
-        return self if is_same else FlatLayout.build(self.params, dtypes, self.order)
-
     @property
     def is_one_dtype(self) -> bool:
         """Whether there is one dtype. Then buffers have it; otherwise they are of bytes."""

@@ -90,7 +90,9 @@ class FlatParams(ShardedUnitParams):
             param.compute_dtype(own.dtype, self._mp_policy.param_dtype)
             for param, own in zip(self.params, self.locals, strict=True)
         ]
-        on_wire = self.layout.in_dtypes(dtypes)
+        on_wire = self.layout
+        if dtypes != [own.dtype for own in self.locals]:
+            on_wire = FlatLayout.build(on_wire.params, dtypes, on_wire.order)
         self.plan = GatherPlan(self.layout, on_wire)
         # Not inference tensors: a module that first runs under inference_mode may train later.
         with torch.inference_mode(False), torch.no_grad():

@@ -433,7 +433,7 @@ class StateOnRead(Optimizer):
         order = [each for group in state_dict["param_groups"] for each in group["params"]]
         params = dict(zip(order, params_in(self), strict=False))
         state = {
-            key: {name: _cut_like(params.get(key), value) for name, value in own.items()}
+            key: {name: cut_like(params.get(key), value) for name, value in own.items()}
             for key, own in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
@@ -458,7 +458,7 @@ class StateOnRead(Optimizer):
         super().__setstate__(given)
 
 
-def _cut_like(param: torch.Tensor | None, value: Any) -> Any:
+def cut_like(param: torch.Tensor | None, value: Any) -> Any:
     """Return this rank's shard of ``value`` if that is unsharded, and of a sharded parameter."""
     is_unsharded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not isinstance(param, DTensor) or not is_unsharded or value.shape != param.shape:

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard.optim.flat import MakeOptimizer
+from meshard.optim.flat import MakeOptimizer, cut_like
 
 _EMPTY = torch.empty(0, device="cpu")  # a placeholder between steps
 
@@ -50,7 +50,7 @@ class UnshardedStep(Optimizer):
             self._inner.step()
             for param, unsharded in stepped:
                 self.state[param] = self._inner.state[unsharded]
-                param.copy_(_placed_like(param, unsharded.data))
+                param.copy_(cut_like(param, unsharded.data))
         finally:
             for _, unsharded in stepped:
                 unsharded.data, unsharded.grad = _EMPTY, None
@@ -58,11 +58,3 @@ class UnshardedStep(Optimizer):
 
 def _gathered(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def _placed_like(param: torch.Tensor, unsharded: torch.Tensor) -> torch.Tensor:
-    if not isinstance(param, DTensor):
-        return unsharded
-    mesh = param.device_mesh
-    whole = DTensor.from_local(unsharded, mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return whole.redistribute(placements=param.placements)
