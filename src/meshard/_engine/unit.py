@@ -128,9 +128,7 @@ class Unit:
         # replicate, which ``GradientAccumulator.settle`` puts there.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called those functions
-        self.group: (
-            ParamGroup  # made by ``set_params``; communicates nothing if it has no parameters
-        )
+        self.group: ParamGroup  # of ``set_params``; communicates nothing if it has no parameters
         self.root: Root
 
     def set_params(self, unit_params: UnitParams) -> None:
