@@ -418,11 +418,17 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         _write(self, recurse, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Gather these modules when this one begins its forward, instead of the predicted one."""
+        """Gather these modules when this one begins its forward, instead of the predicted one.
+
+        Modules under another root than this one are left out.
+        """
         _write(self, recurse=False, forward_prefetch=_refs(modules))
 
     def set_modules_to_backward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
-        """Gather these modules when this one begins its backward, instead of the predicted one."""
+        """Gather these modules when this one begins its backward, instead of the predicted one.
+
+        Modules under another root than this one are left out.
+        """
         _write(self, recurse=False, backward_prefetch=_refs(modules))
 
     # --- communication, set between steps ----------------------------------------------------

@@ -138,6 +138,16 @@ def test_prefetch_lists_replace_the_prediction():
     assert gathers == ["blocks.2", "blocks.0", "blocks.1"]
 
 
+@on_threads(2)
+def test_prefetch_lists_leave_out_units_of_another_root():
+    encoder, plain = sharded_and_plain(MlpStack())
+    decoder, _ = sharded_and_plain(MlpStack())
+    encoder.blocks[2].set_modules_to_forward_prefetch([decoder.blocks[0]])
+    encoder.blocks[0].set_modules_to_backward_prefetch([decoder.blocks[0]])
+    check_training(encoder, plain)
+    assert unsharded_units(decoder) == []
+
+
 def add():
     """Return a module whose backward reads no parameter."""
     return Made(lambda m, x: x + m.bias, bias=nn.Parameter(torch.linspace(-1, 1, 6)))

@@ -34,18 +34,21 @@ class Prefetcher:
         self._prefetched: list[Unit] = []
 
     def after_entry(self, unit: Unit, schedule: StepSchedule) -> list[Unit]:
-        return self._chosen_or(unit.settings.forward_prefetch, schedule.next_in_forward())
+        return self._chosen_or(unit, unit.settings.forward_prefetch, schedule.next_in_forward())
 
     def after_backward_of(
         self, unit: Unit, forward_pass: ForwardPass, call: ForwardCall
     ) -> list[Unit]:
         chosen = unit.settings.backward_prefetch
-        following = self._chosen_or(chosen, forward_pass.next_in_backward(call))
+        following = self._chosen_or(unit, chosen, forward_pass.next_in_backward(call))
         return [each for each in following if chosen or each.settings.unshard_in_backward]
 
-    def _chosen_or(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
+    def _chosen_or(
+        self, unit: Unit, chosen: list[weakref.ref[Unit]], predicted: int | None
+    ) -> list[Unit]:
         refs = chosen or ([] if predicted is None else [self._units[predicted]])
-        return alive(refs)
+        # What is gathered for another root would be dropped at the end of this one's forward.
+        return [each for each in alive(refs) if each.root is unit.root]
 
     def unshard(
         self, unit: Unit, up_next: list[Unit], *, in_forward: bool, keep_shard: bool
