@@ -17,24 +17,6 @@ from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
 
-
-@on_threads(4)
-def test_the_set_of_used_parameters_may_change_in_a_window():
-    rank = dist.get_rank()
-    for expected, *script in (
-        ({"a": 15.0, "b": 25.0}, ("R", 10.0 * rank, None), ("F", None, 25.0)),
-        ({"a": 20.0, "b": 1.0}, ("R", 10.0, None), ("F", 10.0, 1.0)),
-        ({"a": 20.0, "b": 1.0}, ("R", 10.0, 1.0), ("F", 10.0, None)),
-        ({"a": 2.5, "b": None}, ("R", 2.5, None), ("F", None, None)),
-        ({"a": 2.5, "b": 1.0}, ("N", 2.5, None), ("R", None, 1.0), ("F", None, None)),
-        ({"a": None, "b": 3.0}, ("N", None, None), ("F", None, 3.0)),
-    ):
-        model = make()
-        for microbatch in script:
-            run(model, *microbatch)
-        assert values(model) == expected, script
-
-
 CLEARS = {
     "module": lambda model: model.zero_grad(),
     "plain parent": lambda model: nn.ModuleDict({"unit": model}).zero_grad(),

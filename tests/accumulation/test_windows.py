@@ -5,15 +5,17 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import GradientSync, MixedPrecisionPolicy
-from tests.support.models import Made, Ones
+from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from tests.support.models import Made, MlpStack, Ones, seeded
 from tests.support.ones import make, run, values
-from tests.support.parity import full_grads
+from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_threads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import spread
 from tests.support.strategies import MODES
 
 on_flat_and_hybrid = pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
@@ -35,6 +37,46 @@ def test_finalizing_reduces_what_is_in_flight_to_the_replicas():
     run(model, "R", float(dist.get_rank() + 1), 5.0)
     meshard.finalize_gradients(model)
     assert values(model) == {"a": 2.5, "b": 5.0}
+
+
+# --- units without a backward in the last microbatch ----------------------------------------------
+
+
+@on_threads(4)
+def test_units_that_are_flushed_come_after_those_that_ran_in_the_order_of_backward():
+    def forward(module, x, count):
+        for layer in module.blocks[:count]:
+            x = layer(x)
+        return x
+
+    model = seeded(Made(forward, blocks=[nn.Linear(2, 2, bias=False) for _ in range(3)]))
+    shard_blocks(model, init_device_mesh("cpu", (2, 2)))
+    x = torch.ones(1, 2)
+    with meshard.no_sync(model):
+        model(x, 3).sum().backward()
+    with CommLedger(model) as ledger:
+        model(x, 1).sum().backward()
+    events = [(event.op, event.unit) for event in ledger.events if event.op != "all_gather"]
+    units = ["blocks.0", "blocks.2", "blocks.1"]
+    assert [unit for op, unit in events if op == "reduce_scatter"] == units
+    assert sorted(unit for op, unit in events if op == "all_reduce") == sorted(units)
+    assert len(events) == 6
+
+
+@on_threads(4)
+@spread(mode=["N", "R"], mesh_shape=[(4,), (2, 2)])
+def test_a_last_backward_in_which_no_unit_runs_reduces_all_the_same(mode, mesh_shape):
+    mesh = init_device_mesh("cpu", mesh_shape)
+    child = nn.Linear(4, 1, bias=False)  # the only unit with parameters, which need not run
+    model = seeded(Made(lambda m, x, use: m.child(x) if use else x, child=child))
+    meshard.fully_shard(model.child, mesh)
+    meshard.fully_shard(model, mesh)
+    model.set_gradient_sync(MODES[mode])
+    model(torch.full((1, 4), float(dist.get_rank())), True).sum().backward()
+    model.set_gradient_sync(MODES["F"])
+    model(torch.ones(1, 4, requires_grad=True), False).sum().backward()
+    assert not meshard.pending_gradients(model)
+    assert model.child.weight.grad.full_tensor().tolist() == [[1.5] * 4]
 
 
 # --- an exception in a window ------------------------------------------------------------------
@@ -131,6 +173,43 @@ def test_a_window_begins_again_after_a_forward_that_failed(mesh_shape, mode):
     assert values(model)["a"] == 2.0
 
 
+# --- state dicts in a window ----------------------------------------------------------------------
+
+
+@on_threads(4)
+def test_a_checkpoint_in_the_middle_of_a_window_is_refused():
+    model = make()
+    run(model, "R", 1.0, 1.0)
+    with pytest.raises(RuntimeError, match=r"unit '\(root\)' holds gradients .* zero_grad"):
+        model.state_dict()
+    model.zero_grad()
+    assert list(model.state_dict()) == ["a", "b"]
+
+
+@on_threads(4)
+def test_a_checkpoint_after_a_backward_that_failed_before_any_unit_is_allowed():
+    model = make()
+    loss = model(1.0, 1.0)
+    loss.register_hook(raise_boom)
+    with pytest.raises(Boom):
+        loss.backward()
+    assert list(model.state_dict()) == ["a", "b"]
+
+
+@on_threads(2)
+def test_a_checkpoint_after_a_failed_backward_is_allowed():
+    model = shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", (2,)))
+    before = full_state(model)
+    hook = model.blocks[0].register_full_backward_pre_hook(raise_boom)
+    with pytest.raises(Boom):  # reductions of the other blocks are in flight
+        model(torch.ones(2, 6)).sum().backward()
+    hook.remove()
+    assert model.state_dict().keys() == before.keys()
+    assert_same(full_state(model), before, bitwise=True)
+    model(torch.ones(2, 6)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
 # --- the divide factor -------------------------------------------------------------------------
 
 
@@ -156,22 +235,6 @@ def test_the_factor_cannot_change_while_anything_is_in_flight(mesh_shape, is_las
 
 @on_threads(4)
 @on_flat_and_hybrid
-def test_the_factor_may_change_after_a_window_that_failed(mesh_shape):
-    """A factor that changed in a window has failed it; what is set next counts for another one."""
-    model = make(mesh_shape)
-    factors = iter((4.0, 2.0))
-    model.set_gradient_divide_factor(lambda: next(factors))
-    run(model, "R", 1.0, 1.0)
-    with pytest.raises(RuntimeError, match=r"would divide the rest by 2\.0"):
-        run(model, "R", 1.0, 1.0)
-    model.zero_grad()
-    model.set_gradient_divide_factor(1.0)
-    run(model, "F", 1.0, 1.0)
-    assert values(model)["a"] == 4.0
-
-
-@on_threads(4)
-@on_flat_and_hybrid
 @pytest.mark.parametrize("mode", ["R", "F"])
 def test_a_count_that_changes_in_a_window_is_refused(mesh_shape, mode):
     model, tokens = make(mesh_shape), [4.0]
@@ -188,20 +251,6 @@ def test_a_count_that_changes_in_a_window_is_refused(mesh_shape, mode):
     model.set_gradient_divide_factor(None)
     run(model, "F", 1.0, 1.0)
     assert values(model)["a"] == 1.0
-
-
-@on_threads(4)
-def test_the_factor_may_change_once_a_window_is_cleared():
-    """A window whose gradients are all in .grad is open; zero_grad closes it."""
-    model = make()
-    model.set_is_last_backward(False)
-    run(model, "F", 1.0, 1.0)
-    meshard.pending_gradients(model)
-    model.zero_grad()
-    model.set_gradient_divide_factor(1.0)
-    model.set_is_last_backward(True)
-    run(model, "F", 1.0, 1.0)
-    assert values(model)["a"] == 4.0
 
 
 @on_threads(2)
@@ -233,26 +282,6 @@ def test_two_optimizers_clear_a_window_together(mode):
 
 
 @on_threads(4)
-def test_an_optimizer_with_a_zero_grad_of_its_own_clears_too():
-    class OwnZeroGrad(torch.optim.SGD):
-        """Does not call torch's ``zero_grad``."""
-
-        def zero_grad(self, set_to_none=True):
-            for group in self.param_groups:
-                for param in group["params"]:
-                    param.grad = None
-
-    model = make()
-    optimizer = OwnZeroGrad(model.parameters(), lr=1.0)
-    run(model, "F", 1.0, 1.0)
-    optimizer.step()
-    run(model, "R", 100.0, 1.0)
-    optimizer.zero_grad()
-    run(model, "F", 1.0, 1.0)
-    assert values(model)["a"] == 1.0
-
-
-@on_threads(4)
 @pytest.mark.parametrize("as_keyword", [True, False])
 def test_a_closure_that_leaves_a_window_open_is_noticed(as_keyword):
     model = make()
@@ -270,21 +299,6 @@ def test_a_closure_that_leaves_a_window_open_is_noticed(as_keyword):
     assert model.a.full_tensor()[0] == -1.0
     with pytest.raises(RuntimeError, match="holds gradients"):
         step("R")
-    assert model.a.full_tensor()[0] == -1.0
-
-
-@on_threads(4)
-def test_a_step_that_the_scaler_skips_clears_the_gradients():
-    model = make((4,))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0)
-    scaler.scale(model(float("inf") if dist.get_rank() == 3 else 1.0, 1.0)).backward()
-    scaler.step(optimizer)
-    scaler.update()
-    assert values(model) == {"a": None, "b": None}
-    scaler.scale(model(1.0, 1.0)).backward()  # without a zero_grad
-    scaler.step(optimizer)
-    assert values(model) == {"a": 1.0, "b": 1.0}
     assert model.a.full_tensor()[0] == -1.0
 
 

@@ -67,15 +67,6 @@ def test_gradient_sync_restores_the_mode_of_each_unit(before, inside):
 
 
 @on_fake_ranks(4)
-def test_setters_recurse_unless_told_not_to():
-    model = sharded()
-    model.set_gradient_sync(GradientSync.NONE, recurse=False)
-    assert counts_of_a_step(model) == (7, 3, 3)
-    model.blocks[0].set_gradient_sync(GradientSync.NONE)
-    assert counts_of_a_step(model) == (7, 2, 2)
-
-
-@on_fake_ranks(4)
 def test_resharding_is_set_at_any_time():
     model = sharded()
     for setter, reshards, num_gathered in [
@@ -142,19 +133,6 @@ def test_classes_names_and_placements_are_those_of_a_plain_model_and_of_torch():
         assert isinstance(param, DTensor) and isinstance(param, nn.Parameter)
         assert [str(placement) for placement in param.placements] == ["R", "S(0)"]
         assert param.device_mesh.shape == (2, 2)
-
-
-@on_fake_ranks(4)
-def test_a_list_of_modules_is_one_unit():
-    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
-    model = nn.Sequential(first, nn.ReLU(), second)
-    assert meshard.fully_shard([first, second]) == [first, second]
-    meshard.fully_shard(model)
-    with CommLedger(model) as ledger:
-        model(torch.ones(1, 4)).sum().backward()
-        first(torch.ones(1, 4))  # only one of the two
-    assert ledger.counts == {"all_gather": 3, "reduce_scatter": 1}
-    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @on_fake_ranks(4)

@@ -32,12 +32,6 @@ def test_one_rank_without_a_group_or_a_mesh_is_enough(start_world):
     assert model[0].weight.grad.full_tensor().shape == (4, 4)
 
 
-def test_units_of_one_world_share_a_mesh(start_world):
-    start_world()
-    first, second = (meshard.fully_shard(nn.Linear(2, 2)) for _ in range(2))
-    assert first.weight.device_mesh is second.weight.device_mesh is default_mesh()
-
-
 def test_a_new_world_gets_a_new_mesh_while_the_old_one_is_alive(start_world):
     start_world()
     old_model = meshard.fully_shard(nn.Linear(2, 2))

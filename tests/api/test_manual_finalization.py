@@ -17,16 +17,17 @@ from meshard import CommLedger, CPUOffloadPolicy, GradientReductionHandle, Gradi
 from tests.support import insides
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
 from tests.support.models import Tables, seeded
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.replicated import Pair
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
 
-def in_the_mode(apply=shard_blocks, mesh_shape=None, **kwargs):
+def in_the_mode(apply=shard_blocks, mesh_shape=None, model=None, **kwargs):
     mesh = init_device_mesh("cpu", mesh_shape) if mesh_shape else None
-    model = apply(IntegerModel(), mesh, **kwargs)
+    model = apply(model or IntegerModel(), mesh, **kwargs)
     model.set_gradient_divide_factor(1.0)
     model.set_manual_backward_finalization(True)
     return model
@@ -44,44 +45,26 @@ def finalize(model, is_async):
         handle.wait()
 
 
-class Pair:
-    """A model in the mode, and a plain one, which is given what all ranks are given."""
+def pair_of(apply=shard_blocks, mesh_shape=None, **kwargs):
+    """Return a model in the mode, and a plain one, which is given what all ranks are given."""
+    return Pair(make=lambda model: in_the_mode(apply, mesh_shape, model, **kwargs))
 
-    def __init__(self, *args, **kwargs):
-        self.model, self.plain = in_the_mode(*args, **kwargs), IntegerModel()
 
-    def backward(self, number=0):
-        backward(self.model, number)
-        for rank in range(dist.get_world_size()):
-            backward(self.plain, number, rank)
-
-    def window(self, schedule, is_async=False):
-        for number, letter in enumerate(schedule):
-            self.model.set_gradient_sync(MODES[letter])
-            self.backward(number)
-        self.model.set_gradient_sync(GradientSync.FULL)
-        finalize(self.model, is_async)
-        self.check()
-
-    def check(self):
-        assert_same(full_grads(self.model), full_grads(self.plain), bitwise=True)
-
-    def zero_grad(self):
-        self.model.zero_grad(), self.plain.zero_grad()
+def window(pair, schedule, is_async=False):
+    """Run a window, finalize it, and compare gradients."""
+    pair.window(schedule)
+    pair.ours.set_gradient_sync(GradientSync.FULL)
+    finalize(pair.ours, is_async)
+    pair.compare()
 
 
 def train(schedules, *args, **kwargs):
     """Train by windows of these schedules, each twice, and compare all with one process."""
-    pair = Pair(*args, **kwargs)
-    models = (pair.model, pair.plain)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=LEARNING_RATE) for each in models]
+    pair = pair_of(*args, **kwargs)
     for is_async in (False, True):
         for schedule in schedules.split():
-            pair.window(schedule, is_async)
-            for optimizer in optimizers:
-                optimizer.step()
-                optimizer.zero_grad()
-            assert_same(full_state(pair.model), full_state(pair.plain), bitwise=True)
+            window(pair, schedule, is_async)
+            pair.update()
 
 
 @pytest.mark.parametrize(
@@ -128,51 +111,51 @@ def test_a_unit_that_has_not_run_is_left_to_finalization():
 @pytest.mark.parametrize("mode", ["N", "R"])
 @on_threads(4)
 def test_what_is_not_fully_reduced_stays_pending(mode):
-    pair = Pair(mesh_shape=(2, 2))
-    optimizer = torch.optim.SGD(pair.model.parameters(), lr=1.0)
-    pair.model.set_gradient_sync(MODES[mode])
+    pair = pair_of(mesh_shape=(2, 2))
+    optimizer = torch.optim.SGD(pair.ours.parameters(), lr=1.0)
+    pair.ours.set_gradient_sync(MODES[mode])
     pair.backward()
-    finalize(pair.model, True)
-    assert meshard.pending_gradients(pair.model)
+    finalize(pair.ours, True)
+    assert meshard.pending_gradients(pair.ours)
     with pytest.raises(RuntimeError, match=r"finalize_backward\(\)"):
         optimizer.step()
-    pair.model.set_gradient_sync(GradientSync.FULL)
-    finalize(pair.model, False)
-    pair.check()
+    pair.ours.set_gradient_sync(GradientSync.FULL)
+    finalize(pair.ours, False)
+    pair.compare()
     optimizer.step()
 
 
 @on_threads(4)
 def test_finalize_gradients_reduces_everything_in_this_mode_too():
-    pair = Pair(mesh_shape=(2, 2))
-    pair.model.set_gradient_sync(GradientSync.NONE)
+    pair = pair_of(mesh_shape=(2, 2))
+    pair.ours.set_gradient_sync(GradientSync.NONE)
     pair.backward()
-    meshard.finalize_gradients(pair.model)
-    pair.check()
-    torch.optim.SGD(pair.model.parameters(), lr=1.0).step()
-    pair.model.finalize_backward()
+    meshard.finalize_gradients(pair.ours)
+    pair.compare()
+    torch.optim.SGD(pair.ours.parameters(), lr=1.0).step()
+    pair.ours.finalize_backward()
 
 
 @on_threads(4)
 def test_microbatches_need_one_finalization():
-    pair = Pair(mesh_shape=(2, 2))
-    for number in meshard.microbatches(pair.model, range(3)):
+    pair = pair_of(mesh_shape=(2, 2))
+    for number in meshard.microbatches(pair.ours, range(3)):
         pair.backward(number)
-    pair.model.finalize_backward()
-    pair.check()
+    pair.ours.finalize_backward()
+    pair.compare()
 
 
 @on_threads(2)
 def test_several_backwards_before_and_after_the_mode_is_changed():
-    pair = Pair()
+    pair = pair_of()
     for is_manual in (True, False, True):
-        pair.model.set_manual_backward_finalization(is_manual)
+        pair.ours.set_manual_backward_finalization(is_manual)
         pair.zero_grad()
         for number in range(2):
             pair.backward(number)
         if is_manual:
-            pair.model.finalize_backward()
-        pair.check()
+            pair.ours.finalize_backward()
+        pair.compare()
 
 
 @pytest.mark.parametrize("apply", [shard_blocks, meshard.replicate])
@@ -217,8 +200,8 @@ def test_a_unit_that_is_not_fully_reduced_is_stepped_by_a_later_finalization():
 
 @on_ranks(2)
 def test_nothing_may_begin_until_the_handle_is_waited_for():
-    pair = Pair()
-    model = pair.model
+    pair = pair_of()
+    model = pair.ours
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     early = integer_loss(model(integer_batch(1, dist.get_rank())))
     pair.backward()
@@ -239,22 +222,22 @@ def test_nothing_may_begin_until_the_handle_is_waited_for():
         model.blocks[1](torch.ones(1, 5))
     handle.wait()
     handle.wait()
-    pair.check()
+    pair.compare()
     optimizer.step()
 
 
 @pytest.mark.parametrize("apply", [shard_blocks, meshard.replicate])
 def test_a_reset_invalidates_the_handle(apply):
     def run():
-        pair = Pair(apply)
-        model = pair.model
+        pair = pair_of(apply)
+        model = pair.ours
         backward(model)
         handle = model.finalize_backward(async_op=True)
         model.reset_iter_state()
         for _ in range(2):
             with pytest.raises(RuntimeError, match=r"reset_iter_state\(\) was called"):
                 handle.wait()
-        pair.window("F", True)  # the mode is still there
+        window(pair, "F", True)  # the mode is still there
         handle = model.finalize_backward(async_op=True)
         handle.wait()
         model.reset_iter_state()
@@ -266,26 +249,26 @@ def test_a_reset_invalidates_the_handle(apply):
 
 @on_threads(2)
 def test_units_whose_backward_is_to_come_stay_unsharded():
-    pair = Pair(reshard_after_forward=False)
+    pair = pair_of(reshard_after_forward=False)
     pair.backward()
-    loss = integer_loss(pair.model(integer_batch(1, dist.get_rank())))
-    finalize(pair.model, True)
-    assert not any(isinstance(param, DTensor) for param in pair.model.parameters())
+    loss = integer_loss(pair.ours(integer_batch(1, dist.get_rank())))
+    finalize(pair.ours, True)
+    assert not any(isinstance(param, DTensor) for param in pair.ours.parameters())
     loss.backward()
-    finalize(pair.model, True)
+    finalize(pair.ours, True)
     for rank in range(2):
         backward(pair.plain, 1, rank)
-    pair.check()
+    pair.compare()
 
 
 @on_threads(2)
 def test_zero_grad_drops_what_is_not_finalized():
-    pair = Pair()
+    pair = pair_of()
     for letter in "FN":
-        pair.model.set_gradient_sync(MODES[letter])
-        backward(pair.model, 5)
+        pair.ours.set_gradient_sync(MODES[letter])
+        backward(pair.ours, 5)
         pair.zero_grad()
-        pair.window("NF")
+        window(pair, "NF")
         pair.zero_grad()
 
 

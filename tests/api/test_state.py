@@ -10,17 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import checkpoint
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
-    set_model_state_dict,
 )
 from torch.distributed.tensor import DTensor
 
 import meshard
 from tests.support.against_plain import inputs_of, sharded_and_plain
-from tests.support.models import MlpStack, seeded
+from tests.support.models import MlpStack
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 from tests.support.sharding import sharded_case
@@ -136,27 +134,3 @@ def test_rank_0_is_warned_that_it_saves_its_shards_only(what, mesh_shape):
     assert len(caught) == (is_part and dist.get_rank() == 0)
     for text in (str(each.message) for each in caught):
         assert "not those of the other 1 ranks" in text and "full_state_dict=True" in text
-
-
-@pytest.mark.extras
-@pytest.mark.filterwarnings("ignore")
-def test_distributed_checkpoints_move_to_another_mesh(run_ranks, tmp_path):
-    run_ranks(save_sharded, 3, str(tmp_path / "checkpoint"))
-    run_ranks(load_sharded, 4, str(tmp_path / "checkpoint"))
-
-
-def save_sharded(path):
-    _, model, plain = sharded_case("transformer", (3,))
-    model.load_state_dict(seeded(plain, 9).state_dict())
-    checkpoint.save(get_model_state_dict(model), checkpoint_id=path)
-
-
-def load_sharded(path):
-    case, model, plain = sharded_case("transformer", (2, 2))
-    state = get_model_state_dict(model)
-    checkpoint.load(state, checkpoint_id=path)
-    set_model_state_dict(model, state)
-    seeded(plain, 9)
-    assert_same(full_state(model), full_state(plain), bitwise=True)
-    batch = case.batch(0, dist.get_rank())
-    assert_same(model(batch), plain(batch))

@@ -98,13 +98,6 @@ def test_real_ranks_issue_the_same_in_the_same_order(mesh_shape, reshards):
 
 
 @on_fake_ranks(4)
-def test_bytes_halve_with_the_dtype_on_the_wire():
-    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    full, half = measure((4,), 3, "F"), measure((4,), 3, "F", mp_policy=policy)
-    assert half.bytes == {op: total // 2 for op, total in full.bytes.items()}
-
-
-@on_fake_ranks(4)
 def test_a_frozen_parameter_is_not_reduced_but_once_if_something_of_it_is_pending():
     layer = meshard.fully_shard(nn.Linear(4, 8), init_device_mesh("cpu", (2, 2)))
     both, bias = (32 + 8) * 4, 8 * 4

@@ -1,6 +1,5 @@
-"""Named axes of a larger mesh, which shard and replicate, and the dim that a parameter chooses."""
+"""Named axes of a larger mesh, which shard and replicate."""
 
-import math
 import warnings
 
 import pytest
@@ -18,9 +17,8 @@ from tests.support.against_plain import (
     check_gradients,
     check_training,
     inputs_of,
-    sharded_and_plain,
 )
-from tests.support.models import UnevenMlp, seeded
+from tests.support.models import seeded
 from tests.support.ranks import fake_group, on_fake_ranks, on_threads
 from tests.support.spread import spread
 from tests.support.threads import run_threads
@@ -157,29 +155,3 @@ def test_other_names_and_those_chosen_by_name_are_not_warned_of(names):
         dims = DataParallelMeshDims(shard="shard", replicate="replicate")
         layer = meshard.fully_shard(nn.Linear(4, 4), mesh, dp_mesh_dims=dims)
         assert layer.weight.placements == (Shard(0), Replicate())
-
-
-# --- the dim that each parameter chooses, whether the ranks divide it or not ---------------
-
-
-def train_uneven(placement_fn, mesh_shape, reshard_after_forward):
-    model, plain = sharded_and_plain(
-        UnevenMlp(),
-        ("layers",),
-        mesh_shape,
-        shard_placement_fn=placement_fn,
-        reshard_after_forward=reshard_after_forward,
-    )
-    check_training(model, plain, lambda m, rank: m(inputs_of(rank, shape=(3, 7))).square().mean())
-
-
-@spread(
-    reshard_after_forward=[True, False, 2],
-    placement_fn=[lambda p: Shard(p.dim() - 1), lambda p: Shard(p.shape[0] % p.dim())],
-    mesh_shape=[(4,), (2, 4)],
-)
-def test_dims_that_nothing_divides_train_like_one_process(
-    placement_fn, mesh_shape, reshard_after_forward
-):
-    ranks = math.prod(mesh_shape)
-    run_threads(train_uneven, ranks, placement_fn, mesh_shape, reshard_after_forward)

@@ -1,5 +1,7 @@
 """Optimizers, and training with them: against the ordinary ones, in backward or after it."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -8,10 +10,11 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import meshard
-from meshard import GradientSync, MixedPrecisionPolicy, overlap_optimizer
+from meshard import CPUOffloadPolicy, MixedPrecisionPolicy, overlap_optimizer
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, own_part, own_state
 from tests.support.sharding import shard_blocks
+from tests.support.strategies import MODES
 
 ADAMW = torch.optim.AdamW
 OPTIONS = {"lr": 0.01}
@@ -29,7 +32,6 @@ MANY = {
     "radam": (torch.optim.RAdam, {"lr": 0.1}),
     "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}),
 }
-SYNC = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
 DTYPES = {
     "float32": MixedPrecisionPolicy(),
     "bfloat16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -146,6 +148,35 @@ def make(shape=(2,), policy=DTYPES["float32"], model=None, **kwargs):
     return shard_blocks(net() if model is None else model, mesh, mp_policy=policy, **kwargs)
 
 
+def replicated(**kwargs):
+    mesh = init_device_mesh("cpu", (2,))
+    return meshard.replicate(net(), mesh, bucket_cap_mb=0.0002, **kwargs)
+
+
+def kept_in_backward():
+    model = make()
+    model.set_reshard_after_backward(False)
+    return model
+
+
+LAYOUTS = {
+    "one axis": make,
+    "two axes": functools.partial(make, (2, 2)),
+    "three ranks": functools.partial(make, (3,)),
+    "one unit": lambda: meshard.fully_shard(net(), init_device_mesh("cpu", (2,))),
+    "offloaded": functools.partial(make, offload_policy=CPUOffloadPolicy(pin_memory=False)),
+    "replicated": replicated,
+    "replicated, no views": functools.partial(replicated, gradient_as_bucket_view=False),
+    "bfloat16": functools.partial(make, policy=DTYPES["bfloat16"]),
+    "kept in forward": functools.partial(make, reshard_after_forward=False),
+    "resharded in forward": functools.partial(make, reshard_after_forward=True),
+    "kept in backward": kept_in_backward,
+    "reentrant": lambda: make(model=net(use_reentrant=True)),
+    "rests in the last microbatch": lambda: make(model=net(rests=3)),
+}
+RANKS = {"two axes": 4, "three ranks": 3}
+
+
 def batch(number):
     generator = torch.Generator().manual_seed(10 * number + dist.get_rank())
     return torch.randn(3, 7, generator=generator)
@@ -155,7 +186,7 @@ def window(model, number, schedule="F", *, rest=False):
     """Run one window. Of several F, only the last one is the last backward."""
     for place, letter in enumerate(schedule):
         model.set_is_last_backward(place == len(schedule) - 1 or letter != "F")
-        model.set_gradient_sync(SYNC[letter])
+        model.set_gradient_sync(MODES[letter])
         model(batch(10 * number + place), rest).float().square().sum().backward()
 
 

@@ -4,23 +4,21 @@ import functools
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CPUOffloadPolicy, GradientSync, flat_optimizer, overlap_optimizer
+from meshard import GradientSync, flat_optimizer, overlap_optimizer
 from tests.optim.optimizers import (
     ADAMW,
-    DTYPES,
+    LAYOUTS,
     MANY,
     OPTIONS,
-    SYNC,
+    RANKS,
     SignDescent,
     assert_same_state,
     batch,
     grads,
     groups_of,
     make,
-    net,
     plain_state,
     train,
     trainable,
@@ -29,6 +27,7 @@ from tests.optim.optimizers import (
 from tests.support.parity import assert_same, own_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
+from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
 NO_LIMIT = {"clip": "deferred", "max_norm": 1e9}
@@ -68,35 +67,6 @@ def compare(story, make_model=make, name="adamw", *, groups=trainable, kinds=KIN
 @pytest.mark.parametrize("name", [*MANY, "another class"])
 def test_every_class(name):
     compare(functools.partial(train, windows=range(4)), name=name, kinds=("flat", "in backward"))
-
-
-def replicated(**kwargs):
-    mesh = init_device_mesh("cpu", (2,))
-    return meshard.replicate(net(), mesh, bucket_cap_mb=0.0002, **kwargs)
-
-
-def kept_in_backward():
-    model = make()
-    model.set_reshard_after_backward(False)
-    return model
-
-
-LAYOUTS = {
-    "one axis": make,
-    "two axes": functools.partial(make, (2, 2)),
-    "three ranks": functools.partial(make, (3,)),
-    "one unit": lambda: meshard.fully_shard(net(), init_device_mesh("cpu", (2,))),
-    "offloaded": functools.partial(make, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "replicated": replicated,
-    "replicated, no views": functools.partial(replicated, gradient_as_bucket_view=False),
-    "bfloat16": functools.partial(make, policy=DTYPES["bfloat16"]),
-    "kept in forward": functools.partial(make, reshard_after_forward=False),
-    "resharded in forward": functools.partial(make, reshard_after_forward=True),
-    "kept in backward": kept_in_backward,
-    "reentrant": lambda: make(model=net(use_reentrant=True)),
-    "rests in the last microbatch": lambda: make(model=net(rests=3)),
-}
-RANKS = {"two axes": 4, "three ranks": 3}
 
 
 @spread(
@@ -199,7 +169,7 @@ def finalized(model, optimizer):
     for number, (schedule, is_last) in enumerate([("NN", True), ("RR", False), ("FF", False)]):
         model.set_is_last_backward(is_last)
         for place, letter in enumerate(schedule):
-            model.set_gradient_sync(SYNC[letter])
+            model.set_gradient_sync(MODES[letter])
             model(batch(10 * number + place)).square().sum().backward()
         meshard.finalize_gradients(model)
         optimizer.step()

@@ -1,7 +1,6 @@
 """Steps that wait for the norm of all gradients, against ordinary clipped steps."""
 
 import contextlib
-import functools
 from unittest import mock
 
 import pytest
@@ -11,22 +10,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CPUOffloadPolicy, OverlappedOptimizer, overlap_optimizer
+from meshard import OverlappedOptimizer, overlap_optimizer
 from meshard.optim.overlap import UnitStepper
 from tests.optim.optimizers import (
     ADAMW,
     DEFERRED,
-    DTYPES,
+    LAYOUTS,
     MANY,
     MAX_NORM,
     OPTIONS,
+    RANKS,
     SignDescent,
     assert_same_training,
     batch,
     grads,
     groups_of,
     make,
-    net,
     overlapped_and_plain,
     train,
     trainable,
@@ -35,19 +34,6 @@ from tests.optim.optimizers import (
 from tests.support.parity import assert_same, full_state, own_state
 from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.threads import run_threads
-
-
-def replicated():
-    return meshard.replicate(net(), init_device_mesh("cpu", (2,)), bucket_cap_mb=0.0002)
-
-
-LAYOUTS = {
-    "one axis": make,
-    "two axes": functools.partial(make, (2, 2)),
-    "bfloat16": functools.partial(make, policy=DTYPES["bfloat16"]),
-    "offloaded": functools.partial(make, offload_policy=CPUOffloadPolicy(pin_memory=False)),
-    "replicated": replicated,
-}
 
 
 def compare(layout, name, schedule, wait, choose):
@@ -74,8 +60,7 @@ def compare(layout, name, schedule, wait, choose):
     ],
 )
 def test_as_the_ordinary_one(layout, name, schedule, wait, choose):
-    num_ranks = 4 if layout == "two axes" else 2
-    run_threads(compare, num_ranks, layout, name, schedule, wait, choose)
+    run_threads(compare, RANKS.get(layout, 2), layout, name, schedule, wait, choose)
 
 
 @on_ranks(2)

@@ -12,6 +12,7 @@ from torch.optim.optimizer import (
 import meshard
 from meshard import flat_optimizer
 from tests.optim.optimizers import assert_same_state, make, plain_state, train, trainable, window
+from tests.support.against_plain import sharded_and_plain
 from tests.support.models import Made, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks, on_threads
@@ -35,6 +36,10 @@ def make_loose(foreach=None):
     model = seeded(Made(forward, layers=layers, head=head, loose=nn.Parameter(torch.empty(6))))
     meshard.fully_shard(layers[0])
     return meshard.fully_shard(model, ignored_params=set() if foreach else {model.loose})
+
+
+def uneven():
+    return sharded_and_plain(UnevenMlp(), ["layers"])[0]
 
 
 def backward(model, step):
@@ -86,13 +91,7 @@ def test_a_model_that_is_converted_between_steps(dtype, cls):
             optimizer.step()
             optimizer.zero_grad()
 
-    both(story, lambda: sharded(UnevenMlp()), cls, lr=0.01)
-
-
-def sharded(model):
-    for unit in (*seeded(model).layers, model):
-        meshard.fully_shard(unit)
-    return model
+    both(story, uneven, cls, lr=0.01)
 
 
 def test_others_are_refused():
@@ -172,7 +171,7 @@ def test_edits_of_the_state_where_a_rank_owns_nothing():
             optimizer.step()
             optimizer.zero_grad()
 
-    both(story, lambda: sharded(UnevenMlp()), lr=0.01)
+    both(story, uneven, lr=0.01)
 
 
 # --- edits between backward and step -------------------------------------------------------

@@ -1,6 +1,5 @@
 """The state of flat optimizers and those in backward is that of the ordinary one."""
 
-import copy
 import functools
 import io
 
@@ -104,19 +103,6 @@ def test_resumed_from_a_checkpoint_of_torch_with_the_other(tmp_path, first, seco
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
     train(model, optimizer, range(3, 6))
     assert_same(full_state(model), straight(), bitwise=True)
-
-
-@on_threads(2)
-def test_a_copy_of_a_model_goes_on_with_a_copy_of_the_state():
-    model = make()
-    optimizer = flat_optimizer(model, ADAMW, **OPTIONS)
-    train(model, optimizer, range(2))
-    twin = copy.deepcopy(model)
-    other = flat_optimizer(twin, ADAMW, **OPTIONS)
-    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each, steps in ((model, optimizer), (twin, other)):
-        train(each, steps, range(2, 5))
-    assert_same(full_state(model), full_state(twin), bitwise=True)
 
 
 @on_threads(2)

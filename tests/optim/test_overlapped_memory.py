@@ -13,11 +13,11 @@ from torch.profiler import ProfilerActivity, profile
 
 import meshard
 from meshard import overlap_optimizer
-from tests.optim.optimizers import SYNC
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.rank_pool import RankError
 from tests.support.ranks import on_ranks
+from tests.support.strategies import MODES
 
 WIDTH, UNITS = 128, 8
 UNIT = WIDTH * WIDTH * 4  # bytes of a unit, and on one rank of its gradient
@@ -92,7 +92,7 @@ def step(model, optimizer, schedule):
     for place in range(len(schedule)):
         is_last = place == len(schedule) - 1
         model.set_is_last_backward(is_last)
-        model.set_gradient_sync(SYNC[schedule[place]])
+        model.set_gradient_sync(MODES[schedule[place]])
         loss = model(torch.full((1, WIDTH), 0.1 + place)).sum()
         if not is_last:
             loss.backward()
@@ -154,7 +154,7 @@ def test_accumulated_gradients_are_freed():
             with recorded() as in_window:
                 for place, letter in enumerate(schedule):
                     model.set_is_last_backward(place == 2)
-                    model.set_gradient_sync(SYNC[letter])
+                    model.set_gradient_sync(MODES[letter])
                     model(torch.full((1, WIDTH), 0.1)).sum().backward()
             assert in_window.left == 0 or make_optimizer is ordinary
             optimizer.step()

@@ -7,15 +7,13 @@ import pytest
 import torch
 
 import meshard
-from meshard import CPUOffloadPolicy, overlap_optimizer
+from meshard import overlap_optimizer
 from meshard._comm.host_copies import HostCopies
-from tests.optim.optimizers import ADAMW, OPTIONS, grads, make, train, window
+from tests.optim.optimizers import ADAMW, LAYOUTS, OPTIONS, grads, make, train, window
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 
-
-def make_offloaded():
-    return make(offload_policy=CPUOffloadPolicy(pin_memory=False))
+make_offloaded = LAYOUTS["offloaded"]
 
 
 @on_ranks(2)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -34,7 +34,7 @@ from meshard import owner_optimizer
 from meshard.checkpoint import Checkpointer
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import Made, seeded
-from tests.support.parity import assert_same
+from tests.support.parity import assert_same, whole
 from tests.support.ranks import on_ranks, on_threads
 
 ADAMW, MUON = torch.optim.AdamW, torch.optim.Muon
@@ -51,10 +51,6 @@ NAMES = [
     for name, (package, _) in OPTIMIZERS.items()
 ]
 FALLBACK = {"lr": 0.01}
-
-
-def whole(tensor):
-    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
 
 
 def times_inputs(model, inputs):
@@ -100,15 +96,20 @@ class Ordinary:
             optimizer.step()
 
 
-def check_steps(model, ours, ordinary, steps, **kwargs):
+def step_both(model, ours, ordinary):
+    """Step by both, and compare all parameters."""
+    ordinary.step(model)
+    ours.step()
+    for name, param in model.named_parameters():
+        assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+
+def check_steps(model, ours, ordinary, steps, run=backward, **kwargs):
     """Take steps with both, and compare all parameters after each."""
     for step in steps:
         ours.zero_grad()
-        backward(model, step, **kwargs)
-        ordinary.step(model)
-        ours.step()
-        for name, param in model.named_parameters():
-            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+        run(model, step, **kwargs)
+        step_both(model, ours, ordinary)
 
 
 def both(model, name, **kwargs):
@@ -261,12 +262,9 @@ def test_windows_clipping_and_a_scheduler(mesh_shape):
         for microbatch in meshard.microbatches(model, range(3)):
             backward(model, 10 * step + microbatch)
         meshard.clip_grad_norm_(model, 1.0)
-        ordinary.step(model)
-        ours.step()
+        step_both(model, ours, ordinary)
         for each in schedulers:
             each.step()
-        for name, param in model.named_parameters():
-            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
     assert ours.param_groups[0]["lr"] == 0.02 / 5 and ours.param_groups[1]["lr"] == 0.01 / 5
 
 
@@ -292,15 +290,13 @@ def test_parameters_of_several_meshes_and_dtypes():
     ours = owner_optimizer(model, MUON, lr=0.02, fallback_kwargs=FALLBACK)
     ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
     pair = mesh.get_local_rank("pairs")
-    for step in range(3):
-        ours.zero_grad()
+
+    def run(model, step):
         backward(model.experts, 10 * step + pair)
         backward(model.dense, step)
         half(torch.full((2, 6), 0.1 + step, dtype=torch.bfloat16)).square().sum().backward()
-        ordinary.step(model)
-        ours.step()
-        for name, param in model.named_parameters():
-            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+    check_steps(model, ours, ordinary, range(3), run)
 
 
 @on_threads(2)
@@ -312,14 +308,12 @@ def test_ranks_may_have_other_experts_beside_common_layers():
     model = Made(None, dense=dense, **{f"expert{rank}": expert})
     ours = owner_optimizer(model, MUON, lr=0.02)
     ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
-    for step in range(3):
-        ours.zero_grad()
+
+    def run(model, step):
         backward(dense, step)
         backward(expert, step)
-        ordinary.step(model)
-        ours.step()
-        for name, param in model.named_parameters():
-            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+    check_steps(model, ours, ordinary, range(3), run)
 
 
 @on_threads(2)
@@ -345,13 +339,11 @@ def test_gradients_of_tensor_parallel_matrices():
     ours = owner_optimizer(model, MUON, lr=0.02, fallback_kwargs=FALLBACK)
     assert sorted(ours.owners) == ["0.weight", "1.weight"]
     ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
-    for step in range(3):
-        ours.zero_grad()
+
+    def run(model, step):
         model(torch.full((3, 6), 0.1 * step + 0.1)).square().sum().backward()
-        ordinary.step(model)
-        ours.step()
-        for name, param in model.named_parameters():
-            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
+
+    check_steps(model, ours, ordinary, range(3), run)
 
 
 @on_ranks(2)
@@ -365,25 +357,10 @@ def test_gradients_may_travel_in_bfloat16():
     ordinary.step(model)  # by gradients that bfloat16 holds exactly
     with meshard.CommLedger() as ledger:
         ours.step()
-    assert [event.dtype for event in ledger.events] == [
-        torch.float32,
-        torch.bfloat16,
-        torch.float32,
-    ]
+    dtypes = [event.dtype for event in ledger.events]
+    assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
     for name, param in model.named_parameters():
         assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
-
-
-@on_threads(2)
-def test_gradients_may_be_there_before_any_forward():
-    """torch.distributed.checkpoint steps by zeros to make a state."""
-    model = make([(4, 4)])
-    before = whole(model.w0)
-    ours = owner_optimizer(model, MUON, lr=0.02, weight_decay=0.0)
-    model.w0.grad = torch.zeros_like(model.w0)
-    ours.step()
-    assert_same(whole(model.w0), before, bitwise=True)
-    assert [*ours.state_dict()["state"][0]] == ["momentum_buffer"]
 
 
 def clear(optimizer, param):
@@ -485,37 +462,21 @@ def test_the_costliest_are_dealt_out_first_and_describe_says_so():
 
 @on_ranks(4)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_bytes_are_those_of_the_formula(mesh_shape):
-    """To the owner go a value and a gradient, from it a value to every rank but itself."""
+@pytest.mark.parametrize("keep_values", [False, True])
+def test_bytes_are_those_of_the_formula(mesh_shape, keep_values):
+    """To the owner go a gradient and a value that it lacks, from it a value to every other rank."""
     model = make([(8, 8)] * 8, mesh=init_device_mesh("cpu", mesh_shape))
-    ours = owner_optimizer(model, MUON, lr=0.02)
+    ours = owner_optimizer(model, MUON, lr=0.02, keep_values=keep_values)
     backward(model, 0)
-    with meshard.CommLedger() as ledger:
-        ours.step()
-    assert ledger.counts == {"all_to_all": 2}
-    num_shards, num_ranks = mesh_shape[-1], 4
-    shard_bytes = 8 * 8 * 8 * 4 // num_shards  # of this rank
-    to_owners = 2 * shard_bytes * (num_shards - 1) // num_ranks
-    from_owners = shard_bytes * (num_ranks - 1) // num_ranks
-    assert ledger.wire_bytes == to_owners + from_owners
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_kept_values_are_not_sent_again(mesh_shape):
-    """The bytes are at most twice ``(S - 1) / S`` of the shards in and out, which the page says."""
-    model = make([(8, 8)] * 8, mesh=init_device_mesh("cpu", mesh_shape))
-    ours = owner_optimizer(model, MUON, lr=0.02, keep_values=True)
-    backward(model, 0)
-    ours.step()
-    with meshard.CommLedger() as ledger:
-        ours.step()
-    assert ledger.counts == {"all_to_all": 2}
-    num_shards, num_ranks = mesh_shape[-1], 4
-    shard_bytes = 8 * 8 * 8 * 4 // num_shards  # of this rank
-    to_owners = shard_bytes * (num_shards - 1) // num_ranks
-    from_owners = shard_bytes * (num_ranks - 1) // num_ranks
-    assert ledger.wire_bytes == to_owners + from_owners
+    for is_kept in (False, keep_values):
+        with meshard.CommLedger() as ledger:
+            ours.step()
+        assert ledger.counts == {"all_to_all": 2}
+        num_shards, num_ranks = mesh_shape[-1], 4
+        shard_bytes = 8 * 8 * 8 * 4 // num_shards  # of this rank
+        to_owners = (1 if is_kept else 2) * shard_bytes * (num_shards - 1) // num_ranks
+        from_owners = shard_bytes * (num_ranks - 1) // num_ranks
+        assert ledger.wire_bytes == to_owners + from_owners
 
 
 def edit_in_place(param):
@@ -534,33 +495,26 @@ def edit_by_another_optimizer(param):
 @pytest.mark.parametrize(
     "edit", [edit_in_place, edit_the_shard, edit_by_another_optimizer, "load_state_dict"]
 )
+@on_threads(2)
 def test_edits_reach_owners_that_keep_values(edit, sending):
     """Some of them are made on one rank only, which owns none of the edited parameters."""
-
-    @on_threads(2)
-    def body():
-        model = make([(6, 4), (4, 6), (5, 3)], mesh=init_device_mesh("cpu", (2,)))
-        options = {"bucket_mb": 1e-5, "keep_values": True, "gradient_dtype": sending}
-        ours, ordinary = both(model, "Muon", **options)
-        saved = {name: value.clone() for name, value in model.state_dict().items()}
-        for step in range(6):
-            with torch.no_grad():
-                if step % 2 and edit == "load_state_dict":
-                    model.load_state_dict(saved)
-                elif step % 2 and (edit != edit_the_shard or dist.get_rank() == 1):
-                    edit(model.w0)
-            for name, param in model.named_parameters():
-                ordinary.params[name].data.copy_(whole(param))
-            ours.zero_grad()
-            backward(model, step)
-            for param in model.parameters():
-                param.grad = param.grad.to(sending).to(torch.float32)
-            ordinary.step(model)
-            ours.step()
-            for name, param in model.named_parameters():
-                assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
-
-    body()
+    model = make([(6, 4), (4, 6), (5, 3)], mesh=init_device_mesh("cpu", (2,)))
+    options = {"bucket_mb": 1e-5, "keep_values": True, "gradient_dtype": sending}
+    ours, ordinary = both(model, "Muon", **options)
+    saved = {name: value.clone() for name, value in model.state_dict().items()}
+    for step in range(6):
+        with torch.no_grad():
+            if step % 2 and edit == "load_state_dict":
+                model.load_state_dict(saved)
+            elif step % 2 and (edit != edit_the_shard or dist.get_rank() == 1):
+                edit(model.w0)
+        for name, param in model.named_parameters():
+            ordinary.params[name].data.copy_(whole(param))
+        ours.zero_grad()
+        backward(model, step)
+        for param in model.parameters():
+            param.grad = param.grad.to(sending).to(torch.float32)
+        step_both(model, ours, ordinary)
 
 
 class Raising(torch.optim.SGD):
@@ -572,28 +526,23 @@ class Raising(torch.optim.SGD):
             raise ArithmeticError("after the update")
 
 
+@on_threads(2)
 def test_kept_values_of_a_failed_step_are_thrown_away():
-    @on_threads(2)
-    def body():
-        model = make([(4, 4), (4, 4)], mesh=init_device_mesh("cpu", (2,)))
-        ours = owner_optimizer(
-            model, Raising, lr=0.5, momentum=0.5, nesterov=False, keep_values=True
-        )
-        backward(model, 0)
+    model = make([(4, 4), (4, 4)], mesh=init_device_mesh("cpu", (2,)))
+    ours = owner_optimizer(model, Raising, lr=0.5, momentum=0.5, nesterov=False, keep_values=True)
+    backward(model, 0)
+    ours.step()
+    before = [whole(param) for param in model.parameters()]
+    ours.param_groups[0]["nesterov"] = True
+    with pytest.raises(ArithmeticError, match="after the update"):
         ours.step()
-        before = [whole(param) for param in model.parameters()]
-        ours.param_groups[0]["nesterov"] = True
-        with pytest.raises(ArithmeticError, match="after the update"):
-            ours.step()
-        ours.param_groups[0]["nesterov"] = False
-        for param in model.parameters():
-            param.grad.zero_()
-        ours.param_groups[0]["momentum"] = 0
-        ours.step()
-        for param, value in zip(model.parameters(), before, strict=True):
-            assert_same(whole(param), value, bitwise=True)
-
-    body()
+    ours.param_groups[0]["nesterov"] = False
+    for param in model.parameters():
+        param.grad.zero_()
+    ours.param_groups[0]["momentum"] = 0
+    ours.step()
+    for param, value in zip(model.parameters(), before, strict=True):
+        assert_same(whole(param), value, bitwise=True)
 
 
 class Looks(torch.optim.SGD):

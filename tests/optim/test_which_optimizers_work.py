@@ -19,6 +19,7 @@ import meshard
 from meshard.optim.flat import POINTWISE
 from tests import ROOT
 from tests.optim import stand_in_optimizers as stand_ins
+from tests.support.against_plain import sharded_and_plain
 from tests.support.models import Made, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
@@ -196,10 +197,7 @@ def rows_of_page():
 
 
 def sharded():
-    model = seeded(UnevenMlp())
-    for unit in (*model.layers, model):
-        meshard.fully_shard(unit)
-    return model
+    return sharded_and_plain(UnevenMlp(), ["layers"])[0]
 
 
 @on_ranks(2)

@@ -122,9 +122,3 @@ def test_segments_are_aligned_to_their_dtype(sizes):
         assert segment.byte_offset % segment.dtype.itemsize == 0
         assert view.dtype == segment.dtype
         assert view.shape == (2, segment.numel)
-
-
-def test_one_dtype_has_no_padding_between_parameters():
-    params = [ParamLayout(torch.Size([4, 3]), 0, 2), ParamLayout(torch.Size([6]), 0, 2)]
-    layout = FlatLayout.build(params, [torch.float32] * 2)
-    assert layout.shard_bytes == (6 + 3) * 4

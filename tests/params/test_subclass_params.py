@@ -6,11 +6,11 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.distributed.tensor import DTensor
 
 import meshard
+from tests.peers.both import mesh_of
 from tests.support.extensions import (
     Bfloat16Whole,
     Int8ForThePeer,
@@ -31,7 +31,7 @@ EVEN_DIMS = IntegerModel.in_dim, 4, 8
 
 def sharded(kind, shape, fully_shard=meshard.fully_shard, dims=DIMS, **kwargs):
     model = with_matrices_as(IntegerModel(dims=dims), kind)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    mesh = mesh_of(*shape)
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh, **kwargs)
     return model

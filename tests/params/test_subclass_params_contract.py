@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshard
+from tests.peers.both import mesh_of
 from tests.support.extensions import (
     Bfloat16Whole,
     Int8OnWire,
@@ -22,10 +23,6 @@ from tests.support.extensions import (
     with_matrices_as,
 )
 from tests.support.ranks import on_fake_ranks, on_ranks
-
-
-def mesh_of(*shape):
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 class Listening(Wrapper):

@@ -221,7 +221,7 @@ class Ones(nn.Module):
         self.a = nn.Parameter(torch.zeros(numel, dtype=dtype))
         self.b = nn.Parameter(torch.zeros(numel, dtype=dtype))
 
-    def forward(self, a: float | None, b: float | None = None) -> torch.Tensor:
+    def forward(self, a: float | None = None, b: float | None = None) -> torch.Tensor:
         out = torch.zeros((), requires_grad=True) * 1.0
         for param, value in ((self.a, a), (self.b, b)):
             out = out if value is None else out + value * param.sum()

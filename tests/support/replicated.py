@@ -61,7 +61,7 @@ class Pair:
         """The replicated model and the plain one."""
         return self.ours, self.plain
 
-    def backward(self, number: int, ours: Run = run, plain: Run = run) -> None:
+    def backward(self, number: int = 0, ours: Run = run, plain: Run = run) -> None:
         """Run both once, and compare nothing."""
         ours(self.ours, integer_batch(number, dist.get_rank()).to(self.device))
         for rank in range(dist.get_world_size()):
