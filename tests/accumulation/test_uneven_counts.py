@@ -10,7 +10,7 @@ import meshard
 from meshard import GradientSync
 from tests.support.models import Ones
 from tests.support.parity import full_grads
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
 
 SMALL, LARGE = 3, 300_000  # a unit with a LARGE parameter is packed as gradients arrive
 NAMES = ("a", "b")
@@ -65,6 +65,13 @@ def cases(draw):
         st.lists(microbatches(), min_size=1, max_size=3), min_size=num_ranks, max_size=num_ranks
     )
     return num_ranks, draw(st.lists(window, min_size=1, max_size=2))
+
+
+@pytest.mark.parametrize("layout", ["replicate", "shard"])
+@on_ranks(2)
+def test_two_microbatches_more_on_one_rank_count_as_they_should(layout):
+    one = {"a": 1.0, "b": 1.0}
+    check(wrapped(layout, LARGE), [[[one], [one, one, one]], [[one, one], [one]]])
 
 
 @pytest.mark.parametrize("numel", [SMALL, LARGE])

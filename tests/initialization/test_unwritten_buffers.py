@@ -62,7 +62,14 @@ def warnings_of_two_forwards(model):
 
 
 @on_ranks(1)
-@pytest.mark.parametrize("how", ["load_state_dict", "dcp", "dcp in place"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        "load_state_dict",
+        pytest.param("dcp", marks=pytest.mark.extras),  # dcp.save needs numpy
+        pytest.param("dcp in place", marks=pytest.mark.extras),
+    ],
+)
 def test_the_first_forward_names_what_no_checkpoint_has(how, tmp_path):
     model, state = on_meta(), seeded(built()).state_dict()
     model.to_empty(device="cpu")
