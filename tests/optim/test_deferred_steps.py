@@ -318,7 +318,7 @@ def test_a_step_that_raises_is_not_taken_again():
 
 @on_ranks(2)
 def test_two_optimizers_of_a_parameter_are_refused_after_buckets_were_rebuilt_too():
-    model = replicated()
+    model = LAYOUTS["replicated"]()
     first = overlap_optimizer(model, ADAMW, **DEFERRED)
     for number in range(3):  # the forward of the second window rebuilds the buckets
         window(model, number)
