@@ -219,6 +219,7 @@ class Buckets:
         for unit in self.units:
             assert isinstance(unit.group.unit_params, ReplicatedParams)
             unit.group.unit_params.unhook()
+        # Any of them may step parameters of any new bucket; ``find_overlapped`` looks which do.
         overlapped = {each for unit in self.units for each in unit.group.overlapped}
         self._fill(order)
         for unit in self.units:

@@ -46,9 +46,10 @@ class Prefetcher:
     def _chosen_or(
         self, unit: Unit, chosen: list[weakref.ref[Unit]], predicted: int | None
     ) -> list[Unit]:
-        refs = chosen or ([] if predicted is None else [self._units[predicted]])
+        if not chosen:
+            return [] if predicted is None else alive([self._units[predicted]])
         # What is gathered for another root would be dropped at the end of this one's forward.
-        return [each for each in alive(refs) if each.root is unit.root]
+        return [each for each in alive(chosen) if each.root is unit.root]
 
     def unshard(
         self, unit: Unit, up_next: list[Unit], *, in_forward: bool, keep_shard: bool
