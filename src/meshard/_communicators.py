@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,6 +15,7 @@ from meshard._comm.cpu import WorkCommunicator
 from meshard._comm.streams import StreamCommunicator
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
 
+_EXIT_SECONDS = 0.05  # see _wait_at_exit
 # Makes the communicators, while a block of ``communicators_from`` runs.
 _instead: Callable[[torch.device], Communicator] | None = None
 
@@ -27,6 +31,18 @@ def communicators_from(make: Callable[[torch.device], Communicator]) -> Iterator
         _instead = before
 
 
+@functools.cache
+def _wait_at_exit() -> None:
+    """Let gloo's threads free what they have sent before the interpreter ends, once per process.
+
+    A thread of gloo takes the GIL to free the tensors of its last collective, after the thread that
+    waited for this collective goes on. An interpreter that is ending refuses the GIL, and then the
+    process aborts ("terminate called without an active exception"), also where the user destroyed
+    the process groups: a mesh or a sharded module keeps their threads alive.
+    """
+    atexit.register(time.sleep, _EXIT_SECONDS)
+
+
 def make_communicator(device: torch.device, *, share_memory: bool = True) -> Communicator:
     """Return a communicator for tensors on ``device``.
 
@@ -35,6 +51,7 @@ def make_communicator(device: torch.device, *, share_memory: bool = True) -> Com
     """
     if _instead is not None:
         return _instead(device)
+    _wait_at_exit()
     if device.type != "cpu":
         return StreamCommunicator(torch.get_device_module(device))
     return SharedMemoryCommunicator() if share_memory else WorkCommunicator()

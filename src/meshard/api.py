@@ -6,7 +6,6 @@ import atexit
 import dataclasses
 import itertools
 import os
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -364,7 +363,6 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 # --- the default mesh ----------------------------------------------------------------------
 
-_EXIT_SECONDS = 0.05  # see _destroy_group
 # By default group: its default mesh. A mesh looks up its group by name, and default groups made one
 # after the other have the same name, so each needs a mesh of its own. Both references are weak,
 # because a mesh keeps its group alive, with its threads and sockets.
@@ -399,7 +397,6 @@ def _init_default_group(device_type: str) -> None:
         _choose_device(torch.get_device_module(device_type), device_type)
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         dist.init_process_group()
-        # gloo's threads abort the process if they are alive when the interpreter ends.
         atexit.register(_destroy_group, dist.group.WORLD)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's stubs
@@ -424,6 +421,3 @@ def _choose_device(module: Any, device_type: str) -> None:
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     if dist.is_initialized() and ours is dist.group.WORLD:
         dist.destroy_process_group()
-    # A thread of gloo takes the GIL to free what it has sent. An interpreter that is ending refuses
-    # the GIL to other threads, and the process aborts. So this thread sleeps until gloo is done.
-    time.sleep(_EXIT_SECONDS)

@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,14 @@ import torch.distributed as dist
 import meshard
 from tests import ROOT
 
-ENDS = ("destroyed", "left", "gather in flight", "reduction in flight", "failed backward")
+ENDS = (
+    "destroyed",
+    "left",
+    "gather in flight",
+    "reduction in flight",
+    "failed backward",
+    "late thread",
+)
 KINDS = [(end, shared) for end in ENDS for shared in ("1", "0")]
 SECONDS = 120
 
@@ -49,7 +57,20 @@ def train(end):
         model[1].register_full_backward_hook(fail)
         with contextlib.suppress(RuntimeError):
             model(batch).sum().backward()
+    elif end == "late thread":
+        leave_tensors_to_gloo()
     return model, handle
+
+
+def leave_tensors_to_gloo():
+    """Begin a collective, and keep the GIL from gloo's thread, which needs it at the end."""
+    sys.setswitchinterval(SECONDS)  # how long another thread waits until it is handed the GIL
+    if dist.get_rank():
+        time.sleep(0.5)  # so that the other rank has dropped the tensor before the end
+    dist.all_reduce(torch.ones(1), async_op=True)
+    done = time.monotonic() + 2
+    while time.monotonic() < done:
+        pass
 
 
 def run_jobs(folder):
