@@ -39,6 +39,17 @@ def test_finalizing_reduces_what_is_in_flight_to_the_replicas():
     assert values(model) == {"a": 2.5, "b": 5.0}
 
 
+@on_threads(4)
+def test_finalizing_ends_a_window_in_which_all_is_reduced():
+    model = make()
+    model.set_is_last_backward(False)
+    run(model, "F", 1.0, 1.0)
+    meshard.finalize_gradients(model)
+    model.set_gradient_divide_factor(2.0)  # refused in the middle of a window
+    run(model, "F", 1.0, 1.0)
+    assert values(model) == {"a": 1.0 + 4 / 2, "b": 1.0 + 4 / 2}
+
+
 # --- units without a backward in the last microbatch ----------------------------------------------
 
 
