@@ -117,7 +117,8 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
         param_dtype_override_fn: Called once with each parameter when its unit is made. If it
             returns the parameter's own dtype, modules compute with the parameter in that dtype; if
             None or ``param_dtype``, the parameter is cast as usual. The function must return
-            the same on every rank. Inputs are cast to ``param_dtype`` in any case.
+            the same on every rank. Inputs are cast to ``param_dtype`` in any case, so the module
+            must cast what it multiplies by the parameter.
 
     >>> MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32).param_dtype
     torch.bfloat16

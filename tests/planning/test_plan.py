@@ -352,6 +352,29 @@ def test_a_screen_has_eighty_columns():
         assert word in text
 
 
+@pytest.mark.parametrize("recompute", [True, False])
+def test_only_blocks_without_a_checkpoint_are_to_be_checkpointed(recompute):
+    job = partial(built_in, "llama:8b", batch=8, recompute=recompute)
+    planned = plan(job, world_size=64, steps=1)
+    assert {unit.label: unit.is_recomputed for unit in planned.units} == {
+        "(root)": False,
+        **{f"blocks.{index}": recompute for index in range(32)},
+    }
+    assert ("checkpoint it" in str(planned)) is not recompute
+
+
+def test_no_warning_says_that_buffers_have_no_values(recwarn):
+    def job():
+        model = nn.Sequential(nn.Linear(2, 2, device="meta"))
+        model.register_buffer("angles", torch.ones(2, device="meta"), persistent=False)
+        meshard.fully_shard(model)
+        model.to_empty(device="cuda")
+        return lambda: model(torch.ones(1, 2, device="cuda")).sum().backward()
+
+    plan(job, world_size=8)
+    assert not recwarn.list
+
+
 def test_json_has_all_fields():
     planned = plan(mlp_job, world_size=8)
     loaded = json.loads(planned.to_json())

@@ -301,9 +301,9 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
 
 
 def _about_dtypes(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
-    """Return a text on units inside ``unit``, and buffers of it, that have another dtype than it.
+    """Return a text on what has another dtype than ``unit``: its parameters, buffers, inner units.
 
-    The text is empty if there are none.
+    The text is empty if there is nothing.
     """
     casts = zip(unit.group.unit_params.compute_dtypes, unit.params, strict=True)
     dtype = next((to for to, param in casts if to != param.sharded.dtype), unit.input_dtype)
@@ -315,8 +315,16 @@ def _about_dtypes(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
     if dtype is None:
         return ""
     text = ""
-    if others:
+    kept = [f"{p.fqn} ({p.sharded.dtype})" for p in unit.params if p.keeps_dtype]
+    if kept:
         text = (
+            f"unit {unit.label!r} computes in {dtype}, but param_dtype_override_fn leaves "
+            f"parameters of it in their own dtype: {listed(kept)}. Leave only those whose module "
+            f"casts what it multiplies by them, and returns {dtype}: an nn.Linear with a bias does "
+            "not, nor do most norms.\n"
+        )
+    if others:
+        text += (
             f"unit {unit.label!r} computes in {dtype}, but units inside it in another dtype: "
             f"{listed(others)}. If that is not what you want, pass the same mp_policy to every "
             "call of fully_shard.\n"

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from meshard._engine.unit import own_class
+from meshard._torch.user_line import warn_user
 from meshard.checkpoint.progress import progress_bar
 from meshard.checkpoint.weights_files import (
     INDEX,
@@ -358,8 +359,8 @@ def load_pretrained(
     Args:
         module: A module with or without units, between steps.
         path: A folder with ``model.safetensors`` or an index; or a file, or an index.
-        strict: Refuse missing and unexpected names. What is on the meta device must be there
-            in any case.
+        strict: Refuse missing and unexpected names. With False, the first rank warns if there are
+            some of both. What is on the meta device must be in the files in any case.
         rename: From names in the files to names in the module: a function, which returns None for
             what is to be left out; or a table of regular expressions and their replacements, of
             which the first that is found in a name is applied (as ``key_mapping`` of transformers).
@@ -414,6 +415,13 @@ def load_pretrained(
             device = device_of_weights(meshes) if meshes else torch.get_default_device()
             leave_meta_device(module, device, buffers)
             _fill(weights_of(module, "load_pretrained"), plan, advance)
+    missing, unexpected = plan.report.missing, plan.report.unexpected
+    if is_first and missing and unexpected:
+        warn_user(
+            f"load_pretrained left {_some(missing)} as before, and did not read "
+            f"{_some(unexpected)}. If these are the same weights under other names, pass rename=. "
+            "A function may return None there for what is not to be read."
+        )
     return plan.report
 
 

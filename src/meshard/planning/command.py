@@ -44,7 +44,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
     parser.add_argument("job", nargs="?", metavar="PKG:FUNCTION", help="a job of your own")
-    parser.add_argument("--model", metavar="NAME", help=f"instead of it: {', '.join(SHAPES)}")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help=f"instead of it: {', '.join(SHAPES)}, on batches of 1 x 2048 tokens",
+    )
     parser.add_argument("--world", type=int, required=True, metavar="N", help="how many ranks")
     parser.add_argument("--rank", type=int, default=0, help="which of them (0)")
     parser.add_argument("--node", type=int, default=8, metavar="N", help="ranks of a node (8)")

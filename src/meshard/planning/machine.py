@@ -68,6 +68,8 @@ class Machine:
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # outermost ones that ran
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[nn.Module] = []
+        self._unit_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
+        self.recomputed: set[str] = set()  # units of which a part of the forward ran in backward
         self._in_step = contextlib.ExitStack()
         self._state = Counter[str]()  # bytes by kind when ``label`` was called last
         self._most = Counter[str]()  # the most of each that it has found
@@ -108,6 +110,8 @@ class Machine:
             # Host memory is on the CPU, as everything is here.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", r"CPUOffloadPolicy\(pin_memory=True\)")
+            # Here no tensor has values.
+            warnings.filterwarnings("ignore", "this forward computes with buffers that hold no")
             yield
 
     def units(self) -> list[Unit]:
@@ -240,7 +244,9 @@ class Machine:
             self._modules.add(module)
         self._running.append(module)
         if graph_task_id() == -1:
-            self._enter_forward()
+            self._unit_of[module] = self._enter_forward()
+        else:
+            self.recomputed.add(self._unit_of.get(module, ""))
 
     def _after_forward(self, module: nn.Module, _: Any, __: Any) -> None:
         while self._running and self._running.pop() is not module:
@@ -248,13 +254,13 @@ class Machine:
         if graph_task_id() == -1:
             self._enter_forward()
 
-    def _enter_forward(self) -> None:
-        for module in reversed(self._running):
-            units = units_of(module)
-            if units:
-                self.log.enter("forward", units[0].label)
-                return
-        self.log.enter("forward", "")
+    def _enter_forward(self) -> str:
+        """Return the label of the unit that runs, ``""`` outside of units."""
+        units = (unit for module in reversed(self._running) for unit in units_of(module))
+        first = next(units, None)
+        label = "" if first is None else first.label
+        self.log.enter("forward", label)
+        return label
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self._optimizers.add(optimizer)

@@ -71,6 +71,7 @@ class PlannedUnit:
     shard_bytes: int  # of this rank's shard
     unsharded_bytes: int  # of all parameters, in the dtype of the shards
     padding_bytes: int  # that all ranks of a shard group hold in vain
+    is_recomputed: bool  # a part of its forward runs again in backward
     bytes_by_kind: dict[str, int]
 
     @property
@@ -400,7 +401,8 @@ def _units_of(machine: Machine, by_unit: defaultdict[str, Counter[str]]) -> Iter
         per_rank = group.unit_params.layout.shard_bytes
         padding = per_rank * group.spec.mesh_info.shard_count - unsharded
         kinds = _filled(by_unit[unit.label])
-        yield PlannedUnit(unit.label, per_rank, unsharded, padding, kinds)
+        is_recomputed = unit.label in machine.recomputed
+        yield PlannedUnit(unit.label, per_rank, unsharded, padding, is_recomputed, kinds)
 
 
 def _not_known(machine: Machine) -> Iterator[str]:

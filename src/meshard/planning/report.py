@@ -158,7 +158,10 @@ def advice_for(plan: Plan, unit: PlannedUnit) -> str:
 
 def _changes(plan: Plan, unit: PlannedUnit) -> Iterator[_Change]:
     kinds, is_running = unit.bytes_by_kind, unit.label == plan.peak_unit
-    yield _Change(kinds["activations"], "checkpoint it: costs its forward once more")
+    if is_running or unit.label == "(root)":  # a checkpoint would compute these again right now
+        yield _Change(kinds["activations"] // 2, "half the microbatch: twice as many of them")
+    elif not unit.is_recomputed:
+        yield _Change(kinds["activations"], "checkpoint it: costs its forward once more")
     if not is_running:
         gathered = readable_size(unit.unsharded_bytes)
         yield _Change(kinds["unsharded"], f"reshard_after_forward=True: {gathered} more to gather")
