@@ -218,12 +218,21 @@ def _serve(rank: int, connection: Connection, store_port: int, dump_path: str) -
         # Only now: where a rank failed, leaving the group may block on the ranks that did not.
         leave_group()
         del call
+        _save_coverage()
         gc.collect()
         if len(sys.modules) != num_modules:
             # Modules stay: walking theirs again would be most of what an empty call costs.
             gc.freeze()
             num_modules = len(sys.modules)
         connection.send_bytes(b"clean")
+
+
+def _save_coverage() -> None:
+    """Write what ``coverage`` has measured, if it runs: the pool may be killed at the next call."""
+    module = sys.modules.get("coverage")
+    running = module.Coverage.current() if module else None
+    if running is not None:
+        running.save()
 
 
 def _answer(rank: int, call: bytes, store: dist.Store) -> bytes:
