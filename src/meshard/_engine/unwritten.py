@@ -24,7 +24,8 @@ _MARK = "_meshard_unwritten"
 REMEDY = (
     "No checkpoint has non-persistent buffers. For a Hugging Face model on the meta device, "
     "meshard.checkpoint.load_pretrained(model, folder) computes them, in the place of to_empty() "
-    "and load_state_dict. For others call meshard.materialize(model), which runs "
+    "and load_state_dict, and so does meshard.materialize(model, init=model._init_weights), before "
+    "a Checkpointer's load. For others call meshard.materialize(model), which runs "
     "reset_parameters() of each module, before loading; or assign them before the first forward."
 )
 

@@ -509,7 +509,9 @@ def _plan(
     if strict and (missing or unexpected):
         raise ValueError(
             f"the names do not fit: missing {_some(missing)}; unexpected {_some(unexpected)}. Pass "
-            "rename=, which maps names in the files to names in the module, or strict=False."
+            "rename=, which maps names in the files to names in the module, or strict=False. If "
+            "transformers itself changes these weights when it loads them, as it stacks experts, "
+            "rewrite the files once: save_pretrained(Model.from_pretrained(old), new)."
         )
     if without:
         raise ValueError(
