@@ -66,6 +66,8 @@ def run_threads(
     store = dist.HashStore()
     results: list[Any] = [None] * num_ranks
     failures: list[tuple[int, BaseException]] = []  # in the order in which they happened
+    is_done = [threading.Event() for _ in range(num_ranks)]
+    may_end = [threading.Event() for _ in range(num_ranks)]
 
     def run_rank(rank: int) -> None:
         torch.set_num_threads(1)  # a setting of the thread under OpenMP
@@ -82,6 +84,8 @@ def run_threads(
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()
+            is_done[rank].set()
+            may_end[rank].wait()
 
     threads = [
         threading.Thread(target=run_rank, args=(rank,), name=f"rank{rank}", daemon=True)
@@ -91,11 +95,13 @@ def run_threads(
         try:
             for thread in threads:
                 thread.start()
-            for thread in threads:
-                thread.join(timeout + 10)
+            for event in is_done:
+                event.wait(timeout + 10)
         finally:
             rendezvous.stop()
-            for thread in threads:
+            # One after the other: torch may hang if two threads that used DTensors end at once.
+            for thread, event in zip(threads, may_end, strict=True):
+                event.set()
                 thread.join(5)
     if failures:
         told = [f"rank {r} of {num_ranks}: {said_by(e)}" for r, e in failures]
