@@ -62,16 +62,6 @@ def test_unused_parameters_get_zeros_on_request():
 
 
 @on_threads(4)
-def test_partial_sums_in_flight_are_added_up():
-    model = make()
-    model.set_is_last_backward(False)
-    run(model, "RRR", 1.0, 1.0)
-    model.set_is_last_backward(True)
-    run(model, "F", 1.0, None)
-    assert values(model) == {"a": 4.0, "b": 3.0}
-
-
-@on_threads(4)
 @pytest.mark.parametrize(
     ("schedule", "text"), [("N", "not reduced yet"), ("FR", "not reduced across the replicas yet")]
 )
