@@ -4,17 +4,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Shard
 
 import meshard
 from meshard import GradientSync, MixedPrecisionPolicy
 from tests.support import insides
-from tests.support.against_plain import inputs_of, sharded_and_plain
-from tests.support.models import MlpStack, Ones
+from tests.support.models import Ones
 from tests.support.ones import make, run, values
-from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_threads
 from tests.support.spread import spread
 
 CLEARS = {
@@ -48,15 +45,6 @@ def test_an_optimizer_clears_its_own_parameters_only(again):
     assert values(model) == {"a": 2.0, "b": again}
 
 
-@on_threads(4)
-def test_dropping_grad_by_hand_leaves_what_is_pending():
-    model = make()
-    run(model, "R", 100.0, 7.0)
-    model.a.grad = model.b.grad = None
-    run(model, "F", 2.5, None)
-    assert values(model) == {"a": 102.5, "b": 7.0}
-
-
 @on_threads(2)
 def test_sums_stay_wide_when_the_set_of_used_parameters_changes():
     model = make((2,), dtype=torch.bfloat16)
@@ -71,16 +59,6 @@ def test_unused_parameters_get_zeros_on_request():
     model.set_reduce_scatter_unused_params(True)
     run(model, "F", 1.0, None)
     assert values(model) == {"a": 1.0, "b": 0.0}
-
-
-@on_threads(4)
-def test_partial_sums_in_flight_are_added_up():
-    model = make()
-    model.set_is_last_backward(False)
-    run(model, "RRR", 1.0, 1.0)
-    model.set_is_last_backward(True)
-    run(model, "F", 1.0, None)
-    assert values(model) == {"a": 4.0, "b": 3.0}
 
 
 @on_threads(4)
@@ -117,30 +95,6 @@ def test_a_partial_is_the_mean_over_the_shard_group():
     meshard.finalize_gradients(model)
     assert not meshard.pending_gradients(model)
     assert values(model) == {"a": 1.5, "b": 1.0}
-
-
-@on_threads(32)
-def test_thirty_two_ranks_average_to_15_5_on_every_replica():
-    model = meshard.fully_shard(Ones(8), init_device_mesh("cpu", (4, 8)))
-    run(model, "R", float(dist.get_rank()))
-    run(model, "F", 0.0)
-    assert model.a.grad.to_local().item() == 15.5
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("until_last", list(GradientSync))
-def test_a_window_of_three_in_every_mode_has_the_gradients_of_one_process(until_last):
-    num_batches = 3
-    model, plain = sharded_and_plain(MlpStack(), mesh_shape=(2, 2))
-    xs = torch.stack([torch.stack([inputs_of(r, n) for n in range(num_batches)]) for r in range(4)])
-    with meshard.CommLedger(model) as ledger:
-        for x in meshard.microbatches(model, xs[dist.get_rank()], until_last=until_last):
-            (model(x).square().mean() / num_batches).backward()
-    plain(xs.reshape(-1, 6)).square().mean().backward()
-    assert_same(full_grads(model), full_grads(plain))
-    is_reduced, is_full = until_last is not GradientSync.NONE, until_last is GradientSync.FULL
-    assert ledger.counts["reduce_scatter"] == 4 * (1 + 2 * is_reduced)  # of four units
-    assert ledger.counts["all_reduce"] == 4 * (1 + 2 * is_full)
 
 
 @on_threads(1)

@@ -8,11 +8,11 @@ import torch.distributed as dist
 import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import meshard
 from tests.peers.both import mesh_of
+from tests.support.collectives import Collectives
 from tests.support.models import Made, MlpBlock, seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_ranks
@@ -54,30 +54,6 @@ def train(lib, mesh, reshard, dtypes, recompute):
         optimizer.step()
         optimizer.zero_grad()
     return found + [param.full_tensor().detach() for param in model.parameters()]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts collectives of the process group, and the bytes of their whole buffers."""
-
-    # gloo has no fast reduce-scatter: ours is an all-to-all of the same buffer and a local sum
-    KINDS = (("allgather", "gather"), ("reduce_scatter", "scatter"), ("alltoall", "scatter"))
-    KINDS += (("allreduce", "all_reduce"),)
-
-    def __init__(self):
-        super().__init__()
-        self.counts, self.bytes = {}, {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = str(func)
-        if name.startswith("c10d."):
-            kind = next((kind for part, kind in self.KINDS if part in name), name)
-            tensors = [t for t in torch.utils._pytree.tree_leaves(args[:2]) if torch.is_tensor(t)]
-            if all(tensor.dtype == torch.int64 for tensor in tensors):
-                # Ranks that introduce themselves, once per model: see exchange_numbers.
-                return func(*args, **(kwargs or {}))
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-            self.bytes[kind] = self.bytes.get(kind, 0) + max(t.nbytes for t in tensors)
-        return func(*args, **(kwargs or {}))
 
 
 BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}

@@ -1,4 +1,4 @@
-"""Units of many modules: the work grows with the number of modules, not with its square."""
+"""Many modules, units and buckets: the work grows with their number, not with its square."""
 
 import copy
 import sys
@@ -77,12 +77,30 @@ def a_forward_with_a_list(count):
     return forward
 
 
+def backward_of(model):
+    x = torch.ones(1, 2, requires_grad=True)
+    for _ in range(2):  # buckets are rebuilt after the first
+        model(x).sum().backward()
+        model.zero_grad()
+    loss = model(x).sum()
+    return lambda: (loss.backward(), model)
+
+
 def a_backward_of_frozen_units(count):
     model = nn.Sequential(*units(count))
     model[: count // 2].requires_grad_(False)
-    meshard.fully_shard(model)
-    loss = model(torch.ones(1, 2, requires_grad=True)).sum()
-    return lambda: (loss.backward(), model)
+    return backward_of(meshard.fully_shard(model))
+
+
+def a_backward_of_units_in_one_another(count):
+    model = nn.Identity()
+    for layer in layers(count // 10):
+        model = meshard.fully_shard(nn.Sequential(layer, model))
+    return backward_of(model)
+
+
+def a_backward_of_buckets(count):
+    return backward_of(meshard.replicate(nn.Sequential(*layers(count)), bucket_cap_mb=1e-5))
 
 
 @pytest.mark.parametrize(
@@ -93,6 +111,8 @@ def a_backward_of_frozen_units(count):
         an_overlapped_optimizer_per_unit,
         a_forward_with_a_list,
         a_backward_of_frozen_units,
+        a_backward_of_units_in_one_another,
+        a_backward_of_buckets,
     ],
 )
 @on_fake_ranks(8)

@@ -7,27 +7,12 @@ whose rows no world divides.
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from examples.train_gpt import GPT, GPTConfig
 from tests.benchmarks.contenders import OURS, OURS_WHOLE, PEER, PEER_WHOLE, shard_by_units
 from tests.benchmarks.rounds import show
+from tests.support.collectives import Collectives
 from tests.support.ranks import fake_group
-
-
-class Counting(TorchDispatchMode):
-    """Counts the collectives of process groups, and the bytes of the larger buffer of each."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = self.bytes = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if str(func).startswith("c10d."):
-            leaves = torch.utils._pytree.tree_leaves(args[:2])
-            self.count += 1
-            self.bytes += max(each.nbytes for each in leaves if torch.is_tensor(each))
-        return func(*args, **(kwargs or {}))
 
 
 def cells_of(name, world):
@@ -39,10 +24,10 @@ def cells_of(name, world):
     for _ in range(2):
         model(tokens).sum().backward()
         model.zero_grad()
-    with Counting() as counting:
+    with Collectives() as sent:
         model(tokens).sum().backward()
-    mib, ratio = counting.bytes / 2**20, counting.bytes / num_bytes
-    return str(counting.count), f"{mib:.2f}", f"{ratio:.3f}"
+    total = sum(sent.bytes.values())
+    return str(sum(sent.counts.values())), f"{total / 2**20:.2f}", f"{total / num_bytes:.3f}"
 
 
 def run(world=8):

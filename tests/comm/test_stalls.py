@@ -87,8 +87,10 @@ def test_through_sockets_a_wait_names_the_ranks_of_the_group():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("folder", ["site-packages", "dist-packages"])
-@pytest.mark.parametrize("is_alone", [False, True], ids=["called by the user", "in a thread"])
+@pytest.mark.parametrize(
+    ("folder", "is_alone"),
+    [("site-packages", False), ("dist-packages", False), ("site-packages", True)],
+)
 def test_the_line_is_that_of_the_user_and_not_of_an_installed_package(is_alone, folder):
     model, library, path = warm_model(), {}, f"/home/user/lib/{folder}/trainer.py"
     exec(compile("def step(model, x):\n    return model(x)", path, "exec"), library)

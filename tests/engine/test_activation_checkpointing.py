@@ -126,11 +126,9 @@ def test_selective_checkpoints_do_not_see_gathers(policy, reshard):
     check_gradients(*sharded_and_plain(plain, reshard_after_forward=reshard))
 
 
-@pytest.mark.parametrize(
-    ("use_reentrant", "early_stop"), [(True, True), (False, True), (False, False)]
-)
-@on_ranks(2)
-def test_a_checkpoint_around_several_units(use_reentrant, early_stop):
+def in_pairs(use_reentrant):
+    """Return four blocks, of which two each are in a checkpoint."""
+
     def forward(model, x):
         for start in (0, 2):
             run = nn.Sequential(*model.blocks[start : start + 2])
@@ -138,9 +136,16 @@ def test_a_checkpoint_around_several_units(use_reentrant, early_stop):
         return x
 
     blocks = [MlpBlock(6, 10) for _ in range(4)]
-    plain = Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks)
+    return Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks)
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "early_stop"), [(True, True), (False, True), (False, False)]
+)
+@on_threads(2)
+def test_a_checkpoint_around_several_units(use_reentrant, early_stop):
     with set_checkpoint_early_stop(early_stop):
-        ledger = check_gradients(*sharded_and_plain(plain), times=3)
+        ledger = check_gradients(*sharded_and_plain(in_pairs(use_reentrant)), times=3)
     assert ledger.counts == {"all_gather": 9, "reduce_scatter": 5}
 
 
@@ -158,14 +163,7 @@ def test_a_unit_that_begins_with_the_recomputed_node_is_not_over():
 
 @on_fake_ranks(2)
 def test_a_second_backward_through_reentrant_checkpoints_communicates_as_the_first():
-    def forward(model, x):
-        for start in (0, 2):
-            run = nn.Sequential(*model.blocks[start : start + 2])
-            x = checkpoint(run, x * model.scale, use_reentrant=True)
-        return x
-
-    blocks = [MlpBlock(6, 10) for _ in range(4)]
-    model, _ = sharded_and_plain(Made(forward, scale=nn.Parameter(torch.empty(6)), blocks=blocks))
+    model, _ = sharded_and_plain(in_pairs(use_reentrant=True))
     loss, sent = mean_square(model, 0), []
     for _ in range(2):
         with meshard.CommLedger(model) as ledger:

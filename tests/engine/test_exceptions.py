@@ -91,32 +91,6 @@ def test_a_step_after_a_failure_is_as_if_it_had_not_been(where, mesh_shape):
 
 
 @on_threads(2)
-def test_an_exception_voids_the_open_window():
-    """Half a window is not a gradient: what it had accumulated does not leak into the next."""
-    model, untouched = two_models()
-    with meshard.no_sync(model):
-        backward(model)
-    fail(model)
-    assert unsharded_bytes(model) == 0
-    for each in (model, untouched):
-        backward(each, 2)
-    assert_same_models(model, untouched)
-
-
-@on_threads(2)
-def test_after_an_exception_there_is_nothing_to_finalize():
-    model, _ = two_models()
-    with meshard.no_sync(model):
-        backward(model)
-        fail(model, "backward")
-    with CommLedger(model) as ledger:
-        meshard.finalize_gradients(model)
-    assert ledger.counts == {}
-    assert not meshard.pending_gradients(model)
-    assert all(param.grad is None for param in model.parameters())
-
-
-@on_threads(2)
 def test_a_reduction_that_fails_after_a_split_backward_voids_the_step():
     model, untouched = two_models()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -11,44 +11,10 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
-from tests.support.against_plain import (
-    check_gradients,
-    check_training,
-    inputs_of,
-    sharded_and_plain,
-)
 from tests.support.models import Made, seeded
 from tests.support.ones import make
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
-from tests.support.strategies import MODES
-
-
-@on_ranks(4)
-@pytest.mark.parametrize("schedule", ["F", "RF", "NF", "RNRF"])
-def test_ranks_that_use_different_parameters_of_the_same_size_stay_apart(schedule):
-    experts = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
-    plain = Made(lambda module, x, which: module.experts[which](x), experts=experts)
-    model, plain = sharded_and_plain(plain, units=(), mesh_shape=(2, 2))
-
-    def step(model, rank):
-        for number, mode in enumerate(schedule):
-            if isinstance(model, meshard.FSDPModule):
-                model.set_gradient_sync(MODES[mode])
-            model(inputs_of(rank, number, shape=(3, 4)), "abba"[rank]).sum().backward()
-
-    check_gradients(model, plain, step, times=1)
-
-
-@on_ranks(2)
-def test_parameters_may_be_frozen_and_thawed_between_steps():
-    layers = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2))
-    model, plain = sharded_and_plain(layers, units=("0", "2"))
-    for frozen in ((), ("0.weight",), ("0.weight", "2.weight", "2.bias"), ("2.bias",), ()):
-        for each in (model, plain):
-            for name, param in each.named_parameters():
-                param.requires_grad_(name not in frozen)
-        check_training(model, plain, steps=1)
 
 
 @pytest.mark.parametrize(

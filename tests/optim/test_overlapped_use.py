@@ -27,7 +27,7 @@ from tests.optim.optimizers import (
 from tests.support.live_memory import settled_tensor_bytes
 from tests.support.models import Made
 from tests.support.parity import assert_same, full_state, own_state, whole
-from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 
 
 @on_ranks(2)
@@ -122,8 +122,13 @@ def test_two_optimizers_share_a_unit():
         overlap_optimizer(ours, torch.optim.SGD, matrices, lr=0.01),
         overlap_optimizer(ours, ADAMW, rest, **OPTIONS),
     ]
-    with pytest.raises(ValueError, match="by another optimizer of overlap_optimizer"):
-        overlap_optimizer(ours, ADAMW)
+    for wrong in (
+        lambda: overlap_optimizer(ours, ADAMW),
+        lambda: pair[1].add_param_group({"params": matrices}),
+    ):
+        with pytest.raises(ValueError, match="by another optimizer of overlap_optimizer"):
+            wrong()
+    assert len(pair[1].param_groups) == 1
     plain = [torch.optim.SGD(theirs_matrices, lr=0.01), ADAMW(theirs_rest, **OPTIONS)]
     for model, optimizers in ((ours, pair), (theirs, plain)):
         for number in range(4):
@@ -142,7 +147,7 @@ def test_two_optimizers_share_a_unit():
     ordinary.step()
 
 
-@on_ranks(2)
+@on_threads(2)
 @pytest.mark.parametrize("clip_value", [None, 0.05])
 def test_clipping_of_each_unit(clip_value):
     (ours, overlapped), (theirs, plain) = overlapped_and_plain(

@@ -124,14 +124,10 @@ SHAPES = [(6, 4), (3, 8), (1, 5), (4, 4), (7,), (2, 9), (5, 1)]  # uneven, and f
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)])
-def test_steps_are_those_of_one_process(name, mesh_shape):
-    @on_threads(math.prod(mesh_shape))
-    def body():
-        model = make(SHAPES, mesh=init_device_mesh("cpu", mesh_shape), frozen=[3])
-        check_steps(model, *both(model, name, bucket_mb=1e-4), range(20))
-
-    body()
+@on_threads(4)
+def test_steps_are_those_of_one_process(name):
+    model = make(SHAPES, mesh=init_device_mesh("cpu", (2, 2)), frozen=[3])
+    check_steps(model, *both(model, name, bucket_mb=1e-4), range(6))
 
 
 @given(data=st.data())
@@ -218,7 +214,7 @@ def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(na
 
 
 @pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.extras), "checkpointer"])
-@pytest.mark.parametrize("name", [NAMES[0], *NAMES[3:5]])
+@pytest.mark.parametrize("name", NAMES[3:5])
 @on_ranks(4)
 def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):
     """Four ranks save, two by two go on; neither knows the other's owners."""
@@ -269,10 +265,9 @@ def test_windows_clipping_and_a_scheduler(mesh_shape):
 
 
 @on_threads(4)
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_replicated_parameters_are_stepped_on_one_rank_too(mesh_shape):
+def test_replicated_parameters_are_stepped_on_one_rank_too():
     params = {f"w{n}": nn.Parameter(torch.empty(shape)) for n, shape in enumerate(SHAPES)}
-    mesh = init_device_mesh("cpu", mesh_shape)
+    mesh = init_device_mesh("cpu", (2, 2))
     model = meshard.replicate(seeded(Made(times_inputs, **params)), mesh)
     ours, ordinary = both(model, "Muon")
     assert len(set(ours.owners.values())) == 4

@@ -12,9 +12,9 @@ import torch.distributed.fsdp as torch_fsdp
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.experimental import implicit_replication
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
+from tests.support.collectives import Collectives
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state, whole
 
@@ -78,18 +78,6 @@ def compare_gradients(model: nn.Module, plain: nn.Module, act: Callable[[nn.Modu
     return "right"
 
 
-class CountOps(TorchDispatchMode):
-    """Counts the operators with a word in their name."""
-
-    def __init__(self, word):
-        super().__init__()
-        self.word, self.count = word, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.count += self.word in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def counting_gathers(lib: ModuleType, model: nn.Module, into: list[int]) -> Iterator[None]:
     """Append to ``into`` how many gathers the block makes, with either library."""
@@ -98,9 +86,9 @@ def counting_gathers(lib: ModuleType, model: nn.Module, into: list[int]) -> Iter
             yield
         into.append(ledger.counts.get("all_gather", 0))
     else:
-        with CountOps("allgather") as ops:
+        with Collectives() as sent:
             yield
-        into.append(ops.count)
+        into.append(sent.counts.get("gather", 0))
 
 
 class Both:

@@ -118,11 +118,6 @@ def factor_of_nan(lib):
     return str(values_after(unit, ("F", 1.0, 1.0))[0])
 
 
-@situation((2.0, 4.0))
-def different_parameters_with_zeros_for_others(lib):
-    return different_parameters_of_the_same_size(lib, numel_b=32, sends_zeros=True)
-
-
 @situation(0)
 def gathers_after_a_forward_alone(lib):
     """How many gathers a step has more, because a forward without backward came before it."""
@@ -157,10 +152,8 @@ def uneven_on_dim_one(lib):
 
 
 @situation((2.0, 4.0))
-def different_parameters_of_the_same_size(lib, numel_b=64, sends_zeros=False):
+def different_parameters_of_the_same_size(lib, numel_b=64):
     unit = two(lib, numel_b=numel_b)
-    if sends_zeros:
-        unit.set_reduce_scatter_unused_params(True)
     return values_after(unit, ("F", 4.0, None) if dist.get_rank() % 2 else ("F", None, 8.0))
 
 

@@ -12,10 +12,8 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.distributed._composable import replicate
 from torch.distributed.tensor import DTensor, Shard
-from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.peers.both import Both, batch, mesh_of, shard, situation
-from tests.support.extensions import Int8ForThePeer, with_matrices_as
+from tests.peers.both import Both, batch, shard, situation
 from tests.support.models import Made, MlpBlock
 from tests.support.parity import assert_same
 
@@ -167,17 +165,13 @@ def a_module_of_a_unit_is_not_used(lib):
     return found
 
 
-def jvp_by_transform(model, x, tangent):
-    return torch.func.jvp(model, (x,), (tangent,))
-
-
-def jvp_by_dual_numbers(model, x, tangent):
+def jvp(model, x, tangent):
     with forward_ad.dual_level():
         dual = forward_ad.unpack_dual(model(forward_ad.make_dual(x, tangent)))
         return dual.primal, dual.tangent
 
 
-def differentiate_forward(lib, jvp, reshards):
+def differentiate_forward(lib, reshards):
     """Losses of outputs, of their derivatives and of both, with steps between."""
     both = Both(lib, reshard_after_forward=reshards)
     losses = [
@@ -201,69 +195,13 @@ def differentiate_forward(lib, jvp, reshards):
 
 
 @situation("right")
-def forward_derivatives_of_kept_units(lib):
-    return differentiate_forward(lib, jvp_by_transform, reshards=False)
-
-
-@situation("right")
-def forward_derivatives_of_resharded_units(lib):
-    return differentiate_forward(lib, jvp_by_transform, reshards=True)
-
-
-@situation("right")
 def dual_numbers_through_kept_units(lib):
-    return differentiate_forward(lib, jvp_by_dual_numbers, reshards=False)
+    return differentiate_forward(lib, reshards=False)
 
 
 @situation("right")
 def dual_numbers_through_resharded_units(lib):
-    return differentiate_forward(lib, jvp_by_dual_numbers, reshards=True)
-
-
-seen_by_subclass = []
-
-
-class RecordsMesh(Int8ForThePeer):
-    def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
-        seen_by_subclass.append(mesh)
-        return super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
-
-
-def about(seen, mesh):
-    """Return what is known of the mesh that was seen last."""
-    shard = mesh["shard"]
-    is_same = seen[-1] == shard and seen[-1].get_group() is shard.get_group()
-    return seen[-1].ndim, seen[-1].size(), seen[-1].mesh_dim_names, is_same
-
-
-@situation((1, 2, ("shard",), True))
-def the_mesh_that_subclasses_are_given(lib):
-    mesh, model = mesh_of(1, 2), with_matrices_as(nn.Linear(4, 4), RecordsMesh)
-    shard(lib, model, mesh=mesh)
-    model(torch.ones(1, 4)).sum().backward()
-    return about(seen_by_subclass, mesh)
-
-
-@situation((1, 2, ("shard",), True))
-def the_mesh_that_methods_of_shards_are_given(lib):
-    """The weights are of a tensor class without such methods; its shards get them one by one."""
-    mesh, layer, seen = mesh_of(1, 2), nn.Linear(DIM, DIM, bias=False), []
-    layer.weight = nn.Parameter(TwoTensor(layer.weight.detach(), layer.weight.detach().clone()))
-    model = shard(lib, layer, nn.Sequential(layer), mesh=mesh)
-
-    def pre(self, mesh, outer_size, outer_stride, module, mp_policy):
-        seen.append(mesh)
-        return (self,), None
-
-    def post(self, outputs, metadata, param_dtype, *, out=None):
-        return None if out is not None else (outputs[0], outputs)
-
-    local = layer.weight._local_tensor
-    local.fsdp_pre_all_gather = pre.__get__(local)
-    local.fsdp_post_all_gather = post.__get__(local)
-    with torch.no_grad():
-        model(torch.ones(1, DIM))
-    return about(seen, mesh)
+    return differentiate_forward(lib, reshards=True)
 
 
 def largest_dim(param):

@@ -10,7 +10,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 import meshard
-from tests.peers.both import Both, batch, compare_gradients, mesh_of, shard, situation
+from tests.peers.both import batch, compare_gradients, mesh_of, shard, situation
 from tests.support.models import Adapted, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 
@@ -37,13 +37,6 @@ def replicas_that_start_apart(lib):
 def a_child_after_its_parent(lib):
     model = MlpStack()
     shard(lib, model, model.blocks[0])
-
-
-@situation("ValueError")
-def a_scalar_parameter(lib):
-    layer = nn.Linear(2, 2)
-    layer.scale = nn.Parameter(torch.tensor(1.0))
-    shard(lib, layer)
 
 
 @situation("right")
@@ -132,12 +125,6 @@ def a_method_that_calls_the_module(lib):
         each[0].generate(x).sum().backward()
 
     return compare_gradients(model, plain, step)
-
-
-@situation("RuntimeError")
-def gradients_by_autograd_grad(lib):
-    both = Both(lib)
-    torch.autograd.grad(both.model(batch()[0]).sum(), both.model.parameters())
 
 
 @situation("right")

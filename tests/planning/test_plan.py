@@ -1,3 +1,4 @@
+import functools
 import json
 import logging
 import resource
@@ -39,6 +40,11 @@ def mlp_job(*, shard=meshard.fully_shard, depth=6, width=WIDTH, device="cuda", *
     return step
 
 
+@functools.cache
+def usual_plan():
+    return plan(mlp_job, world_size=8)
+
+
 def num_params(depth=6, width=WIDTH):
     return depth * width * width
 
@@ -75,7 +81,7 @@ def test_replicas_on_nodes_of_their_own_send_only_shards_between_nodes():
 
 
 def test_state_takes_sixteen_bytes_for_each_parameter():
-    planned = plan(mlp_job, world_size=8)
+    planned = usual_plan()
     steps = 6 * 4  # one number of AdamW for each parameter
     assert planned.state_bytes == 16 * num_params() // 8 + steps
 
@@ -89,7 +95,7 @@ def test_offloaded_state_is_in_host_memory():
 
 
 def test_the_parts_add_up():
-    planned = plan(mlp_job, world_size=8)
+    planned = usual_plan()
     assert sum(planned.bytes_by_kind.values()) == planned.peak_bytes == max(planned.peaks)
     assert max(moment.total for moment in planned.moments) == planned.peaks[-1]
     by_unit = sum(unit.bytes_by_kind["params"] for unit in planned.units)
@@ -333,14 +339,13 @@ def test_wrong_arguments_are_refused(job, options, error, text):
     ("limit", "fits"), [(10**12, True), ("80GB", True), ("1 MiB", False), ("0.5kB", False)]
 )
 def test_limits_have_units(limit, fits):
-    assert plan(mlp_job, world_size=8).fits(limit) is fits
+    assert usual_plan().fits(limit) is fits
 
 
 @pytest.mark.parametrize("limit", ["80", "80 gigs", "GB", "", "1.2.3GB"])
 def test_limits_that_are_no_sizes_are_refused(limit):
-    planned = plan(mlp_job, world_size=8)
     with pytest.raises(ValueError, match="80GB or 16GiB"):
-        planned.fits(limit)
+        usual_plan().fits(limit)
 
 
 def test_a_screen_has_eighty_columns():
@@ -376,7 +381,7 @@ def test_no_warning_says_that_buffers_have_no_values(recwarn):
 
 
 def test_json_has_all_fields():
-    planned = plan(mlp_job, world_size=8)
+    planned = usual_plan()
     loaded = json.loads(planned.to_json())
     assert loaded["peak_bytes"] == planned.peak_bytes
     assert loaded["collectives"]["all_gather"]["count"] == 12
@@ -386,7 +391,7 @@ def test_json_has_all_fields():
 @pytest.mark.extras
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
-    plan(mlp_job, world_size=8).plot(tmp_path / "memory.png")
+    usual_plan().plot(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 

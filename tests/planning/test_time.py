@@ -1,6 +1,7 @@
 """Planned times are held against runs in virtual time, and what a profile is made of."""
 
 import dataclasses
+import functools
 import itertools
 import math
 import time
@@ -83,6 +84,9 @@ def profile_on(network, **settings):
         return measure(make_job(**settings), steps=3)
 
 
+usual_profile = functools.cache(profile_on)  # of the usual settings, for tests of other things
+
+
 def seconds_on(network, **settings):
     with virtual_machine(RANKS, network, SECONDS_PER_BYTE) as clock:
         step = make_job(**settings)
@@ -131,7 +135,7 @@ SETTINGS = [
 
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_profile_of_one_setting_tells_the_time_of_another(settings):
-    planned = planned_time(profile_on(SLOW), **settings)
+    planned = planned_time(usual_profile(SLOW), **settings)
     assert planned.seconds == pytest.approx(seconds_on(SLOW, **settings), rel=1e-6)
     assert planned.high - planned.low < 1e-6 * planned.seconds  # no step was slower than another
     assert planned.compute + planned.exposed == pytest.approx(planned.seconds)
@@ -139,7 +143,7 @@ def test_a_profile_of_one_setting_tells_the_time_of_another(settings):
 
 
 def test_latency_and_bandwidth_are_found_apart():
-    profile = profile_on(FAR)
+    profile = usual_profile(FAR)
     assert profile.within_node.bytes_per_second == pytest.approx(60e3)
     assert profile.within_node.latency == pytest.approx(0.01 * math.log2(RANKS) / (RANKS - 1))
     assert profile.within_node.spread == pytest.approx(0.0, abs=1e-6)
@@ -158,7 +162,7 @@ def test_a_network_may_be_stated(settings):
 
 
 def test_a_plan_is_held_against_a_trace_phase_by_phase(tmp_path):
-    profile = profile_on(SLOW)
+    profile = usual_profile(SLOW)
     job = partial(plan, make_job, world_size=RANKS, device_type="cpu", steps=3)
     with virtual_machine(RANKS, SLOW, SECONDS_PER_BYTE):
         step = make_job()
@@ -176,7 +180,7 @@ def test_a_plan_is_held_against_a_trace_phase_by_phase(tmp_path):
 
 
 def test_the_band_is_as_wide_as_measured_steps_were_apart():
-    profile = profile_on(FAST)
+    profile = usual_profile(FAST)
     median = profile.steps[0]
     profile = dataclasses.replace(profile, steps=[0.9 * median, median, 1.05 * median])
     planned = planned_time(profile)
@@ -185,7 +189,7 @@ def test_the_band_is_as_wide_as_measured_steps_were_apart():
 
 
 def test_the_band_holds_the_network_too():
-    profile = profile_on(SLOW)
+    profile = usual_profile(SLOW)
     link = dataclasses.replace(profile.within_node, spread=0.5)
     planned = planned_time(dataclasses.replace(profile, within_node=link))
     assert planned.low < 0.99 * planned.seconds
@@ -234,7 +238,7 @@ def test_units_that_were_not_measured_are_as_fast_as_their_family_or_phase():
 
 
 def test_profiles_are_files(tmp_path):
-    profile = profile_on(FAST)
+    profile = usual_profile(FAST)
     profile.save(tmp_path / "profile.json")
     assert Profile.load(tmp_path / "profile.json") == profile
     (tmp_path / "other.json").write_text("{}")
@@ -243,7 +247,7 @@ def test_profiles_are_files(tmp_path):
 
 
 def test_a_network_that_was_not_measured_is_named():
-    profile = profile_on(FAST)
+    profile = usual_profile(FAST)
     with pytest.raises(ValueError, match="no between_nodes"):
         plan(make_job, world_size=RANKS, ranks_per_node=4, device_type="cpu", profile=profile)
 

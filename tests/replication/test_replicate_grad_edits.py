@@ -91,20 +91,6 @@ def test_arrivals_keep_their_first_order():
 
 
 @on_ranks(2)
-def test_a_param_group_of_another_optimizer_in_backward_is_refused():
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    for layer in (*model, model):
-        meshard.fully_shard(layer)
-    first = meshard.overlap_optimizer(model, torch.optim.SGD, model[0].parameters(), lr=1.0)
-    second = meshard.overlap_optimizer(model, torch.optim.SGD, model[1].parameters(), lr=1.0)
-    with pytest.raises(ValueError, match="stepped by another optimizer of overlap_optimizer"):
-        second.add_param_group({"params": [*model[0].parameters()]})
-    assert len(second.param_groups) == 1
-    first.detach()
-    second.add_param_group({"params": [*model[0].parameters()]})
-
-
-@on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn, torch.bfloat16])
 def test_buffers_of_any_dtype_start_from_the_first_rank(dtype):
     model = nn.Linear(2, 2)

@@ -172,33 +172,6 @@ def test_gradients_may_travel_compressed(large, cap):
         assert ledger.bytes == {"all_reduce": WHOLE}
 
 
-FACTORS = {
-    "number": 4.0,
-    "tensor": torch.tensor(4.0),
-    "callable": lambda: torch.tensor(4),
-    "None": None,
-}
-
-
-@on_threads(2)
-@pytest.mark.parametrize("name", FACTORS)
-def test_divide_factors(name):
-    pair = Pair()
-    pair.ours.set_gradient_divide_factor(FACTORS[name])
-    for number in range(3):
-        pair.backward(number)
-        for param in pair.plain.parameters():
-            param.grad.div_(2 if name == "None" else 4)
-        pair.compare()
-        pair.update()
-    with pair.ours.no_sync():
-        pair.backward(4)
-        with pytest.raises(RuntimeError, match="in the middle of a window"):
-            pair.ours.set_gradient_divide_factor(2.0)
-    with pytest.raises(ValueError, match="positive"):
-        pair.ours.set_gradient_divide_factor(0)
-
-
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("schedule", "expected"), [("F", 1), ("NNF", 1), ("RRF", 1), ("FFF", 3), ("NRF", 1)]

@@ -17,14 +17,6 @@ from tests.support.replicated import SMALL, Pair, run
 from tests.support.spread import spread
 
 
-@on_ranks(4)
-def test_all_axes_of_a_mesh_replicate():
-    pair = Pair(mesh=init_device_mesh("cpu", (2, 2)))
-    pair.steps(range(4))
-    pair.backward(4)
-    pair.assert_views()
-
-
 def test_one_rank_needs_no_process_group():
     try:
         pair = Pair()
