@@ -368,6 +368,22 @@ def test_only_blocks_without_a_checkpoint_are_to_be_checkpointed(recompute):
     assert ("checkpoint it" in str(planned)) is not recompute
 
 
+def test_a_setting_that_is_in_force_is_not_advised():
+    def job(resharded, input_buffers):
+        with torch.device("cuda"):
+            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+        for layer in model:
+            meshard.fully_shard(layer, reshard_after_forward=resharded)
+        meshard.fully_shard(model, reshard_after_forward=resharded)
+        model.set_reduce_scatter_max_input_buffers(input_buffers)
+        return lambda: model(torch.ones(1, WIDTH, device="cuda")).sum().backward()
+
+    text = str(plan(partial(job, False, 3), world_size=64))
+    assert "reshard_after_forward=True" in text
+    text = str(plan(partial(job, True, 1), world_size=64))
+    assert "reshard_after_forward=True" not in text and "max_input_buffers(1)" not in text
+
+
 def test_no_warning_says_that_buffers_have_no_values(recwarn):
     def job():
         model = nn.Sequential(nn.Linear(2, 2, device="meta"))

@@ -72,6 +72,8 @@ class PlannedUnit:
     unsharded_bytes: int  # of all parameters, in the dtype of the shards
     padding_bytes: int  # that all ranks of a shard group hold in vain
     is_recomputed: bool  # a part of its forward runs again in backward
+    is_resharded: bool  # after its forward
+    input_buffers: int  # set_reduce_scatter_max_input_buffers
     bytes_by_kind: dict[str, int]
 
     @property
@@ -401,8 +403,16 @@ def _units_of(machine: Machine, by_unit: defaultdict[str, Counter[str]]) -> Iter
         per_rank = group.unit_params.layout.shard_bytes
         padding = per_rank * group.spec.mesh_info.shard_count - unsharded
         kinds = _filled(by_unit[unit.label])
-        is_recomputed = unit.label in machine.recomputed
-        yield PlannedUnit(unit.label, per_rank, unsharded, padding, is_recomputed, kinds)
+        yield PlannedUnit(
+            label=unit.label,
+            shard_bytes=per_rank,
+            unsharded_bytes=unsharded,
+            padding_bytes=padding,
+            is_recomputed=unit.label in machine.recomputed,
+            is_resharded=unit.reshards_after_forward,
+            input_buffers=unit.settings.max_input_buffers,
+            bytes_by_kind=kinds,
+        )
 
 
 def _not_known(machine: Machine) -> Iterator[str]:

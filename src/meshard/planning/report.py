@@ -153,26 +153,30 @@ class _Change(NamedTuple):
 def advice_for(plan: Plan, unit: PlannedUnit) -> str:
     """Return the change that frees most of what a unit takes at the peak, with its cost."""
     best = max(_changes(plan, unit), key=lambda change: change.frees)
-    return f"-{readable_size(best.frees)}: {best.text}"
+    return f"-{readable_size(best.frees)}: {best.text}" if best.frees else "nothing"
 
 
 def _changes(plan: Plan, unit: PlannedUnit) -> Iterator[_Change]:
     kinds, is_running = unit.bytes_by_kind, unit.label == plan.peak_unit
-    if is_running or unit.label == "(root)":  # a checkpoint would compute these again right now
-        yield _Change(kinds["activations"] // 2, "half the microbatch: twice as many of them")
-    elif not unit.is_recomputed:
+    # Of what backward has computed, the rest are gradients of activations.
+    of_params = min(kinds["grads"], unit.unsharded_bytes if is_running else unit.shard_bytes)
+    activations = kinds["activations"] + kinds["grads"] - of_params
+    yield _Change(activations // 2, "half the microbatch: twice as many of them")
+    # A checkpoint of the unit that runs would compute them again right now.
+    if not is_running and not unit.is_recomputed and unit.label != "(root)":
         yield _Change(kinds["activations"], "checkpoint it: costs its forward once more")
-    if not is_running:
+    if not is_running and not unit.is_resharded:
         gathered = readable_size(unit.unsharded_bytes)
         yield _Change(kinds["unsharded"], f"reshard_after_forward=True: {gathered} more to gather")
+    if not is_running and unit.input_buffers > 1:
         yield _Change(
             kinds["communication"],
             "set_reduce_scatter_max_input_buffers(1): hides less",
         )
-    moving = kinds["communication"] + (kinds["unsharded"] + kinds["grads"] if is_running else 0)
+    moving = kinds["communication"] + (kinds["unsharded"] + of_params if is_running else 0)
     yield _Change(moving // 2, "two units of half its size: twice as many collectives")
     state = kinds["params"] + min(kinds["grads"], unit.shard_bytes) + kinds["optimizer"]
     if plan.device_type != "cpu" and not plan.host_bytes:
         sent = readable_size(2 * unit.shard_bytes)
-        yield _Change(state, f"OffloadPolicy: {sent} more between host and device")
+        yield _Change(state, f"CPUOffloadPolicy: {sent} more between host and device")
     yield _Change(state // 2, "twice as many shard ranks: smaller messages, more of them")
