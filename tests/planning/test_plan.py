@@ -369,19 +369,20 @@ def test_only_blocks_without_a_checkpoint_are_to_be_checkpointed(recompute):
 
 
 def test_a_setting_that_is_in_force_is_not_advised():
-    def job(resharded, input_buffers):
+    def job():
         with torch.device("cuda"):
             model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
         for layer in model:
-            meshard.fully_shard(layer, reshard_after_forward=resharded)
-        meshard.fully_shard(model, reshard_after_forward=resharded)
-        model.set_reduce_scatter_max_input_buffers(input_buffers)
+            meshard.fully_shard(layer, reshard_after_forward=True)
+        meshard.fully_shard(model, reshard_after_forward=True)
+        model.set_reduce_scatter_max_input_buffers(1)
         return lambda: model(torch.ones(1, WIDTH, device="cuda")).sum().backward()
 
-    text = str(plan(partial(job, False, 3), world_size=64))
-    assert "reshard_after_forward=True" in text
-    text = str(plan(partial(job, True, 1), world_size=64))
-    assert "reshard_after_forward=True" not in text and "max_input_buffers(1)" not in text
+    advised = ("reshard_after_forward=True", "set_reduce_scatter_max_input_buffers(1)")
+    usual = str(plan(partial(built_in, "llama:8b", reshard=False), world_size=64))
+    assert all(each in usual for each in advised)
+    text = str(plan(job, world_size=64))
+    assert not any(each in text for each in advised)
 
 
 def test_no_warning_says_that_buffers_have_no_values(recwarn):
