@@ -127,7 +127,7 @@ def row_of(environment: Environment, python: Path, result: str, seconds: float) 
     ask = "import platform, torch; print(torch.__version__, platform.python_version())"
     versions = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
     torch, interpreter = versions.stdout.split()
-    minutes = f"{seconds // 60:.0f}:{seconds % 60:02.0f}"
+    minutes = "{}:{:02}".format(*divmod(round(seconds), 60))
     cells = [environment.name, torch, interpreter, result, minutes, date.today(), commit()]
     return "| " + " | ".join(map(str, cells)) + " |"
 
