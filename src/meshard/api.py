@@ -28,6 +28,7 @@ from meshard._engine.build import (
     collect,
     commit,
     plan,
+    refuse_shared_memory,
     resolve_mesh_info,
 )
 from meshard._engine.manual_unshard import listed
@@ -155,6 +156,7 @@ def fully_shard(
     check_bool("unshard_on_access", unshard_on_access)
     ignored = as_set(ignored_params)
     found = collect(modules, ignored)
+    refuse_shared_memory(found, modules)
     if mesh is not None and dims is None:
         _warn_about_order(mesh)
     _warn_about_hooks(found)

@@ -23,7 +23,15 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 
-from meshard._engine.build import Collected, check_parameters, hoisting, plan, resolve_mesh_info
+from meshard._engine.build import (
+    Collected,
+    check_free,
+    check_parameters,
+    hoisting,
+    plan,
+    refuse_shared_memory,
+    resolve_mesh_info,
+)
 from meshard._engine.unit import joined, own_class, owned_names, unit_of, without_compile
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.user_line import warn_user
@@ -104,6 +112,9 @@ def fully_shard_units(
         if (module in chosen or module is model) and not isinstance(module, TorchFSDPModule)
     }
     free = _free_parameters(names, holders, ignored)
+    for fqn, param, _ in free:
+        check_free(fqn, param, joined(own_class(model).__name__, fqn))
+    refuse_shared_memory(free, [model])
     inside_root = _distribute(free, planned, holders, min_params)
     mesh = mesh if mesh is not None else default_mesh()
     for_all = {"mesh": mesh, **fully_shard_kwargs}

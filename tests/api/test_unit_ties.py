@@ -3,6 +3,7 @@
 ``test_auto_units`` has a table of which unit takes them.
 """
 
+import functools
 import time
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from meshard import fully_shard, fully_shard_units
+from meshard import FSDPModule, fully_shard, fully_shard_units
 from tests.support import insides
 from tests.support.against_plain import check_gradients, sharded_and_plain
 from tests.support.models import Made
@@ -32,6 +33,67 @@ def test_a_unit_that_cuts_a_tie_is_refused_and_both_parameters_are_named():
         text = rf"'{name}\.weight' is tied to 'Linear\.weight', .*\.fully_shard_units"
         with pytest.raises(ValueError, match=text):
             apply(given_)
+
+
+def assigned(one, other):
+    """Load tied weights as ``torch.load`` returns them: two tensors of one storage."""
+    for layer, weight in ((one, other.weight.data), (other, other.weight.data)):
+        layer.load_state_dict({"weight": weight}, assign=True)
+
+
+SHARED = {
+    "data": lambda one, other: setattr(one.weight, "data", other.weight.data),
+    "transposed": lambda one, other: setattr(one, "weight", nn.Parameter(other.weight.data.t())),
+    "row": lambda one, other: setattr(one, "weight", nn.Parameter(other.weight.data[5])),
+    "column": lambda one, other: setattr(one, "weight", nn.Parameter(other.weight.data[:, 0])),
+    "assign": assigned,
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("share", SHARED.values(), ids=SHARED)
+@on_fake_ranks(4)
+def test_parameters_that_share_memory_are_refused_and_both_are_named(share, device):
+    def pair():
+        layers = [nn.Linear(8, 8, bias=False, device=device) for _ in range(2)]
+        share(*layers)
+        return nn.Sequential(*layers)
+
+    def refused(apply, names):
+        with pytest.raises(ValueError, match=f"^parameters {names} share memory but are two"):
+            apply()
+
+    names = r"'Sequential\.[01]\.weight' and 'Sequential\.[01]\.weight'"
+    model = pair()
+    refused(lambda: fully_shard(model), names)
+    refused(lambda: fully_shard_units(model), names)
+    refused(lambda: fully_shard([*model]), r"'Linear\.weight' and 'Linear\.weight'")
+    assert not [each for each in model.modules() if isinstance(each, FSDPModule)]
+    for inner in ([0], [1], [0, 1]):
+        model = pair()
+        for index in inner:
+            fully_shard(model[index])
+        for apply in (fully_shard, fully_shard_units):
+            refused(functools.partial(apply, model), names)
+
+
+@on_fake_ranks(4)
+def test_parameters_that_share_a_storage_but_no_element_are_sharded():
+    flat = torch.zeros(4, 4)
+    parts = [flat[0], flat[1], flat[2:, :2], flat[2:, 2:], flat[:0], flat[:0]]
+    model = nn.ParameterList(parts)
+    model.forward = len
+    fully_shard(Made(len, inner=fully_shard(Made(len, parts=nn.ParameterList(parts)))))
+
+
+@on_fake_ranks(4)
+def test_two_models_that_share_memory_are_sharded_each_on_its_own():
+    model, other = nn.Linear(4, 4), nn.Linear(4, 4)
+    other.load_state_dict(model.state_dict(), assign=True)
+    for each in (model, other):
+        fully_shard(each)
+    assert torch.equal(model.weight.to_local(), other.weight.to_local())
+    assert model.weight.to_local().data_ptr() != other.weight.to_local().data_ptr()
 
 
 @on_fake_ranks(4)

@@ -11,8 +11,9 @@ from torch import nn
 from torch.nn import functional
 
 import meshard
+from tests.support.against_plain import check_training
 from tests.support.integer_model import IntegerModel, integer_batch, ternary
-from tests.support.models import Made
+from tests.support.models import Made, seeded
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import SMALL, Pair, run
 from tests.support.spread import spread
@@ -163,6 +164,18 @@ def test_gradients_of_two_parameters_may_be_exchanged():
         pair.backward(2 * number + 1, forward, forward)
         pair.compare()
         pair.zero_grad()
+
+
+@on_threads(2)
+def test_parameters_that_share_memory_stay_so():
+    def made():
+        layers = [nn.Linear(6, 6, bias=False) for _ in range(2)]
+        layers[1].weight.data = layers[0].weight.data.t()
+        return seeded(nn.Sequential(*layers))
+
+    model, plain = meshard.replicate(made()), made()
+    check_training(model, plain)
+    assert torch.equal(model[0].weight, model[1].weight.t())
 
 
 @on_threads(2)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,7 +48,14 @@ from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
 from meshard._mesh.placement import compose_placement
 from meshard._params.flat_params import FlatParams
-from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
+from meshard._params.sharded_param import (
+    Extent,
+    ShardedParam,
+    TensorTag,
+    extent_of,
+    tag_of,
+    tag_tensor,
+)
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import (
     SubclassParams,
@@ -87,7 +95,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
                     found[param].owners.append((module, name))
                 else:
                     found[param] = Collected(fqn, param, [(module, name)])
-                    _check_free(fqn, param, _spoken(fqn, modules))
+                    check_free(fqn, param, _spoken(fqn, modules))
     _collect_hoisted(modules, found)
     return list(found.values())
 
@@ -107,7 +115,8 @@ def _spoken(fqn: str, modules: list[nn.Module]) -> str:
     return joined(own_class(modules[int(position)]).__name__, name)
 
 
-def _check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
+def check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
+    """Raise a ValueError if a parameter belongs to a unit or to a backward optimizer already."""
     refuse_backward_optimizer(repr(fqn), param, ValueError)
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
@@ -124,6 +133,38 @@ def _check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
             "before their parents; what is shared goes to the unit around all of its uses, as "
             "fully_shard_units does it."
         )
+
+
+def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -> None:
+    """Raise a ValueError if two parameters share memory, which sharding would cut apart.
+
+    Parameters of units inside ``modules`` are compared too, by where they lay before.
+    """
+    extents = [(extent_of(param), fqn) for fqn, param, _ in found]
+    names = {
+        module: fqn
+        for position, root in enumerate(modules)
+        for fqn, module in root.named_modules(prefix=_prefix(position, modules))
+    }
+    for unit in dict.fromkeys(unit for module in names for unit in units_of(module)):
+        for param in unit.params:
+            uses = [joined(names[module], name) for module, name in param.owners if module in names]
+            extents += [(param.extent, fqn) for fqn in uses[:1]]
+    by_storage: dict[object, list[tuple[Extent, str]]] = {}
+    for extent, fqn in extents:
+        if extent is not None:
+            by_storage.setdefault(extent.storage, []).append((extent, fqn))
+    for sharing in by_storage.values():
+        sharing.sort(key=lambda each: each[0].first)
+        for (one, fqn), (other, other_fqn) in itertools.pairwise(sharing):
+            # A tensor with gaps may share no element with one that begins inside it: two columns.
+            if other.first == one.first or (other.first < one.end and not one.has_gaps):
+                raise ValueError(
+                    f"parameters {_spoken(fqn, modules)!r} and {_spoken(other_fqn, modules)!r} "
+                    "share memory but are two parameters, so fully_shard would cut them apart "
+                    "silently; make them one parameter (head.weight = embedding.weight), or give "
+                    "one of them a copy (weight.data = weight.data.clone())."
+                )
 
 
 _hoisted: dict[nn.Parameter, nn.Module] = {}
@@ -262,6 +303,7 @@ class _Planner:
         unit_plan.found.append(found)
         keeps_dtype = self._policy.keeps_dtype(fqn, param)
         new_param = ShardedParam(fqn, owners, layout, placement, keeps_dtype=keeps_dtype)
+        new_param.extent = extent_of(param)
         unit_plan.params.append(new_param)
 
     def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:

@@ -13,7 +13,7 @@ import enum
 import weakref
 from collections.abc import Callable, Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -22,7 +22,14 @@ from torch.distributed.tensor import DTensor, Placement
 from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import DTensorPlacement, MissingSum
-from meshard._torch.dtensor import as_parameter, copy_dtensor, make_dtensor, place_like
+from meshard._torch.dtensor import (
+    as_parameter,
+    copy_dtensor,
+    is_plain,
+    make_dtensor,
+    place_like,
+    plain_of,
+)
 from meshard._torch.private import without_torch_function
 
 
@@ -51,6 +58,30 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
     return None if name is None else TensorTag[name], fqn
 
 
+class Extent(NamedTuple):
+    """Where the elements of an original parameter lie in memory."""
+
+    storage: object  # the same object for all tensors of one storage
+    first: int  # byte offset of the first element
+    end: int  # byte offset behind the last
+    has_gaps: bool  # whether bytes between belong to other tensors, as for a column of a matrix
+
+
+def extent_of(original: torch.Tensor) -> Extent | None:
+    """Return the extent of a parameter; None if it is empty or of a tensor subclass."""
+    local = plain_of(original)
+    if not is_plain(local) or not local.numel():
+        return None
+    # The storage and not the address tells which memory it is: it exists on the meta device too,
+    # and an address may be given to another tensor after the original parameter is freed.
+    storage = local.untyped_storage().__dict__.setdefault("_meshard_identity", object())
+    dims = zip(local.shape, local.stride(), strict=True)
+    count = int(1 + sum((size - 1) * stride for size, stride in dims))
+    first = int(local.storage_offset()) * local.element_size()
+    end = first + count * local.element_size()
+    return Extent(storage, first, end, has_gaps=count > local.numel())
+
+
 GradientHook = Callable[[torch.Tensor], None]
 ParamDict = dict[str, "nn.Parameter | None"]  # the ``_parameters`` of a module
 
@@ -61,6 +92,7 @@ class UnitParam(abc.ABC):
     sharded: nn.Parameter  # what modules hold outside of the unit's forward and backward
     unsharded: nn.Parameter  # what they hold inside
     needs_conversion: bool  # its gradient must go through ``plain_gradient``
+    extent: Extent | None = None  # of the parameter that fully_shard replaced
 
     def __init__(
         self,
