@@ -4,15 +4,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import MixedPrecisionPolicy
+from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from meshard._comm import streams
 from meshard._comm.communicator import DONE, CommStream, Communicator
 from meshard._comm.streams import StreamCommunicator
 from tests.support import insides
 from tests.support.fake_device import FakeDevice, Recorder, Stream
-from tests.support.ranks import fake_group
+from tests.support.ranks import fake_group, on_fake_ranks
 from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, StreamRun, make_model, run_steps
 
@@ -232,3 +233,17 @@ def test_a_hook_on_a_stream_causes_no_race(monkeypatch, mp_policy):
                 model.zero_grad()
     assert device.races == []
     assert recorder.num_checked > 500
+
+
+@on_fake_ranks(4)
+def test_a_partial_in_flight_goes_to_the_replicas_with_the_next_microbatch(monkeypatch):
+    comm = StreamCommunicator(FakeDevice())
+    insides.use_communicator(monkeypatch, lambda _: comm)
+    model = meshard.fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2)))
+    with CommLedger(model) as ledger:
+        for is_last, sync in ((False, GradientSync.REDUCE_SCATTER), (True, GradientSync.FULL)):
+            model.set_is_last_backward(is_last)
+            model.set_gradient_sync(sync)
+            model(torch.ones(1, 4)).sum().backward()
+    ops = [event.op for event in ledger.events if event.op != "all_gather"]
+    assert ops == ["reduce_scatter", "reduce_scatter", "all_reduce"]
