@@ -33,7 +33,7 @@ EXAMPLES = {  # with arguments
 CLIENTS = ["transformers", "transformers-from-pretrained", "trainer", "accelerate", "peft",
            "cross-entropy", "state-dict-functions"]  # fmt: skip
 # They use samplers of torch or generators that draw on the CPU.
-NEED_CPU_FOR_DEFAULT = {"getting-started.md", "loops.md", "from-one-process-to-two-nodes.md"}
+NEED_CPU_FOR_DEFAULT = {"settings.md", "loops.md", "from-one-process-to-two-nodes.md"}
 KEEP_LOSSES = """
 import json as _json
 with open("losses.json", "w") as _file:

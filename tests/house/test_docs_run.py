@@ -20,7 +20,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [each.name for each in pkgutil.walk_packages(meshard.__path__, "meshard.")]
 NO_NUMPY = "ignore:Failed to initialize NumPy"  # torch works without it
 # Of these pages: transformers, safetensors, checkpoints.
-NEED_EXTRAS = {"units.md", "getting-started.md", "weights.md", "checkpoints.md", "loops.md"}
+NEED_EXTRAS = {"units.md", "settings.md", "weights.md", "checkpoints.md", "loops.md"}
 
 
 @pytest.fixture(scope="module")
