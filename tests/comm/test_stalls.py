@@ -3,9 +3,11 @@
 import logging
 import os
 import re
+import tempfile
 import threading
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -25,13 +27,14 @@ SHORT = 0.4  # seconds after which a wait is reported here
 
 
 @contextmanager
-def reports(seconds=SHORT):
-    """Yield the list of what is reported while the block runs."""
+def reports(seconds=SHORT, then=lambda: None):
+    """Yield the list of what is reported while the block runs, and call ``then`` each time."""
     found = []
 
     class Kept(logging.Handler):
         def emit(self, record):
             found.append(record.getMessage())
+            then()
 
     handler, logger = Kept(), logging.getLogger("meshard")
     logger.addHandler(handler)
@@ -58,11 +61,22 @@ def come_late(rank, seconds=4 * SHORT):
 
 @contextmanager
 def reported(*texts, late=1):
-    """Let a rank run the block late, which each of the others reports once, with all ``texts``."""
-    with reports() as found:
-        come_late(late)
+    """Let a rank run the block late, which each of the others reports once, with all ``texts``.
+
+    It comes once all others have reported, however slow the machine is.
+    """
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    files = [Path(folder[0], str(rank)) for rank in range(dist.get_world_size())]
+    own, others = files[dist.get_rank()], [*files[:late], *files[late + 1 :]]
+    with reports(then=own.touch) as found:
+        dist.barrier()
+        deadline = time.monotonic() + 60
+        while own is files[late] and not all(each.exists() for each in others):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
         yield found
-    assert len(found) == (dist.get_rank() != late)
+    assert len(found) == (own is not files[late])
     for report in found:
         assert all(text in report for text in texts), report
 
