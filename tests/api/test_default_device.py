@@ -48,6 +48,7 @@ def values_after_a_run(folder, layout, optimizer, default_device):
     return values_of(models[1], made) | {f"loaded {name}": each for name, each in loaded.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "optimizer"),
     [("fully_shard", each) for each in OPTIMIZERS] + [("replicate", "AdamW")],

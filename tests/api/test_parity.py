@@ -55,6 +55,7 @@ def test_every_way_of_resharding_gives_the_same_bits(reshard_after_forward, plac
     check_training(run_threads, "integer", (4,), SGD, 3, **kwargs)
 
 
+@pytest.mark.slow
 @spread(name=[name for name in CASES if name != "integer"], mesh_shape=[(2,), (3,), (2, 2)])
 def test_float_training_agrees_to_rounding(name, mesh_shape):
     """Losses, gradients and parameters, within ``parity.TOLERANCES`` of the coarsest dtype."""

@@ -103,6 +103,7 @@ def a_backward_of_buckets(count):
     return backward_of(meshard.replicate(nn.Sequential(*layers(count)), bucket_cap_mb=1e-5))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "prepare",
     [

@@ -77,6 +77,7 @@ def write_plain(module, path, **changes):
     save_file({k: v.contiguous() for k, v in state.items() if v is not None}, path)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_what_is_saved_is_read_by_safetensors_and_fills_a_model(name, folder):
@@ -542,6 +543,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_transformers_reads_what_is_saved_and_its_folder_fills_a_meta_model(family, folder):

@@ -41,6 +41,7 @@ def block_of(shard):
     return tuple(slice(offset, offset + size) for offset, size in pairs)
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_the_state_dict_of_the_plain_model_is_streamed_and_the_table_says_who_holds_what(name):

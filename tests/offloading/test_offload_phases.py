@@ -65,6 +65,7 @@ def interrupted(case_name, mesh_shape, foreach, **kwargs):
 MIXED = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
+@pytest.mark.slow
 @on_threads(4)
 @spread(
     row=[

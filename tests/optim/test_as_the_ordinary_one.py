@@ -63,12 +63,14 @@ def compare(story, make_model=make, name="adamw", *, groups=trainable, kinds=KIN
         assert_same_state(found[1], state)
 
 
+@pytest.mark.slow
 @on_threads(2)
 @pytest.mark.parametrize("name", [*MANY, "another class"])
 def test_every_class(name):
     compare(functools.partial(train, windows=range(4)), name=name, kinds=("flat", "in backward"))
 
 
+@pytest.mark.slow
 @spread(
     layout=[*LAYOUTS],
     schedule=["F", "RF", "NRF", "FFF", "RRF"],
@@ -79,6 +81,7 @@ def test_every_layout(layout, schedule, name):
     run_threads(compare, RANKS.get(layout, 2), story, LAYOUTS[layout], name)
 
 
+@pytest.mark.slow
 @on_ranks(2)
 @pytest.mark.parametrize(
     ("layout", "schedule", "name"),

@@ -47,6 +47,7 @@ def compare(layout, name, schedule, wait, choose):
     assert_same_training((ours, late), (theirs, plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name", "schedule", "wait", "choose"),
     [

@@ -31,6 +31,7 @@ def straight():
     return full_state(model)
 
 
+@pytest.mark.slow
 @on_threads(2)
 @pytest.mark.parametrize(
     ("first", "second"),

@@ -179,6 +179,7 @@ def load_ordinary(ordinary, packed):
         begin += len(numbers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(name):
     saved = {}
@@ -213,6 +214,7 @@ def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(na
     go_on()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.extras), "checkpointer"])
 @pytest.mark.parametrize("name", NAMES[3:5])
 @on_ranks(4)
@@ -551,6 +553,7 @@ class Looks(torch.optim.SGD):
 seen = []
 
 
+@pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
 @pytest.mark.parametrize("keep_values", [False, True])

@@ -21,6 +21,7 @@ from tests.support.ranks import on_ranks
 FILES = (gradients, programs, state, use)  # which fill SITUATIONS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SITUATIONS)
 def test_we_are_right(run_ranks, name):
     act, expected, num_ranks = SITUATIONS[name]

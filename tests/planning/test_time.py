@@ -133,6 +133,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", SETTINGS, ids=str)
 def test_a_profile_of_one_setting_tells_the_time_of_another(settings):
     planned = planned_time(usual_profile(SLOW), **settings)
