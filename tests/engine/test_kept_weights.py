@@ -180,6 +180,24 @@ def test_a_loss_runs_the_head_again_in_chunks(tail):
     assert ledger.counts["reduce_scatter"] == 5
 
 
+@on_threads(2)
+def test_chunks_of_a_last_microbatch_leave_what_the_trunk_has_accumulated():
+    """The backward of the trunk, which comes last, reduces it together with the new gradients."""
+
+    def window(module, rank):
+        numbers = range(2)
+        if module is model:
+            numbers = meshard.microbatches(model, numbers, until_last=GradientSync.NONE)
+        for _ in numbers:
+            loss_in_chunks(module, rank)
+
+    plain = decoder()
+    model = shard(plain, tail=True)
+    ledger = check_gradients(model, plain, window)
+    reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
+    assert reduced == ["norm"] * 4 + ["blocks.1", "blocks.0", "(root)"]
+
+
 def with_logits(model, tokens):
     return model.head(hidden_of(model, tokens))
 
