@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -29,7 +29,7 @@ from meshard._comm.blocking import (
 )
 from meshard._engine.hooks import register_outside_hooks, remove_outside_hooks
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
-from meshard._engine.unit import Unit, require_units
+from meshard._engine.unit import Unit, joined, require_units
 from meshard._mesh.layout import matching_parts
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
@@ -92,6 +92,8 @@ def unsharded_params(
             summoned.append(SummonedUnit(unit, options, _gather(unit.group, options)))
         try:
             yield
+            if writeback:
+                _refuse_ties(summoned)
             values = [each.edited_values() for each in summoned if writeback]
         except (Exception, KeyboardInterrupt) as error:
             if writeback:
@@ -113,6 +115,21 @@ def unsharded_params(
             each.write(edited)
             _send_to_replicas(each.group)
         edited.clear()
+
+
+def _refuse_ties(summoned: Sequence[SummonedUnit]) -> None:
+    """Raise a RuntimeError if one tensor was assigned to two parameters, which have two shards."""
+    names: dict[int, str] = {}
+    for each in summoned:
+        for param in each.params:
+            name = joined(each.unit.fqn, param.fqn)
+            for value in param.installed():
+                if value is not None and names.setdefault(id(value), name) != name:
+                    raise RuntimeError(
+                        f"parameter {name!r} was tied to {names[id(value)]!r} inside "
+                        "unsharded_params; each has a shard of its own, so the tie would be cut "
+                        "silently. Tie parameters before fully_shard."
+                    )
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:

@@ -208,6 +208,18 @@ def test_a_module_that_is_replaced_inside_is_named():
         model.blocks[0].mlp = nn.Identity()
 
 
+@on_ranks(2)
+def test_a_tie_that_is_made_inside_is_refused():
+    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 8, bias=False))
+    meshard.fully_shard(model[0])
+    meshard.fully_shard(model)
+    before = full_state(model)
+    text = r"'1\.weight' was tied to '0\.weight' inside|'0\.weight' was tied to '1\.weight' inside"
+    with pytest.raises(RuntimeError, match=text), unsharded_params(model):
+        model[1].weight = model[0].weight
+    assert_same(full_state(model), before, bitwise=True)
+
+
 @spread(rank0_only=[False, True], error=[ZeroDivisionError, KeyboardInterrupt])
 @on_ranks(4)
 def test_what_one_rank_raises_writes_nothing_on_any(rank0_only, error):

@@ -104,7 +104,8 @@ def save_pretrained(
             different tensors of one name (experts on meshes of their own).
         RuntimeError: A forward or backward runs, gradients are pending, the module is inside
             ``unsharded_params``, or another rank failed.
-        ValueError: Tensors are on the meta device, or an argument is wrong.
+        ValueError: Tensors are on the meta device, the module has adapters of PEFT, or an argument
+            is wrong.
 
     >>> import tempfile, torch, meshard
     >>> from meshard.checkpoint import save_pretrained
@@ -117,6 +118,12 @@ def save_pretrained(
     check_dtype(dtype)
     module = without_wrappers(module)
     weights = weights_of(module, "save_pretrained")
+    if hasattr(module, "get_base_model") or any(".base_layer." in each.fqn for each in weights):
+        raise ValueError(
+            f"save_pretrained got a {own_class(module).__name__} with adapters of PEFT, and "
+            "from_pretrained would find none of its names; save the adapters by PEFT's own method "
+            "(docs/how-to/peft.md), or merge them: save_pretrained(model.merge_and_unload(), ...)."
+        )
     meshes = meshes_of(module, weights)
     ranks = ranks_of_meshes(meshes)
     agreement = Agreement(meshes, "(save_pretrained)")
