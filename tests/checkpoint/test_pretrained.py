@@ -32,7 +32,7 @@ from tests.support.models import seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 from tests.support.sharding import shard_blocks
-from tests.support.spread import spread
+from tests.support.spread import mostly_slow, spread
 
 pytestmark = pytest.mark.extras  # safetensors
 
@@ -77,9 +77,8 @@ def write_plain(module, path, **changes):
     save_file({k: v.contiguous() for k, v in state.items() if v is not None}, path)
 
 
-@pytest.mark.slow
 @on_ranks(4)
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", mostly_slow(LAYOUTS, "buffers", "hsdp"))
 def test_what_is_saved_is_read_by_safetensors_and_fills_a_model(name, folder):
     model, plain = lay_out(name)
     params = dict(model.named_parameters())
@@ -550,9 +549,8 @@ FAMILIES = {
 }
 
 
-@pytest.mark.slow
 @on_ranks(2)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", mostly_slow(FAMILIES, "t5"))
 def test_transformers_reads_what_is_saved_and_its_folder_fills_a_meta_model(family, folder):
     import transformers
 

@@ -47,7 +47,6 @@ def compare(layout, name, schedule, wait, choose):
     assert_same_training((ours, late), (theirs, plain))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "name", "schedule", "wait", "choose"),
     [

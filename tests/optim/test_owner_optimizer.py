@@ -214,8 +214,10 @@ def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(na
     go_on()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", [pytest.param("dcp", marks=pytest.mark.extras), "checkpointer"])
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("dcp", marks=[pytest.mark.extras, pytest.mark.slow]), "checkpointer"],
+)
 @pytest.mark.parametrize("name", NAMES[3:5])
 @on_ranks(4)
 def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):

@@ -328,7 +328,6 @@ def rows(shape, *, is_slow):
             yield pytest.param(number, shape, id=f"{row.name} on {shape}", marks=marks)
 
 
-@pytest.mark.slow
 # The pointwise ones, which test_as_the_ordinary_one trains too, on one mesh; all others on both.
 @pytest.mark.parametrize(
     ("number", "shape"),

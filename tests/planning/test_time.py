@@ -18,6 +18,7 @@ from meshard import GradientSync, MixedPrecisionPolicy
 from meshard.planning import Collective, Link, MeasuredWork, Profile, measure, plan
 from tests.benchmarks.pretend_network import Network
 from tests.support.ranks import on_ranks
+from tests.support.spread import mostly_slow
 from tests.support.virtual_time import virtual_machine
 
 RANKS, WIDTH = 8, 128
@@ -133,8 +134,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+@pytest.mark.parametrize("settings", mostly_slow(SETTINGS, {"shape": (2, 4)}), ids=str)
 def test_a_profile_of_one_setting_tells_the_time_of_another(settings):
     planned = planned_time(usual_profile(SLOW), **settings)
     assert planned.seconds == pytest.approx(seconds_on(SLOW, **settings), rel=1e-6)

@@ -117,7 +117,6 @@ def orthogonalize(matrices, epsilon=0):
     _orthogonalize(matrices if matrices.dim() == 3 else matrices.unsqueeze(0), epsilon)
 
 
-@pytest.mark.slow
 @on_ranks(4)
 @spread(name=[*HOOKS], as_views=[True, False])
 def test_ten_steps_are_those_of_ddp(name, as_views):

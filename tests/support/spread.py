@@ -1,7 +1,7 @@
-"""Use ``spread`` to parametrize a test over several axes without their product."""
+"""Use ``spread`` for several axes without their product, ``mostly_slow`` for one of many values."""
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -29,3 +29,9 @@ def spread(**axes: Sequence[Any]) -> pytest.MarkDecorator:
         values = [column[at % len(column)] for at, column in zip(places, columns, strict=True)]
         rows.append(tuple(itertools.chain(*values)))
     return pytest.mark.parametrize(", ".join(axes), rows)
+
+
+def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
+    """Return ``values`` for ``parametrize``, of which only ``fast`` are in the default tier."""
+    slow = pytest.mark.slow
+    return [each if each in fast else pytest.param(each, marks=slow) for each in values]
