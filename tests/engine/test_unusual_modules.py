@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -127,6 +129,32 @@ def test_a_module_that_returns_its_parameter_gets_no_hooks_on_it():
 
     plain = Made(lambda m, x: (m.weight, x), weight=nn.Parameter(torch.empty(6, 6)))
     check_gradients(*sharded_and_plain(plain, (), reshard_after_forward=False), step)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+@on_threads(2)
+@pytest.mark.parametrize(("reshard", "recompute"), [(True, False), (True, True), (False, False)])
+def test_a_parametrization_may_come_and_go_in_a_forward(reshard, recompute):
+    """PEFT adds one for each forward of an adapter for experts."""
+
+    def forward(module, x):
+        parametrize.register_parametrization(module.layer, "weight", Doubled())
+        try:
+            return module.layer(x)
+        finally:
+            parametrize.remove_parametrizations(module.layer, "weight", leave_parametrized=False)
+
+    def run(module, x):
+        return checkpoint(module.block, x, use_reentrant=False) if recompute else module.block(x)
+
+    plain = Made(run, block=Made(forward, layer=nn.Linear(6, 6)))
+    model, plain = sharded_and_plain(plain, ("block",), reshard_after_forward=reshard)
+    check_gradients(model, plain)
+    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @on_fake_ranks(2)

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.utils.parametrize import ParametrizationList
 
 from meshard._engine.lifecycle import Lifecycle, OtherThreadError, RefusedError
 from meshard._engine.outputs import (
@@ -119,9 +120,16 @@ def _watch_registrations() -> None:
 
 
 def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Refuse to register an unsharded parameter under a second name: its memory will be freed."""
+    """Refuse to register an unsharded parameter under a second name: its memory will be freed.
+
+    A parametrization may take it and give it back. PEFT does so in the forward of an adapter for
+    parameters that are in no layer of their own, such as experts.
+    """
     tag, fqn = (None, "") if param is None else tag_of(param)
-    if tag is TensorTag.UNSHARDED and module._parameters.get(name) is not param:
+    if tag is not TensorTag.UNSHARDED or isinstance(module, ParametrizationList):
+        return
+    comes_back = name not in module._parameters and name == fqn.rpartition(".")[2]
+    if not comes_back and module._parameters.get(name) is not param:
         raise RuntimeError(
             f"the unsharded parameter {fqn!r} was assigned to {name!r} of a "
             f"{own_class(module).__name__}; it is freed when its unit is resharded. Tie parameters "
