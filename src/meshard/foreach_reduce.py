@@ -415,7 +415,7 @@ class Reduction:
     def _after_scatter(self) -> None:
         plan, marks = self._plan, self._marks
         self._pending.wait()
-        self._scattered.free_if_sent()  # before the all-reduce takes memory
+        self._scattered.free_if_sent()  # on CPU, before the all-reduce takes memory
         self._unused = marks.read(self._result)
         divide_(self._result, self._divisors.after_scatter)
         if self._partial is not None:

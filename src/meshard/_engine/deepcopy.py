@@ -36,8 +36,9 @@ from meshard._engine.unit import (
 )
 from meshard._torch.private import composable_keys
 
-# Attribute of a module: by name of a registered forward method, the method that was set on the
-# module itself; None if its class has the method.
+# The name of an attribute of modules, a dict. Its keys are the names of registered forward methods;
+# its values are the methods that users had set on the module itself, or None if the method is that
+# of the class.
 FORWARD_METHODS = "_meshard_forward_methods"
 # The attributes of a module that are dicts of hooks, by the id of a hook.
 _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]

@@ -488,7 +488,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             watched.call.is_watched = True
             setattr(tensor, WATCHED, True)
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
-            # A linear layer returns a view. If the caller adds to the view in place (`x = layer(x);
+            # A linear layer may return a view. If the caller adds to the view in place (`x = layer(x);
             # x += y`), autograd drops the hook above. The node that made the base of the view stays
             # in the graph, so it gets a hook too.
             base = base_of(tensor)
@@ -628,7 +628,7 @@ def _fitting(
     """
     if is_placed_like(given, param.sharded):
         return given
-    # torch assigns the tensor itself; a view would keep the unsharded tensor alive.
+    # If torch assigns the result, it must be a copy: a view would keep the unsharded tensor alive.
     return param.shard_of(_to_plain(param, given), copied_to=assigned_on)
 
 

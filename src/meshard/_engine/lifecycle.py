@@ -149,8 +149,8 @@ class Lifecycle:
         self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
-        # The passes whose autograd graph is alive on this rank, as hooks in the graph refer to
-        # them. On another rank the graphs of other passes may be alive.
+        # The passes whose autograd graph may be alive on this rank: hooks in the graph refer to
+        # them. Ranks may differ in this, so it must not decide whether a collective is issued.
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
         devices = (group.spec.device for group in self.groups() if group.params)
@@ -465,7 +465,8 @@ class Lifecycle:
             return None
         replacement = None
         if unit.settings.unshard_in_backward:
-            # A checkpoint inside the unit may run a part of the forward again, which reads them.
+            # A checkpoint inside the unit may run a part of the forward again. It reads the
+            # parameters from the modules, which must hold the unsharded ones.
             group.install_unsharded(read_flags=False)
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
@@ -675,7 +676,8 @@ class Lifecycle:
                     )
                 else:
                     self._queue.accumulate(around.gradients, around.settings)
-            # Units around it may still wait for others inside, also if this one is at its end.
+            # The next unit around is not known to be at its end (False): it may have units inside
+            # that are still to come.
             around, is_at_end = around.parent() if around.parent is not None else None, False
 
     def _may_begin_inside(self, unit: Unit) -> bool:

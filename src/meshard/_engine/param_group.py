@@ -164,7 +164,8 @@ class ParamGroup:
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # ``offload`` releases them before it moves the flat shard.
         self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
-        # By id of a sharded parameter: its index. Ids of parameters that were replaced stay in.
+        # By id of a sharded parameter: its index. Ids of parameters that were replaced stay in, and
+        # may now belong to other tensors, so ``owner_of`` compares the tensor too.
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN
         register_owner(self)

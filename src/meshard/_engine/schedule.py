@@ -143,8 +143,8 @@ class StepSchedule:
         if not num_before:
             now.first_entries.append(call)
         now.units[unit] = num_before + 1
-        # A part of a model may be called by itself. So an entry includes the unit that began the
-        # pass.
+        # A part of a model may be called by itself, and then another unit comes after this one than
+        # in a forward of the whole. So an entry includes the unit that began the pass.
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
 
