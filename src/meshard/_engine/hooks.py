@@ -488,9 +488,9 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             watched.call.is_watched = True
             setattr(tensor, WATCHED, True)
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
-            # A linear layer may return a view. If the caller adds to the view in place (`x = layer(x);
-            # x += y`), autograd drops the hook above. The node that made the base of the view stays
-            # in the graph, so it gets a hook too.
+            # A linear layer may return a view. If the caller adds to the view in place (`x =
+            # layer(x); x += y`), autograd drops the hook above. The node that made the base of the
+            # view stays in the graph, so it gets a hook too.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
             # A base from before this forward gets no hook: its node belongs to other code.
