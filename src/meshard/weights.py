@@ -211,8 +211,8 @@ class SummonedUnit:
             raise RuntimeError(
                 f"the module of parameter {param.fqn!r} of unit {self.unit.label!r} was replaced "
                 f"inside {self._options.caller} or before it. Keep the module, and assign a plain "
-                f"tensor of shape {tuple(param.layout.shape)} to its parameter; a module of another "
-                "shape is put in before fully_shard."
+                f"tensor of shape {tuple(param.layout.shape)} to its parameter; a module of "
+                "another shape is put in before fully_shard."
             )
         value, placement = held[0], param.dtensor_placement
         if len(held) == 1 and value is not None and not value.is_meta:
