@@ -121,7 +121,7 @@ def _refuse_ties(summoned: Sequence[SummonedUnit]) -> None:
     """Raise a RuntimeError if one tensor was assigned to two parameters, which have two shards."""
     names: dict[int, str] = {}
     for each in summoned:
-        for param in each.params:
+        for param in each.params if each.is_unsharded else ():
             name = joined(each.unit.fqn, param.fqn)
             for value in param.installed():
                 if value is not None and names.setdefault(id(value), name) != name:
@@ -182,7 +182,7 @@ class SummonedUnit:
         # of the pickle, but these hooks are on other modules, which would keep them.
         self._had_hooks = remove_outside_hooks(unit)
         self._version = self.group.version
-        self._is_unsharded = bool(unsharded)
+        self.is_unsharded = bool(unsharded)
         unit_ref = weakref.ref(unit)
         for index, unsharded_param in enumerate(unsharded):
             param = self.params[index]
@@ -203,7 +203,7 @@ class SummonedUnit:
                 "(by an optimizer's step?), and writing back would undo that; step outside of it, "
                 "or pass writeback=False."
             )
-        return [self._value_of(param) for param in self.params if self._is_unsharded]
+        return [self._value_of(param) for param in self.params if self.is_unsharded]
 
     def _value_of(self, param: ShardedParam) -> torch.Tensor:
         held = list({id(value): value for value in param.installed()}.values())
@@ -238,7 +238,7 @@ class SummonedUnit:
         for param in self.params:
             # Take over requires_grad from the unsharded parameter, where the user may have set it.
             flags = {value.requires_grad for value in param.installed() if value is not None}
-            if self._is_unsharded and not self._options.rank0_only and len(flags) == 1:
+            if self.is_unsharded and not self._options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
         self.group.dismiss()

@@ -218,6 +218,9 @@ def test_a_tie_that_is_made_inside_is_refused():
     with pytest.raises(RuntimeError, match=text), unsharded_params(model):
         model[1].weight = model[0].weight
     assert_same(full_state(model), before, bitwise=True)
+    model[1].weight = model[0].weight  # outside, where both have the same shard from now on
+    with unsharded_params(model, rank0_only=True):
+        pass
 
 
 @spread(rank0_only=[False, True], error=[ZeroDivisionError, KeyboardInterrupt])

@@ -122,7 +122,7 @@ def save_pretrained(
         raise ValueError(
             f"save_pretrained got a {own_class(module).__name__} with adapters of PEFT, and "
             "from_pretrained would find none of its names; save the adapters by PEFT's own method "
-            "(docs/how-to/peft.md), or merge them: save_pretrained(model.merge_and_unload(), ...)."
+            "(docs/how-to/peft.md), or merge them first (docs/how-to/weights.md, 'Merge adapters')."
         )
     meshes = meshes_of(module, weights)
     ranks = ranks_of_meshes(meshes)
