@@ -11,6 +11,7 @@ from meshard import GradientSync
 from tests.support.models import Ones
 from tests.support.parity import full_grads
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import mostly_slow
 
 SMALL, LARGE = 3, 300_000  # a unit with a LARGE parameter is packed as gradients arrive
 NAMES = ("a", "b")
@@ -74,7 +75,7 @@ def test_two_microbatches_more_on_one_rank_count_as_they_should(layout):
     check(wrapped(layout, LARGE), [[[one], [one, one, one]], [[one, one], [one]]])
 
 
-@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("numel", mostly_slow([SMALL, LARGE], SMALL))
 @pytest.mark.parametrize("layout", ["replicate", "shard", "hsdp", "one shard"])
 @settings(max_examples=12)
 @given(case=cases())

@@ -101,6 +101,7 @@ def test_the_version_is_that_of_the_package_and_costs_no_import():
     assert "__version__" in dir(meshard)
 
 
+@pytest.mark.slow
 def test_subpackages_are_imported_at_their_first_use():
     code = """if True:
         import sys, meshard

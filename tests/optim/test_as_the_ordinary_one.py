@@ -26,7 +26,7 @@ from tests.optim.optimizers import (
 )
 from tests.support.parity import assert_same, own_state
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.spread import spread
+from tests.support.spread import mostly_slow, spread
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
@@ -203,7 +203,9 @@ STORIES = [rates_and_rest, edits, frozen, hooks, finalized, microbatches, closur
 
 
 @on_threads(2)
-@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+@pytest.mark.parametrize(
+    "story", mostly_slow(STORIES, edits, microbatches), ids=lambda story: story.__name__
+)
 def test_what_users_do_on_the_way(story):
     compare(story)
 

@@ -16,7 +16,7 @@ from tests.support.against_plain import sharded_and_plain
 from tests.support.models import Made, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.spread import spread
+from tests.support.spread import mostly_slow
 
 ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
 
@@ -293,13 +293,13 @@ EDITS = {
     "note": lambda m, o: second(m, o).update(note="mine"),  # of the user's own
 }
 WITH_FOREACH = ["replace", "replace the count", "empty one", "no gradient", "transposed gradients"]
+EACH_EDIT = [(name, None) for name in EDITS] + [(name, True) for name in WITH_FOREACH]
+FAST = [(name, None) for name in ("replace", "empty one", "another group", "no gradient")]
+FAST += [(name, True) for name in ("replace the count", "transposed gradients")]
 
 
 @on_threads(2)
-@spread(
-    name=[*EDITS, *WITH_FOREACH],
-    foreach=[None] * len(EDITS) + [True] * len(WITH_FOREACH),
-)
+@pytest.mark.parametrize(("name", "foreach"), mostly_slow(EACH_EDIT, *FAST))
 def test_edits_between_backward_and_step(name, foreach):
     """Train with a flat optimizer and the ordinary one; the edit must change what comes out."""
 

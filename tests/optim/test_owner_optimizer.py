@@ -216,9 +216,10 @@ def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(na
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("dcp", marks=[pytest.mark.extras, pytest.mark.slow]), "checkpointer"],
+    [pytest.param("dcp", marks=pytest.mark.slow), "checkpointer"],
 )
-@pytest.mark.parametrize("name", NAMES[3:5])
+@pytest.mark.parametrize("name", [pytest.param("Shampoo", marks=pytest.mark.slow), "SOAP"])
+@pytest.mark.extras
 @on_ranks(4)
 def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):
     """Four ranks save, two by two go on; neither knows the other's owners."""

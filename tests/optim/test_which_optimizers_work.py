@@ -321,18 +321,15 @@ def test_the_page_has_a_row_for_each_and_no_other():
     assert classes - {row.cls for row in ROWS} == set()
 
 
-def rows(shape, *, is_slow):
-    marks = [pytest.mark.slow] if is_slow else []
+def rows(shape):
     for number, row in enumerate(ROWS):
-        if (row.cls in POINTWISE) == (is_slow and shape == (2,)):
-            yield pytest.param(number, shape, id=f"{row.name} on {shape}", marks=marks)
+        if shape == (2,) or row.cls not in POINTWISE:
+            yield pytest.param(number, shape, id=f"{row.name} on {shape}")
 
 
 # The pointwise ones, which test_as_the_ordinary_one trains too, on one mesh; all others on both.
-@pytest.mark.parametrize(
-    ("number", "shape"),
-    [*rows((2,), is_slow=False), *rows((2,), is_slow=True), *rows((2, 2), is_slow=True)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "shape"), [*rows((2,)), *rows((2, 2))])
 def test_the_page_says_what_becomes_of_it(run_ranks, number, shape):
     page = rows_of_page()[number][: 1 + len(ways_on(shape))]
     for found in run_ranks(outcomes, torch.Size(shape).numel(), ROWS[number], shape):

@@ -18,6 +18,7 @@ from meshard.planning.models import built_in
 from tests.planning.jobs import make_job
 from tests.support.models import MlpBlock
 from tests.support.ranks import on_fake_ranks
+from tests.support.spread import mostly_slow
 
 WIDTH = 256
 
@@ -357,7 +358,7 @@ def test_a_screen_has_eighty_columns():
         assert word in text
 
 
-@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("recompute", mostly_slow([True, False], False))
 def test_only_blocks_without_a_checkpoint_are_to_be_checkpointed(recompute):
     job = partial(built_in, "llama:8b", batch=8, recompute=recompute)
     planned = plan(job, world_size=64, steps=1)

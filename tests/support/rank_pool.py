@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 NUM_WORKERS = 4
 START_SECONDS = 120.0
+PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest", "meshard"]
 GRACE_SECONDS = 3.0  # after the first failure, for the other ranks to report theirs
 
 # torch 2.11 and 2.12 keep every mesh, and so the threads of its gloo groups: thousands (measured).
@@ -127,9 +128,9 @@ class RankPool:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=True
         )
-        # Forked from one process that has imported torch: new ranks start at once after a failure.
+        # Forked from one process that has imported these: new ranks start at once after a failure.
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch.distributed.tensor"])
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(NUM_WORKERS):
             ours, theirs = context.Pipe()
             arguments = (rank, theirs, self._store.port, str(self._dump_path(rank)))

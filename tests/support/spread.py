@@ -32,6 +32,13 @@ def spread(**axes: Sequence[Any]) -> pytest.MarkDecorator:
 
 
 def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """Return ``values`` for ``parametrize``, of which only ``fast`` are in the default tier."""
-    slow = pytest.mark.slow
-    return [each if each in fast else pytest.param(each, marks=slow) for each in values]
+    """Return ``values`` for ``parametrize``, of which only ``fast`` are in the default tier.
+
+    A tuple is a row of a test with several arguments.
+    """
+    return [each if each in fast else _slow(each) for each in values]
+
+
+def _slow(value: Any) -> Any:
+    row = value if isinstance(value, tuple) else (value,)
+    return pytest.param(*row, marks=pytest.mark.slow)
