@@ -10,6 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     CheckpointImpl,
     checkpoint_wrapper,
 )
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -278,3 +279,25 @@ def test_autocast_computes_as_it_does_on_one_process(param_dtype, is_checkpointe
     for name, gradient in full_grads(plain).items():
         error = (ours[name] - gradient).norm() / gradient.norm()
         assert error < (1e-6 if is_exact else 0.05), f"{name}: {error}"
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@on_fake_ranks(2)
+def test_between_its_recomputation_and_its_backward_a_unit_has_its_shards(use_reentrant):
+    seen = []
+
+    def segment(model, x):
+        middle = model.first(x) * 2
+        if middle.requires_grad:
+            middle.register_hook(lambda _: seen.append(type(model.first.up.weight)))
+        return model.second(middle)
+
+    model = Made(
+        lambda m, x: checkpoint(segment, m, x, use_reentrant=use_reentrant),
+        first=MlpBlock(8, 8),
+        second=MlpBlock(8, 8),
+    )
+    for unit in (model.first, model.second, model):
+        meshard.fully_shard(unit)
+    model(torch.ones(2, 8, requires_grad=True)).sum().backward()
+    assert seen == [DTensor]
