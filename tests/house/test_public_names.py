@@ -99,6 +99,7 @@ def test_the_version_is_that_of_the_package_and_costs_no_import():
     shown = [name for name in dir(meshard) if not name.startswith("__")]  # by tab completion
     assert sorted(shown) == sorted([*meshard.__all__, "checkpoint", "planning"])
     assert "__version__" in dir(meshard)
+    assert meshard.__getattr__("checkpoint") is meshard.checkpoint  # as its first use does
 
 
 @pytest.mark.slow

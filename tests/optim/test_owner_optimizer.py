@@ -416,6 +416,18 @@ def test_a_state_may_be_set_before_the_first_step():
 
 
 @on_threads(2)
+def test_a_state_from_before_the_first_step_takes_back_what_was_stepped():
+    model = make(SHAPES)
+    ours, ordinary = both(model, "Muon")
+    first, *rest = (copy.deepcopy(each.state_dict()) for each in (ours, *ordinary.optimizers))
+    check_steps(model, ours, ordinary, range(2))
+    ours.load_state_dict(first)
+    for optimizer, state in zip(ordinary.optimizers, rest, strict=True):
+        optimizer.load_state_dict(state)
+    check_steps(model, ours, ordinary, range(2, 4))
+
+
+@on_threads(2)
 def test_a_closure_is_called_once():
     model = make(SHAPES)
     ours, ordinary = both(model, "AdamW")
