@@ -58,6 +58,7 @@ def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
         (["train_of_plan:number", "--world", "4"], "no function 'number'"),
         (["no_such_module:job", "--world", "4"], "no_such_module"),
         (["--model", "gpt:2t", "--world", "4"], "gpt:13b"),
+        (["--model", "gpt:13b", "--world", "4", "--set", "batch=x"], "positive integer, got 'x'"),
         (["train_of_plan:job", "--world", "4", "--set", "depth=3"], "takes width, offload"),
         (["train_of_plan:job", "--world", "4", "--set", "width"], "KEY=VALUE"),
         (["train_of_plan:job", "--world", "4", "--sweep", "width="], "KEY=A,B"),

@@ -164,7 +164,11 @@ def built_in(
     if name not in SHAPES:
         raise ValueError(f"there is no model {name!r}; there are {', '.join(SHAPES)}.")
     shape, world_size = SHAPES[name], torch.distributed.get_world_size()
-    if replicas < 1 or world_size % replicas:
+    counts = {"replicas": replicas, "batch": batch, "length": length, "microbatches": microbatches}
+    for key, value in counts.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{key} must be a positive integer, got {value!r}.")
+    if world_size % replicas:
         raise ValueError(f"replicas must divide the number of ranks, {world_size}; got {replicas}.")
     if replicas == 1:
         mesh = init_device_mesh("cuda", (world_size,))
