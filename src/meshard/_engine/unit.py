@@ -1,9 +1,10 @@
 """One unit: modules whose parameters are gathered and reduced together.
 
-A unit communicates on one mesh, by one gather. A module whose parameters lie on several meshes, or
-include tensor subclasses with a custom all-gather, has *sibling units*, nested as if the module had
-been wrapped several times. A forward enters the outermost first and leaves it last, and units of
-inner modules are inside all of them. Only the outermost casts inputs and outputs.
+A unit has one mesh, and one all-gather brings all of its parameters. A module needs several units
+if its parameters lie on several meshes, or if some are tensor subclasses with a custom all-gather.
+The units of one module are *sibling units*. They are nested as if the module had been wrapped once
+per unit: a forward enters the outermost sibling first and leaves it last, and units of submodules
+are inside all siblings. Only the outermost sibling casts inputs and outputs.
 """
 
 from __future__ import annotations
@@ -39,15 +40,15 @@ if TYPE_CHECKING:
 class UnitSettings(ReduceSettings):
     """The settings of a unit, written by the setters of ``FSDPModule``."""
 
-    reshard_after_forward: bool | int | None = None  # None means True, but False for the root
-    # If reshard_after_forward is an int: the ranks that together keep the parameters between
-    # forward and backward, each a part.
+    reshard_after_forward: bool | int | None = None  # None: see ``Unit.reshards_after_forward``
+    # If reshard_after_forward is an int: between forward and backward the parameters stay sharded
+    # over the ranks of this group.
     post_forward_group: dist.ProcessGroup | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
     comm: CommSettings = field(default_factory=CommSettings)
-    unshard_on_access: bool = False  # gather when a unit around this one reads a parameter
+    unshard_on_access: bool = False  # gather when the forward of an outer unit reads a parameter
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
@@ -56,15 +57,15 @@ class UnitSettings(ReduceSettings):
 class UnitStep:
     """The progress of a unit in the present step."""
 
-    arrived: set[int] = field(default_factory=set)  # param indices whose gradient is complete
-    awaits_gradients: bool = False  # a forward ran whose gradients were not reduced yet
+    arrived: set[int] = field(default_factory=set)  # indices of params that got a gradient
+    awaits_gradients: bool = False  # a forward ran; its gradients are still to be reduced
     may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
     is_in_backward: bool = False  # its backward is under way
-    are_complete: bool = False  # its gradients are complete, and wait for those of units inside
+    are_complete: bool = False  # it has all gradients, and waits for those of units inside
     in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
-    last_pass: ForwardPass | None = None  # the last pass with a graph in which it ran
-    is_retained: bool = False  # it stays unsharded for a later backward: see out_of_turn
+    last_pass: ForwardPass | None = None  # the last pass in which it ran with grad enabled
+    is_retained: bool = False  # it stays unsharded for a later backward: see ``RetainedUnits``
     num_running: int = 0  # forward calls that have begun and not ended
     modules_run: set[int] = field(default_factory=set)  # ids of its modules that ran in this pass
     is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
@@ -77,11 +78,11 @@ class UnitStep:
         self.arrived.clear()
 
     def has_all(self, num_trainable: int) -> bool:
-        """Whether all gradients are complete, and the backward of every call of the unit has begun.
+        """Whether all gradients came, and the backward of every call of the unit has begun.
 
-        If this rank used no parameter in the first call of the unit, all its gradients are there
-        before the backward of that call. Other ranks reduce after that backward begins, so this
-        rank waits for it too.
+        The backward of the first call comes last. If this rank used no parameter in that call, it
+        has all gradients before that backward begins. Other ranks reduce only after it has begun,
+        so this rank waits until then too.
         """
         if len(self.arrived) < num_trainable:
             return False
@@ -100,8 +101,9 @@ class UnitStep:
 class Unit:
     """One parameter group with the modules that were passed to ``fully_shard``.
 
-    Ownership runs one way: module, unit, parameter group, parameters. Every edge back is weak, so
-    that deleting a model frees its memory without the garbage collector.
+    A module owns its unit, the unit its parameter group, and the group its parameters. References
+    in the other direction are weak, so deleting a model frees its memory without the garbage
+    collector.
     """
 
     def __init__(
@@ -110,8 +112,8 @@ class Unit:
         self.modules = [weakref.ref(module) for module in modules]
         self.settings = settings
         self.input_dtype = policy.param_dtype if policy.cast_forward_inputs else None
-        self.output_dtype = policy.output_dtype  # to which outputs are cast; None: no cast
-        self.buffer_dtype = policy.buffer_dtype  # in which buffers are kept; None: their own
+        self.output_dtype = policy.output_dtype  # outputs are cast to this dtype; None: no cast
+        self.buffer_dtype = policy.buffer_dtype  # buffers are cast to this dtype; None: no cast
         self._reduce_dtype, self._accumulate_dtype = policy.reduce_dtype, policy.accumulate_dtype
         self.step = UnitStep()
         self.fqn = ""  # dotted name from the root; "" for the root itself
@@ -119,16 +121,16 @@ class Unit:
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
         self._open_at = 0  # the position of the child that ``has_open_children`` found last
-        self._is_over_inside = False  # it found none, and none has been opened since
+        self._is_over_inside = False  # the last search found no open child, and none opened since
         self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # suffix of the label: mesh of a sibling, or bucket of replicate
-        # Functions that are called once per window, after its last reduction, in the same order on
-        # all ranks. By then the gradients are in .grad, except those in host memory and under
-        # replicate, which ``GradientAccumulator.settle`` puts there.
+        # Called with this unit once per window (the microbatches of one optimizer step), after the
+        # last reduction of the unit, in the same order on all ranks. The gradients are in .grad
+        # then; but in host memory and under replicate only after ``GradientAccumulator.settle``.
         self.on_reduced: list[Callable[[Unit], None]] = []
-        self.reduced_in = -1  # number of the last backward that called those functions
-        self.group: ParamGroup  # of ``set_params``; communicates nothing if it has no parameters
+        self.reduced_in = -1  # number of the last backward that called ``on_reduced``
+        self.group: ParamGroup  # made by ``set_params``; it may have no parameters
         self.root: Root
 
     def set_params(self, unit_params: UnitParams) -> None:
@@ -138,7 +140,7 @@ class Unit:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """The lifecycle of its root. The first use of any unit of the root makes it."""
+        """The lifecycle of the root of this unit, made when a unit of that root is first used."""
         lifecycle = self.root.lifecycle
         return lifecycle if lifecycle is not None else self.root.make_lifecycle()
 
@@ -165,7 +167,7 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """Whether the unit is resharded when its forward ends.
 
-        By default the root stays unsharded if a backward may follow, which would need it at once.
+        By default the root stays unsharded while grad is enabled, as its backward comes next.
         """
         if self.step.is_retained:
             return False
@@ -176,10 +178,10 @@ class Unit:
 
     @property
     def has_open_children(self) -> bool:
-        """Whether gradients of a unit inside are, or may be, still to come."""
+        """Whether gradients of a unit inside this one are, or may be, still to come."""
         # This is called whenever a unit inside is reduced, so it must be fast. The search begins
-        # with the child that was open the last time, which is often still open. It visits no child
-        # twice: children ask their own, so the time would double with every level.
+        # with the child that was open the last time, which is often still open. One search visits
+        # each child once: it is recursive, so a second visit would double the time at every level.
         if self._is_over_inside:
             return False
         last, count = self._open_at, len(self.children)
@@ -193,7 +195,7 @@ class Unit:
 
     @property
     def is_open(self) -> bool:
-        """Whether gradients of this unit, or of one inside, are or may be still to come."""
+        """Whether gradients of this unit, or of a unit inside it, may still come."""
         step = self.step  # units inside count too: a frozen unit may be around a trained one
         return step.awaits_gradients or step.may_run_again or self.has_open_children
 
@@ -203,10 +205,10 @@ class Unit:
         self.note_open()
 
     def note_open(self) -> None:
-        """Let units around this one look again for units inside that are open."""
+        """Let ``has_open_children`` of the units around this one search again."""
         around = self.parent() if self.parent is not None else None
-        # Where a unit is known to be over inside, so are all units inside it. So if this is not
-        # known of a unit, it is not known of those around it either.
+        # A search sets ``_is_over_inside`` of a unit after that of all units inside it. So if the
+        # flag of one unit is False, those of the units around it are False too.
         while around is not None and around._is_over_inside:
             around._is_over_inside = False
             around = around.parent() if around.parent is not None else None
@@ -220,9 +222,9 @@ class Unit:
     def forget_unchosen_copy(self) -> None:
         """Make the next forward gather again, unless the user chose to keep the unit unsharded.
 
-        Edits by ``.data`` or by torch's foreach kernels raise no version, so nothing tells a stale
-        copy from a fresh one. A copy that was kept for a backward by default, as that of the root,
-        is therefore not reused in the next forward.
+        An edit through ``.data`` or by torch's foreach kernels does not raise the version counter
+        of a parameter, so a stale unsharded copy may look fresh. The next forward therefore does
+        not reuse a copy that was kept by default only, such as the root's.
         """
         for each in with_siblings(self):
             is_chosen = each.settings.reshard_after_forward is not None
@@ -232,20 +234,20 @@ class Unit:
 
 
 class Root:
-    """The units that are stepped together: those of the outermost module and all inside it.
+    """The units of an outermost module and of all modules inside it. They share one lifecycle.
 
-    An outer ``fully_shard`` puts them under a new root.
+    ``fully_shard`` of a module around them puts them under a new root.
     """
 
-    _first_use = threading.RLock()  # reentrant: a signal handler may come here while it is held
+    _first_use = threading.RLock()  # reentrant: a signal handler may use a unit while it is held
 
     def __init__(
         self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
     ) -> None:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
-        self.names = names  # see ``name_root``
+        self.names = names  # the number of this root in each process group: see ``name_root``
         self.failure = Failure()
-        self.has_new_buffers = False  # whether ``unwritten`` has marked buffers
+        self.has_new_buffers = False  # whether ``watching_buffers`` has marked any
         self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
         self._make = make
         for number, unit in enumerate(units):
@@ -265,12 +267,12 @@ Referent = TypeVar("Referent")
 
 
 def alive(refs: Iterable[weakref.ref[Referent]]) -> list[Referent]:
-    """Return the objects that ``refs`` refer to, without those that were freed."""
+    """Return the objects that ``refs`` refer to. Those that were freed are left out."""
     return [each for ref in refs if (each := ref()) is not None]
 
 
 def unit_of(module: nn.Module) -> Unit | None:
-    """Return the unit that ``fully_shard`` made for ``module``, if it did."""
+    """Return the unit of ``module`` (the outermost, if it has siblings); None if it has none."""
     return module.__dict__.get("_meshard_unit")
 
 
@@ -293,7 +295,7 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
 def outside_units(
     prefix: str, module: nn.Module, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over ``module`` and its submodules, without those that are units or inside one."""
+    """Iterate over ``module`` and its submodules, but not into submodules that have a unit."""
     seen.add(module)
     yield prefix, module
     for name, child in module.named_children():
@@ -335,8 +337,8 @@ def joined(prefix: str, name: str) -> str:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # If ``module`` has a unit, adopt_module made its class of two: ``base``, which is no subclass
-    # of nn.Module, and the original class.
+    # If ``module`` has a unit, ``adopt_module`` made its class, which is skipped. The bases of that
+    # class are ``base``, which is no subclass of nn.Module, and the original class.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 
@@ -348,7 +350,7 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 
 def nest(units: list[Unit]) -> Unit:
-    """Put each unit inside the one before, as siblings of the first, and return the first."""
+    """Put each unit inside the one before it, as a sibling of the first. Return the first."""
     outer, *siblings = units
     around = outer
     for unit in siblings:
