@@ -1,8 +1,8 @@
 """Construction of units, in four steps.
 
 ``collect`` lists parameters, ``plan`` decides what goes where, ``allocate`` makes the units, and
-``commit`` changes the modules, by steps that do not fail. The steps before ``commit`` may raise,
-and change nothing of the user's modules except the device of buffers.
+``commit`` changes the modules, by operations that do not fail. Any earlier step may raise. Until
+``commit`` the user's modules stay as they are, except that their buffers are moved to the device.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Collected(NamedTuple):
 
 
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
-    """List the parameters of ``modules`` that are in no unit yet, tied ones once."""
+    """List the parameters of ``modules`` that are in no unit yet. A tied one is listed once."""
     found: dict[nn.Parameter, Collected] = {}
     for position, root in enumerate(modules):
         for prefix, module in outside_units(_prefix(position, modules), root, set()):
@@ -116,7 +116,7 @@ def _spoken(fqn: str, modules: list[nn.Module]) -> str:
 
 
 def check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
-    """Raise a ValueError if a parameter belongs to a unit or to a backward optimizer already."""
+    """Raise a ValueError if a unit, or an optimizer that steps in backward, has the parameter."""
     refuse_backward_optimizer(repr(fqn), param, ValueError)
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
@@ -138,7 +138,7 @@ def check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
 def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -> None:
     """Raise a ValueError if two parameters share memory, which sharding would cut apart.
 
-    Parameters of units inside ``modules`` are compared too, by where they lay before.
+    Parameters of units inside ``modules`` are compared too, by the memory of the originals.
     """
     extents = [(extent_of(param), fqn) for fqn, param, _ in found]
     names = {
@@ -157,7 +157,8 @@ def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -
     for sharing in by_storage.values():
         sharing.sort(key=lambda each: each[0].first)
         for (one, fqn), (other, other_fqn) in itertools.pairwise(sharing):
-            # A tensor with gaps may share no element with one that begins inside it: two columns.
+            # If ``one`` has gaps, ``other`` may begin inside it and share no element with it: they
+            # may be two columns of one matrix.
             if other.first == one.first or (other.first < one.end and not one.has_gaps):
                 raise ValueError(
                     f"parameters {_spoken(fqn, modules)!r} and {_spoken(other_fqn, modules)!r} "
@@ -182,7 +183,7 @@ def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
-    """Add the parameters that are reserved for ``modules``, with their uses inside inner units."""
+    """Add the parameters reserved for ``modules``, with their owners in inner units too."""
     for position, root in enumerate(modules if _hoisted else ()):
         for prefix, module in root.named_modules(prefix=_prefix(position, modules)):
             for name, param in module._parameters.items():
@@ -199,10 +200,10 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """What one unit will hold. One collective gathers all of it."""
+    """The parameters of a unit that is to be made. One collective will gather them."""
 
     mesh_info: MeshInfo
-    is_subclass: bool  # whether all its parameters have fsdp_pre_all_gather, or none
+    is_subclass: bool  # True: all parameters have fsdp_pre_all_gather; False: none has
     found: list[Collected]  # in the order of the module; may be empty
     params: list[ShardedParam]  # one for each of ``found``, which it will replace
 
@@ -213,10 +214,10 @@ def plan(
     placement_fn: PlacementFn | None,
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> list[UnitPlan]:
-    """Return one plan per mesh and kind of gather.
+    """Return one plan per mesh, and one more if some parameters there have a custom all-gather.
 
     The plan for ``mesh_info`` comes first, unless all parameters are in other plans. If ``found``
-    is empty, it is the only one.
+    is empty, the plan for ``mesh_info`` is the only one.
     """
     planner = _Planner(mesh_info, placement_fn, policy)
     for each in found:
@@ -264,7 +265,7 @@ def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Me
 
 
 class _Planner:
-    """The plans of one call of ``fully_shard``, by mesh and kind of gather."""
+    """The plans of one call of ``fully_shard``, by mesh and ``UnitPlan.is_subclass``."""
 
     def __init__(
         self, mesh_info: MeshInfo, placement_fn: PlacementFn | None, policy: MixedPrecisionPolicy
@@ -273,8 +274,8 @@ class _Planner:
         self._default = mesh_info
         self._placement_fn = placement_fn
         self._policy = policy
-        # Plans are keyed by MeshInfo, which compares by identity. So there is one object per mesh
-        # to shard over, and one per mesh to replicate over.
+        # Plans are keyed by MeshInfo, which compares by identity. So these dicts keep one object
+        # per mesh to shard over, and one per mesh to replicate over.
         self._sharding = {mesh_info.mesh: mesh_info}
         self._replicating: dict[MeshInfo, MeshInfo] = {}
 
@@ -368,9 +369,9 @@ def allocate(
     settings: UnitSettings,
     host: MemoryLocation | None = None,
 ) -> Unit:
-    """Return a unit for ``modules`` with memory of its own; nothing refers to it yet.
+    """Return a new unit for ``modules``, with shards of its own. No module refers to it yet.
 
-    Shards live in ``host``; None: on the device of the mesh.
+    The shards are in ``host``, or if that is None, on the device of the mesh.
     """
     unit, params, mesh_info = Unit(modules, settings, policy), unit_plan.params, unit_plan.mesh_info
     spec = GroupSpec(mesh_info, device_of(mesh_info.mesh), host)
@@ -399,13 +400,13 @@ def allocate(
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
     unit.set_params(unit_params)
-    if not is_debugging():  # otherwise ``check_same_start`` has compared all values
+    if not is_debugging():  # under MESHARD_DEBUG=1 ``check_same_start`` has compared all values
         unit.group.record_first_values(locals_)
     return unit
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Copy this rank's rows, only by operations that torch's fully_shard asks of a subclass too."""
+    """Copy this rank's rows of a subclass, by operations that torch's ``fully_shard`` uses too."""
     chunks = local.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
     own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
@@ -420,17 +421,17 @@ def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 def commit(
     units: list[Unit], plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
 ) -> None:
-    """Put ``units`` on ``modules``, around the units that are inside already.
+    """Make ``units`` the units of ``modules``. Units of submodules then are inside them.
 
-    ``plans`` has one plan for each unit. ``base`` and ``prefix`` are for ``adopt_module``.
+    ``plans`` has one plan for each unit. ``base`` and ``prefix`` are passed to ``adopt_module``.
     """
     for sibling in units[1:]:
         sibling.mesh_name = _name_of_sibling(sibling)
     unit = nest(units)
     for each, unit_plan in zip(units, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
-            # If another module holds the original too, the tie is cut here. The tag makes a later
-            # fully_shard of that module raise.
+            # A module outside of ``modules`` may hold the original parameter too. That module keeps
+            # it and is no longer tied. The tag makes a later fully_shard of that module raise.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)
@@ -457,7 +458,7 @@ def _name_of_sibling(unit: Unit) -> str:
     return f" {how} {axes}{' (tensor subclasses)' if is_subclass else ''}"
 
 
-_classes: dict[tuple[type, type], type] = {}  # the made classes, by base and original class
+_classes: dict[tuple[type, type], type] = {}  # made by ``adopt_module``: (base, original) -> class
 
 
 def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
@@ -477,10 +478,11 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
 
 
 def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return a ``forward`` for the class made of ``original``: users may call it directly.
+    """Return the ``forward`` of the class that ``adopt_module`` makes of ``original``.
 
-    Called directly, it unshards the unit. Inside ``module(...)`` it only calls the ``forward`` of
-    ``original``. Returns None if ``original`` has no ``forward``.
+    If a user calls ``module.forward(...)`` directly, it unshards the unit. Inside ``module(...)``,
+    where hooks have done so, it only calls the ``forward`` of ``original``. Returns None if
+    ``original`` has no ``forward``.
     """
     plain = original.forward
     if plain is nn.Module.forward or not inspect.isfunction(plain):
@@ -495,17 +497,17 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     # Dynamo limits recompilations per code object, and remembers changing sizes by the file, line
     # and name of a code object. With one code object for all classes, a size that is constant in
-    # each class but differs between two would become symbolic. So each class gets one of its own.
+    # each class but differs between two would become symbolic. So each class gets its own object.
     name = f"forward of {original.__module__}.{original.__qualname__}"
     forward.__code__ = forward.__code__.replace(co_name=name)
     return functools.wraps(plain)(forward)
 
 
 def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
-    """Make ``unit`` the root of the units inside, which get the names of their modules.
+    """Make a root of ``unit`` and the units inside, and name those after their modules.
 
-    Like any root, the new one gets its lifecycle at its first use. But if units inside have been
-    used, it gets one here, which takes over what their lifecycles hold.
+    Usually a root gets its lifecycle at its first use. But if units inside were used before, the
+    new root gets a lifecycle here, which takes over modes and retained units of the old ones.
     """
     own, inside = with_siblings(unit), _units_inside(unit, modules)
     roots = dict.fromkeys(inner.root for inner in inside)
@@ -515,7 +517,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for inner, fqn in inside.items():
         inner.fqn = fqn
         if inner.parent is None:
-            if inner.children:  # ``inner`` was a root around these children
+            if inner.children:  # it was a root around units, and such roots have outside hooks
                 remove_outside_hooks(inner)
             own[-1].add_child(inner)
     units = [*own, *inside]
@@ -531,7 +533,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
         unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
         unit.lifecycle.retained.take_over(lifecycle.retained)
     for inner in inside if used else ():
-        inner.step.reset()  # drops what is left of forwards of its former root
+        inner.step.reset()  # drops the progress of the last step under its former root
 
 
 def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:
