@@ -1,4 +1,4 @@
-"""The parameters of a unit, gathered and resharded together; and the group of a given tensor."""
+"""The parameters of a unit, gathered and resharded together; and a lookup of a tensor's group."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _UNKNOWN = -1  # the version of an unsharded copy that later forwards must not r
 
 
 class AwaitedStep(Protocol):
-    """What the engine calls of ``optim.overlap.UnitStepper``, which is in a layer above."""
+    """The methods of ``optim.overlap.UnitStepper``, in a layer above, that the engine calls."""
 
     def before_gather(self) -> None: ...
     def finish(self) -> None: ...
@@ -62,7 +62,7 @@ class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
 _ALLOWED = {
     ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
     ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
-    # UNSHARDED to itself: finish_unshard runs again if it was interrupted after its move.
+    # UNSHARDED to itself: ``finish_unshard`` was interrupted after its move, and runs again.
     ParamState.UNSHARDED: (ParamState.UNSHARDED, ParamState.INSTALLED, ParamState.SHARDED),
     ParamState.INSTALLED: (ParamState.UNSHARDED,),
     ParamState.SUMMONED: (ParamState.SHARDED,),
@@ -71,10 +71,10 @@ _ALLOWED = {
 
 @dataclass(frozen=True, slots=True)
 class PostForwardShard:
-    """The part of the gathered unit that this rank keeps between forward and backward."""
+    """The rows that this rank keeps until backward under ``reshard_after_forward=n``."""
 
     rows: torch.Tensor
-    group: dist.ProcessGroup  # the ranks that have all parts together
+    group: dist.ProcessGroup  # n ranks, which together keep all rows
 
 
 @dataclass(slots=True)
@@ -83,17 +83,17 @@ class _Gather:
 
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
-    # Whether a post-forward shard may be kept. False for a gather that the user's unshard() has
-    # used: ranks may wait for its handle at different points of a step, so only some would keep a
-    # shard. These ranks would gather over other groups than the rest.
+    # Whether this rank may keep a post-forward shard of the result. False if the user's unshard()
+    # uses this gather: ranks may wait for its handle at different points of a step. Then only some
+    # ranks would keep a shard, and their next gather would be over another group.
     may_keep_shard: bool
 
 
 @dataclass(frozen=True, slots=True)
 class SummonOptions:
-    """The options with which a unit was summoned: see ``weights.SummonedUnit``."""
+    """The options of the public function that summons a unit: see ``weights.SummonedUnit``."""
 
-    caller: str  # the public function
+    caller: str  # the name of that public function
     writeback: bool
     rank0_only: bool = False
     offload_to_cpu: bool = False
@@ -140,32 +140,33 @@ class ParamGroup:
         self.spec = unit_params.spec
         self.gradients = gradients
         self.num_trainable = 0
-        # Counts steps of optimizers, because foreach kernels do not raise the version of a DTensor.
+        # Optimizer steps. They are counted because torch's foreach kernels edit a DTensor without
+        # raising its version counter.
         self.num_steps = 0
-        self.num_effective_steps = 0  # those that found a gradient
+        self.num_effective_steps = 0  # steps that found a gradient
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.was_resharded_between = False  # whether this step's forward resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
         self.failure: Failure  # shared by all units of a root; ``Root`` sets it
         self.modules: list[weakref.ref[nn.Module]] = []  # of the unit; ``Root`` sets it
-        self.manual_unshard: ManualUnshard | None = None  # while the user's unshard() lasts
+        self.manual_unshard: ManualUnshard | None = None  # set while the user's unshard() lasts
         # Set while modules keep the unsharded parameters of a forward that has ended.
         self._kept: InstalledParams | None = None
-        self.pending_step: AwaitedStep | None = None  # a step that the next gather waits for
+        self.pending_step: AwaitedStep | None = None  # a step for which the next gather waits
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # Sums over a few elements of each initial weight: of the unsharded ones, which ranks
-        # compare, and of this rank's shards, which tell whether these were written since. None:
-        # nothing was recorded, or the comparison has taken them.
+        # Two sums over a few elements of the initial weights. Ranks compare the one of unsharded
+        # weights. The one of this rank's shards tells whether the shards were written to since.
+        # None: nothing was recorded, or ``take_first_values`` has returned it.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
-        # The overlapped optimizers that step these parameters, or did so until detach().
+        # Optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # ``offload`` releases them before it moves the flat shard.
         self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
-        # By id of a sharded parameter: its index. Ids of parameters that were replaced stay in, and
-        # may now belong to other tensors, so ``owner_of`` compares the tensor too.
+        # From the id of a sharded parameter to its index. Ids of replaced parameters stay in here,
+        # and may belong to other tensors by now. So ``owner_of`` compares the tensor too.
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN
         register_owner(self)
@@ -208,7 +209,7 @@ class ParamGroup:
     # --- edits from outside -----------------------------------------------------------
 
     def adopt_edits(self) -> int:
-        """Adopt what the user has replaced since the last use; return the version of the shards."""
+        """Adopt parameters that the user has replaced since the last use. Return ``version``."""
         version = self.unit_params.version_unless_replaced()
         if version is not None:
             return self.num_steps + version
@@ -239,7 +240,10 @@ class ParamGroup:
         self._unsharded_version = _UNKNOWN
 
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
-        """Record a sample of the tensors from which the shards were cut, meta tensors aside."""
+        """Record a sample of ``unsharded``, from which the shards were cut, and one of the shards.
+
+        Meta tensors are left out.
+        """
         which = tuple(index for index, each in enumerate(unsharded) if not each.is_meta)
         total = sum_of_samples([unsharded[index] for index in which])
         sharded = sum_of_samples(self._shards(which))
@@ -252,7 +256,7 @@ class ParamGroup:
             return None
         (values, sharded), self._first = self._first, None
         shards = self._shards(values.which)
-        # Values are compared, because writes through ``param.data`` raise no version.
+        # Compare values, because writes through ``param.data`` do not raise the version counter.
         now = sum_of_samples(shards)
         is_written = now is None or int(now) != int(sharded)
         has_elements = is_written or any(shard.numel() for shard in shards)
@@ -299,8 +303,8 @@ class ParamGroup:
         self.settle()
 
     def settle(self) -> None:
-        """Wait for gradients that are copied to host memory, and put them into ``.grad``."""
-        # A pending step waits for these copies itself.
+        """Wait for gradients that are being copied to host memory; put them into ``.grad``."""
+        # If a step is pending, that step waits for these copies itself.
         if self.unit_params.host_copies is None or self.pending_step is not None:
             return
         try:
@@ -336,10 +340,10 @@ class ParamGroup:
     def start_unshard(
         self, *, only_for_backward: bool = False, may_keep_shard: bool = True
     ) -> None:
-        """Start gathering, unless that has begun or is done.
+        """Start gathering, unless a gather has begun or the parameters are unsharded.
 
         ``only_for_backward``: do not look for edits of the shards, as the next forward will gather
-        the unit again.
+        the unit again. ``may_keep_shard``: see ``_Gather``.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
         """
         if self._gather is not None:
@@ -371,8 +375,8 @@ class ParamGroup:
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Make the current stream wait for the unsharded parameters. Gathers them if need be.
 
-        With a ``post_forward_group``, also keep this rank's part of them: the next gather is among
-        the ranks of that group only.
+        With a ``post_forward_group``, also keep this rank's post-forward shard: the next gather is
+        among the ranks of that group only.
         """
         self.start_unshard()
         gather = self._gather
@@ -401,7 +405,10 @@ class ParamGroup:
         gather.in_flight.release()  # nothing reads the gathered rows after this
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
-        """Reshard if the unsharded copy is older than the shards. Ends the user's ``unshard()``."""
+        """End the user's ``unshard()``, and reshard if the unsharded copy is stale.
+
+        ``voids_graphs``: see ``end_manual_unshard``.
+        """
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
@@ -410,7 +417,7 @@ class ParamGroup:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Free the unsharded parameters; with ``keep_post_forward`` not the post-forward shard."""
+        """Free the unsharded parameters. ``keep_post_forward``: keep the post-forward shard."""
         if self._gather is not None:
             # First, because the gather may still write to the memory that is freed below.
             self._gather.in_flight.abandon()
@@ -440,11 +447,11 @@ class ParamGroup:
         if read_flags:
             installed = self._kept if self.manual_unshard is None else self.manual_unshard.installed
             if installed is not None:
-                installed.take_flags()  # the user has set them on what the modules hold
+                installed.take_flags()  # the user may have set flags on what the modules hold
             self.num_trainable = take_flags(self.params)
         elif self.state is ParamState.INSTALLED:
             return  # another module of the unit has installed them
-        else:  # in a backward, whose graph may only lose parameters since its forward
+        else:  # in a backward: a parameter that was frozen since its forward counts no longer
             self.num_trainable -= take_frozen(self.params)
         if self.state is not ParamState.INSTALLED:
             # The state changes first: if the rest is interrupted, the clean-up then undoes it.
@@ -488,19 +495,19 @@ class ParamGroup:
         self.forget_stale()  # ends ``present``
         self.start_unshard(may_keep_shard=False)
         if present is not None and present.installed is None:
-            self.manual_unshard = present  # nobody has waited for the handle of that call yet
+            self.manual_unshard = present  # the handle of that call was not waited for yet
             return present
-        # A new record, because ``present`` has ended: its flags and edits are dealt with.
+        # ``forget_stale`` has ended ``present``, so this call needs a record of its own.
         manual = self.manual_unshard = ManualUnshard(self.label, self.params)
         if present is not None and self.state is ParamState.INSTALLED:
             self.finish_manual_unshard(manual)  # the copy was not stale, and is still installed
         return manual
 
     def finish_manual_unshard(self, manual: ManualUnshard) -> None:
-        """Install the gathered parameters, unless they were used or resharded since."""
+        """Install the gathered parameters, unless this ``unshard()`` has ended since."""
         if self.manual_unshard is manual:
             self.finish_unshard()
-            self._end_kept()  # from here on ``manual`` has the record of what modules hold
+            self._end_kept()  # from here on ``manual`` records what modules hold
             self.install_unsharded()
             manual.record_installed(self.version)
             register_manually_unsharded(self)
@@ -508,8 +515,9 @@ class ParamGroup:
     def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
         """End the user's ``unshard()``, if there is one.
 
-        With ``refuse``, raise if a parameter was cast, moved or given other data, which would be
-        lost. With ``voids_graphs``, a later backward that would read the freed parameters raises.
+        With ``refuse``, raise if a parameter was cast, moved or given other data: that would be
+        lost. With ``voids_graphs``, raise the version counters of the unsharded parameters, so that
+        autograd refuses a later backward through a graph that has saved them.
         """
         if self.manual_unshard is None:
             return
@@ -530,9 +538,9 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
-# Keyed by the id of a tensor. Tensors as keys would compare by value, and weak references to them
-# would keep Module.to from swapping them. An id may belong to another tensor later, so callers
-# check what they find.
+# Keyed by the id of a tensor. Tensors as keys would compare by value, and torch's ``Module.to``
+# cannot swap a tensor to which a weak reference exists. An id may belong to another tensor later,
+# so callers check what they find.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _latest = object()  # a token for caches, replaced by ``register_owner``
@@ -553,7 +561,7 @@ def latest_registration() -> object:
 
 
 def owner_of(param: torch.Tensor) -> ParamGroup | None:
-    """Return the group whose sharded parameter this very tensor is."""
+    """Return the group of which ``param`` itself is a sharded parameter, if there is one."""
     owner = _owners.get(id(param))
     is_own = owner is not None and owner.params[owner.indices[id(param)]].sharded is param
     return owner if is_own else None
@@ -578,8 +586,8 @@ def register_manually_unsharded(owner: ParamGroup) -> None:
     """Record that modules hold unsharded parameters of ``owner`` outside of a forward."""
     for param in owner.params:
         _manually_unsharded[id(param.unsharded)] = owner
-    # zero_grad() then finds unsharded parameters on the modules. meshard's patch of it clears .grad
-    # of their shards too.
+    # Meanwhile module.zero_grad() finds the unsharded parameters on the modules. With this record
+    # meshard's patch of zero_grad() clears .grad of the sharded parameters too.
     hold_pending(owner)
 
 
@@ -589,7 +597,7 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return list(params)
     given = list(params)
     owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
-    # The ids above may be of tensors that were freed since, so this compares with living ones.
+    # The ids found above may be those of tensors that were freed, so take ids of living ones only.
     sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
     return [sharded.get(id(param), param) for param in given]
 
