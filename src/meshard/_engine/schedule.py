@@ -1,9 +1,9 @@
-"""Recorded and predicted order of units, which are given by their numbers.
+"""Recorded and predicted order of units. A unit is given by its number (``Unit.number``).
 
-There are two orders. In forward, the unit that was entered after another one in the last forward is
-expected to follow it again. In backward, units come in the reverse of the order in which their
-forwards ended. The two orders are kept apart: with one list, the last prefetch of a backward would
-gather a unit for the next forward before the optimizer has stepped it.
+There are two orders. In forward, each unit is expected to be followed by the same unit as the last
+time. In backward, units come in the reverse of the order in which their forwards ended. There is
+one list for each order. If one list served both, a backward would end with a prefetch for the next
+forward, of a unit that the optimizer has not stepped yet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class _Entry(NamedTuple):
-    """One entry of a unit. It is equal to the same entry of another pass."""
+    """The beginning of one forward of a unit. It equals the same entry of another pass."""
 
     began_with: int  # the first unit of the pass
     unit: int
@@ -28,12 +28,12 @@ class ForwardCall:
     unit: int
     is_first: bool = True  # the first call of its unit in this pass; its backward comes last
     has_graph: bool = True  # it ran with grad enabled
-    # The length of ForwardPass.exits when it began, which is the index of the first call inside it.
+    # len(ForwardPass.exits) when the call began: the index of the first call that ends inside it.
     first_inside: int = 0
     exit_position: int = -1  # index in ForwardPass.exits; -1: it has not ended
     begun_in: int = -1  # number of the last backward that reached it
     began_at: int = -1  # ``next_node()`` when it began: nodes made before have lower numbers
-    may_collect: bool = False  # it may store tensors in its arguments, as in a list
+    may_collect: bool = False  # it may store tensors in an argument, such as a list
     is_watched: bool = False  # one of its outputs has a hook that tells when its backward begins
 
 
@@ -50,9 +50,9 @@ class ForwardPass:
     # ``StepSchedule._window``.
     earlier: frozenset[int] = frozenset()
     window: int = -1
-    # How far the backward of this pass has come: of the first ``num_open`` calls in
-    # ``first_entries`` it is not over, and of the first ``num_to_begin`` in ``exits`` it has not
-    # begun. Both counts belong to backward number ``open_in``, and mean nothing in another one.
+    # How far the backward of this pass has come. The first ``num_open`` calls in ``first_entries``
+    # are not known to be over. The first ``num_to_begin`` calls in ``exits`` are not known to have
+    # begun. Both counts are valid only in backward number ``open_in``.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1
@@ -65,7 +65,7 @@ class ForwardPass:
             self.num_open, self.num_to_begin = len(self.first_entries), len(self.exits)
 
     def may_begin_inside(self, call: ForwardCall, backward: int) -> bool:
-        """Return whether the backward of some call inside ``call`` may be still to begin."""
+        """Return whether the backward of a call inside ``call`` may still have to begin."""
         if self.open_in != backward or self.num_to_begin <= call.first_inside:
             return False
         is_last = self.num_to_begin == call.first_inside + 1
@@ -78,10 +78,9 @@ class ForwardPass:
         """Iterate over the units whose backward is over, last first, each once in a backward.
 
         Autograd runs nodes in the reverse order of their creation. So when the backward of a call
-        begins, the backward of every unit that was first entered after the end of that call is
-        over, whether or not its outputs were used. Likewise when a node runs, for units that were
-        first entered after that node was made. ``is_over`` tells whether this holds, for the
-        first call of a unit.
+        begins, each unit that first ran after that call had ended is over, even if its outputs
+        were not used. In the same way, when a node runs, each unit that first ran after the node
+        was made is over. The caller passes the test as ``is_over``, of the first call of a unit.
         """
         while self.num_open and is_over(self.first_entries[self.num_open - 1]):
             self.num_open -= 1
@@ -103,22 +102,22 @@ class StepSchedule:
     """The order of units in the steps of one root. Units are given by number."""
 
     def __init__(self) -> None:
-        # By entry: the unit that was entered next, the last time; None if it was the last entry.
+        # From an entry to the unit that entered next, the last time; None: it was the last entry.
         self._successors: dict[_Entry, int | None] = {}
         self._last: ForwardPass | None = None  # the last pass whose backward may come
         self._window = 0  # counts how often passes were forgotten
         self.current = ForwardPass()
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        # The order is learned from the last pass, which has ended: an interrupted pass is
-        # forgotten, because ranks may differ in how far they came.
+        # Learn the order from the last pass, which has ended: ``forget`` has dropped an interrupted
+        # pass, because ranks may differ in how far they came in it.
         entries = self.current.entries
         following = [*(each.unit for each in entries[1:]), None]
         self._successors.update(zip(entries, following, strict=False))
         self.current = ForwardPass()
         if with_graph:
-            # Only the units of earlier passes are kept. The passes themselves would pile up where
-            # forwards with grad never get a backward.
+            # Keep only the units of earlier passes. References to the passes themselves would pile
+            # up if forwards with grad never get a backward.
             if self._last is not None:
                 self.current.earlier = self._last.earlier.union(self._last.units)
             self.current.window = self._window
@@ -130,7 +129,7 @@ class StepSchedule:
         self._window += 1
 
     def forget(self) -> None:
-        """Drop what an interrupted pass has recorded. The prediction stays."""
+        """Drop what an interrupted pass has recorded. The predicted order stays."""
         self.end_passes()
         self.current = ForwardPass()
 
@@ -143,8 +142,8 @@ class StepSchedule:
         if not num_before:
             now.first_entries.append(call)
         now.units[unit] = num_before + 1
-        # A part of a model may be called by itself, and then another unit comes after this one than
-        # in a forward of the whole. So an entry includes the unit that began the pass.
+        # Users may call a part of a model by itself. Then other units follow each other than in a
+        # forward of the whole model. So an entry includes the unit that began the pass.
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
 
@@ -155,16 +154,16 @@ class StepSchedule:
         now.last_call[call.unit] = call
 
     def next_in_forward(self) -> int | None:
-        """Return the unit expected to enter after the last one that did."""
+        """Return the unit that is expected to enter next; None: none is."""
         entries = self.current.entries
         return self._successors.get(entries[-1]) if entries else None
 
     def runs_before(self, forward_pass: ForwardPass | None, unit: int) -> bool:
         """Return whether ``unit`` ran before ``forward_pass``, in a pass whose backward may come.
 
-        ``forward_pass`` None: the last pass. If so, the unit is reduced in the backward of the
-        earlier pass. A rank that used the unit only in the later pass has all gradients before
-        that, but all ranks must reduce together.
+        ``forward_pass`` None: the last pass. If the result is True, the unit must not be reduced
+        before the backward of the earlier pass. A rank that used the unit's parameters only in the
+        later pass has all gradients sooner, but all ranks must reduce at the same moment.
         """
         forward_pass = forward_pass or self._last
         return (
