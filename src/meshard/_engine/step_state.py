@@ -1,7 +1,7 @@
-"""The state of a step: what runs, what is to be finalized by hand, and what was cut off.
+"""The state of a step: what runs, what waits for ``finalize_backward``, and what was cut off.
 
 A ``ForwardRun`` exists while a forward runs, a ``BackwardRun`` while a backward runs, and a
-``ManualFinalization`` while the user has chosen that mode.
+``ManualFinalization`` while ``set_manual_backward_finalization(True)`` is in force.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ class Phase(enum.Enum):
 class ForwardRun:
     """A forward of the outermost unit, while it runs."""
 
-    # The calls that have begun and not ended, outermost first. It is empty when the forward begins,
-    # and stays so if an interrupt comes before the first call is recorded.
+    # The calls that have begun and not ended, outermost first. The list is empty when the forward
+    # begins, and stays empty if an interrupt comes before the first call is recorded.
     calls: list[tuple[Unit, ForwardCall]] = field(default_factory=list)
 
     def begin(self, unit: Unit, call: ForwardCall) -> None:
@@ -56,13 +56,13 @@ class BackwardRun:
     has_nested: bool = False  # another graph task began inside it
     reached: list[ForwardPass] = field(default_factory=list)  # the passes whose backward has begun
     current_pass: ForwardPass | None = None  # the pass of the last unit that began its backward
-    # Weak references to the callback that autograd calls at the end. They notice if autograd drops
-    # it instead, because the backward has raised.
+    # Weak references to the callback that autograd calls at the end of the backward. If the
+    # backward raises, autograd drops the callback instead, and these references notice it.
     ends: list[weakref.ref[Any]] = field(default_factory=list)
 
 
 class ManualFinalization:
-    """The mode in which ``finalize_backward`` ends windows, and not the last backward."""
+    """The mode in which ``finalize_backward``, and no backward, ends windows of microbatches."""
 
     def __init__(self) -> None:
         self.settle()
@@ -70,11 +70,11 @@ class ManualFinalization:
     def settle(self) -> None:
         """Begin a step: nothing is to be finalized."""
         self.is_due = False  # a backward ran, and finalize_backward was not called yet
-        # Whether a backward since the last finalize_backward kept its graph. Then a pipeline
-        # schedule may write gradients outside of any backward.
+        # Whether a backward since the last finalize_backward kept its graph. If so, a pipeline
+        # schedule may write gradients of parameters later, outside of any backward.
         self.is_split = False
-        # The units whose windows end when the user calls wait() of the handle. None: there is no
-        # handle whose wait() is still to come.
+        # The units whose windows end when the user calls wait() of the handle that
+        # finalize_backward returned. None: there is no such handle, or wait() was called.
         self.started: list[weakref.ref[Unit]] | None = None
 
     @property
@@ -90,22 +90,24 @@ class ManualFinalization:
 class Failure:
     """Whether a step of a root was cut off. If so, the next use of the root cleans up first.
 
-    Where no exception handler is certain to run (in autograd, and while cleaning up), a mark is set
-    before an action and cleared after it. A mark that is left says that the action was cut off.
+    In autograd, and during a clean-up, no exception handler is certain to run. So the code there
+    sets a mark before an action and clears it afterwards. A mark that is still set at the next use
+    says that the action was cut off.
     """
 
     def __init__(self) -> None:
         self.marks: list[object] = []  # not empty: clean up before the next use
         self.num_voided = 0  # how often a clean-up has dropped gradients
         self.backward_call: BackwardCall | None = None  # the user's call of the backward that runs
-        # An interrupt in a weakref callback, where Python swallows it; ``clear`` raises it again.
+        # An exception, such as KeyboardInterrupt, in a weakref callback, where Python swallows it.
+        # ``clear`` raises it again.
         self.interrupt: BaseException | None = None
 
     def has_backward_returned(self) -> bool:
         """Whether the user's call of backward is over, though no callback has recorded its end.
 
-        Then it has raised. Autograd's thread for a device may drop the callback only after the
-        exception has reached the user.
+        If so, the backward has raised, and autograd's thread for a device has not dropped the
+        callback yet: it may do that only after the exception has reached the user.
         """
         return self.backward_call is not None and self.backward_call.has_returned()
 
