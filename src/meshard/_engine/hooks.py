@@ -3,9 +3,10 @@
 A hook holds its unit weakly and gets the lifecycle from the unit at each call. It cannot keep the
 lifecycle: there is none before the first use, and an outer ``fully_shard`` replaces it.
 
-``load_state_dict`` copies or assigns tensors into parameters that are DTensors, and torch refuses
-to mix the two. So before a module loads, each unsharded tensor in its state dict is replaced by
-this rank's shard of it. That takes no communication, because every rank has the unsharded tensor.
+``load_state_dict`` copies or assigns tensors to sharded parameters. These are DTensors, so torch
+refuses an ordinary tensor there. Before a module loads, a hook therefore replaces each unsharded
+tensor in the state dict by this rank's shard of it. Every rank has the unsharded tensor, so that
+takes no communication.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ def register_hooks(unit: Unit) -> None:
     hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        # With always_call, torch also calls it after an exception in forward, to reshard the unit.
+        # With always_call, torch calls it after an Exception in forward too: then it reshards.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
@@ -101,9 +102,9 @@ def register_hooks(unit: Unit) -> None:
 
 @torch.no_grad()
 def _cast_buffers(module: nn.Module, _: Any = None) -> None:
-    """Cast the buffers of a unit in place, also those that ``load_state_dict`` has assigned.
+    """Cast the buffers of a unit to its ``buffer_dtype``, at first and after ``load_state_dict``.
 
-    As it is cast in place, a buffer that several units share stays one tensor.
+    The cast is in place, so that a buffer that several units share stays one tensor.
     """
     unit = unit_of(module)
     if unit is None or unit.buffer_dtype is None:
@@ -122,8 +123,8 @@ def _watch_registrations() -> None:
 def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """Refuse to register an unsharded parameter under a second name: its memory will be freed.
 
-    A parametrization may take it and give it back. PEFT does so in the forward of an adapter for
-    parameters that are in no layer of their own, such as experts.
+    Only a parametrization may take the parameter and put it back. PEFT does so in the forward of
+    an adapter for parameters that have no layer of their own, such as experts.
     """
     tag, fqn = (None, "") if param is None else tag_of(param)
     if tag is not TensorTag.UNSHARDED or isinstance(module, ParametrizationList):
@@ -138,12 +139,10 @@ def _before_registration(module: nn.Module, name: str, param: nn.Parameter | Non
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise while gradients are pending, which a checkpoint would lose; finish pending steps.
+    """Raise while gradients are pending: a checkpoint would lose them. Finish pending steps.
 
-    What a running forward has unsharded is replaced by ``_put_shards`` at the end.
-
-    Gradients that a failed backward has left do not make it raise. They are dropped: they have not
-    changed the parameters.
+    Gradients of a backward that failed are no reason to raise: they are dropped. Parameters that a
+    running forward has unsharded stay so: ``_put_shards`` replaces them in the state dict.
     """
     for unit in units_of(module):
         abort_if_interrupted(unit.lifecycle)
@@ -154,7 +153,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 
 
 def abort_if_interrupted(lifecycle: Lifecycle) -> None:
-    """Clean up a backward that raised, or a forward that no thread is running any more."""
+    """Clean up after a backward that raised, or after a forward that no thread runs any more."""
     lifecycle.abort_if_failed()
     if lifecycle.phase is Phase.FORWARD:
         modules = [module for unit, _ in lifecycle.running[:1] for module in alive(unit.modules)]
@@ -176,7 +175,7 @@ class _ShardsOnly:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an empty OrderedDict, which readers without meshard can load too."""
         state_dict = self._state_dict() or OrderedDict[str, Any]()
-        # The user may have replaced the shards by whole tensors, or destroyed the process group.
+        # The user may have put unsharded tensors there, or destroyed the process group.
         has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
         if has_shards and dist.is_initialized() and dist.get_rank() == 0:
             warn_user(
@@ -205,8 +204,9 @@ def _after_state_dict(
 def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str) -> None:
     """Replace unsharded parameters of the units of ``module`` in its state dict by shards.
 
-    They are there inside a forward and after ``unshard()``, and will be freed. What modules hold is
-    not looked at: by now another thread may have resharded the unit.
+    The state dict has unsharded parameters, which will be freed, if it is made inside a forward or
+    after ``unshard()``. They are found by comparing tensors, and not by what modules hold now:
+    another thread may have resharded the unit meanwhile.
     """
     params = [param for unit in units_of(module) for param in sharded_params(unit.group)]
     if not params:
@@ -224,15 +224,15 @@ def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: st
 
 
 def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
-    """Whether ``value`` is ``unsharded``, or what its ``detach()`` has returned."""
+    """Whether ``value`` is ``unsharded`` or a result of ``unsharded.detach()``."""
     one, other = plain_of(value), plain_of(unsharded)
     if is_plain(other):
         return is_alias(one, other)
-    return type(one) is type(other)  # a subclass, such as float8, has its memory inside
+    return type(one) is type(other)  # a subclass, such as float8, has its memory in inner tensors
 
 
 def check_may_pickle(unit: Unit | None) -> None:
-    """Raise unless modules of ``unit`` hold unsharded parameters. None: the unit was freed."""
+    """Raise unless modules of ``unit`` hold unsharded parameters. ``unit`` is None if freed."""
     name = "a unit that is gone"
     if unit is not None:
         group, name = unit.group, f"unit {unit.label!r}"
@@ -253,13 +253,13 @@ def check_may_pickle(unit: Unit | None) -> None:
 
 
 class UnitHook:
-    """A hook of a unit, which it holds weakly."""
+    """A hook that refers weakly to its unit."""
 
     def __init__(self, unit: Unit) -> None:
         self._unit = weakref.ref(unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHook:
-        """Return a hook of the copy of its unit if that is being copied, else of the same unit."""
+        """Return a hook for the copy of the unit if that is copied too, else for the same unit."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         unit = self._unit()
@@ -330,7 +330,7 @@ class ModuleHooks(UnitHook):
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         if failed:
-            # If a gather fails here as well, torch would show that second error as a warning.
+            # This may raise too, if a gather has failed. torch would show that error as a warning.
             with contextlib.suppress(RuntimeError):
                 end_forward(unit, module, output, (args, kwargs), failed=True)
             return None
@@ -381,7 +381,7 @@ def run_in_unit(
 
 
 class _OutsideHook(UnitHook):
-    """The hook of a module of the root that is no unit, and that users may call by itself."""
+    """A hook on a module that is inside a root and has no unit. Users may call it by itself."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:  # torch.compile traces this line only, as ``_explain`` is skipped
@@ -398,10 +398,10 @@ class _OutsideHook(UnitHook):
 
 
 def register_outside_hooks(unit: Unit) -> None:
-    """Register hooks that explain errors of the modules in ``unit`` and in no unit inside it.
+    """Register hooks that explain errors of the modules in ``unit`` that are in no inner unit.
 
     A hook costs each call of its module a microsecond or two. So only a root around other units has
-    such hooks: most of its modules are in a unit inside, and get none.
+    such hooks: most of its modules are in inner units, and get none.
     """
     if unit.params and not unit.gradients.is_replicated:
         for module in _modules_inside(unit):
@@ -429,7 +429,7 @@ def _modules_inside(unit: Unit) -> list[nn.Module]:
 
 
 class Watched(NamedTuple):
-    """A forward of a unit that has ended, whose outputs tell when its backward begins."""
+    """A forward of a unit that has ended. Hooks on its outputs tell when its backward begins."""
 
     unit: weakref.ref[Unit]
     forward_pass: ForwardPass
@@ -448,7 +448,7 @@ def end_forward(
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     may_hide = not isinstance(output, torch.Tensor) and lifecycle.backward is None
-    # Before post_forward, which reshards the unit unless it is retained.
+    # This comes before post_forward, which reshards the unit unless it is retained.
     if records and may_hide and _is_hidden(output, unit, inputs):
         lifecycle.retained.retain_hidden(unit, output, forward_pass)
     call = without_modes(lifecycle.post_forward, unit, module, failed=failed)
@@ -493,7 +493,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             # view stays in the graph, so it gets a hook too.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            # A base from before this forward gets no hook: its node belongs to other code.
+            # A base made before this forward gets no hook: its node belongs to other code.
             if base is not None and node is not None and number_of(base) >= watched.call.began_at:
                 node.register_prehook(partial(_base_hook, watched, base.output_nr))
 
@@ -508,7 +508,7 @@ def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> tupl
 
 
 def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
-    """Whether a backward may come, but the output has no tensor on which to register a hook."""
+    """Whether a backward may come, but ``output`` has no tensor on which to register a hook."""
     if not unit.params or tensors_in(output):
         return False
     is_trained = unit.group.num_trainable > 0
@@ -518,8 +518,8 @@ def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
 def has_raised(module: nn.Module) -> bool:
     """Whether a hook of ``module`` is called because the forward of ``module`` raised.
 
-    The user may also have called the module inside an ``except`` block. The traceback of the
-    exception that is handled there does not begin in a call of ``module``.
+    If not, an exception may still be handled: the user may have called the module inside an
+    ``except`` block. The traceback of that exception does not begin in a call of ``module``.
     """
     trace = sys.exc_info()[2]
     return trace is not None and _is_call_of(module, trace.tb_frame)
@@ -569,8 +569,8 @@ def register_load_hooks(unit: Unit) -> None:
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Adopt parameters that ``load_state_dict(assign=True)`` has assigned.
 
-    This does not wait for the next use: right after the load the user may list parameters, and tied
-    ones must be one tensor again.
+    They are adopted at once, and not at the next use: right after the load the user may list
+    parameters, and tied parameters must be one tensor again.
     """
     for unit in units_of(module):
         if unit.group.holds_shards:
@@ -588,12 +588,12 @@ class _LoadHook(UnitHook):
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
-        """Replace unsharded tensors in ``state_dict``, torch's own copy of what the user passed."""
+        """Replace unsharded tensors by shards in ``state_dict``, a copy that torch has made."""
         unit = self._unit()
         if unit is None:
             return
         if unit.lifecycle.phase is Phase.IDLE:
-            unit.group.install_sharded()  # a copy that a forward has left will be stale
+            unit.group.install_sharded()  # the load makes a copy that a forward has left stale
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)
@@ -611,7 +611,7 @@ class _LoadHook(UnitHook):
                 state_dict[prefix + name] = _fitting(param, given, device if is_assigned else None)
             elif held is param.unsharded:
                 state_dict[prefix + name] = _to_plain(param, given)
-                # torch writes to the unsharded copy only, which will be freed: write to the shard.
+                # torch writes to the unsharded copy only, which is freed later. Write to the shard.
                 with torch.no_grad():
                     shard = _fitting(param, given)
                     local_of(param.sharded).copy_(local_of(shard))
