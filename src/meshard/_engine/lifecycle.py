@@ -2,16 +2,18 @@
 
 Every rank must issue the same collectives in the same order, even if ranks use different parameters
 of a unit. Units are gathered in the order in which their modules run. A unit is reduced when its
-last gradient arrives. If this rank does not use one of the parameters, its gradient never arrives,
-and the unit is reduced when the next unit begins its backward. A unit around others is reduced
-after them, even if its own gradients were complete before. So the order depends on which units ran,
-never on which of their parameters got a gradient.
+last gradient arrives. If this rank does not use one of the parameters, the gradient of that one
+never arrives; then the unit is reduced at the latest when an earlier unit begins its backward. An
+outer unit is reduced after the units inside it, even if it had all gradients before. So the order
+depends on which units ran, never on which of their parameters got a gradient.
 
-Shards in host memory are copied to the device, and their gradients back. The lifecycle waits for
-these copies at the end of the last backward of a window, at the end of an evaluation, when a call
-of the user finishes reductions (``finalize_gradients``), and when it cleans up an interrupted step.
-At other times copies may be running, so nothing else on the host may touch shards or gradients
-without waiting (``ParamGroup.settle``, ``ParamGroup.finish_copies``).
+A *window* is all microbatches of one optimizer step.
+
+If shards live in host memory, they are copied to the device, and their gradients back. The
+lifecycle waits for these copies at the end of the last backward of a window, at the end of an
+evaluation, when a call of the user finishes reductions (``finalize_gradients``), and when it cleans
+up an interrupted step. At other times copies may be running. Other code on the host must then wait
+before it touches shards or gradients (``ParamGroup.settle``, ``ParamGroup.finish_copies``).
 """
 
 from __future__ import annotations
@@ -89,7 +91,7 @@ class RefusedError(RuntimeError):
 
 
 class OtherThreadError(RefusedError):
-    """A second thread used the model during a step of a first thread, whose step goes on."""
+    """A second thread used the model during a step of a first thread. That step goes on."""
 
     def __init__(self, lifecycle: Lifecycle, what: str) -> None:
         super().__init__(
@@ -142,8 +144,7 @@ class Lifecycle:
         self.finalization: ManualFinalization | None = None
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
-        # The divide factor of units without a set_gradient_divide_factor of their own. None: the
-        # number of ranks.
+        # The divide factor of units for which the user has not set one. None: the number of ranks.
         self.usual_divide_factor: float | None = None
         # Set by ``meshard.uneven_batches``: called before each reduction over replicas.
         self.before_reduction: Callable[[], None] | None = None
@@ -156,8 +157,8 @@ class Lifecycle:
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names
-        # Whether ranks have compared their initial weights. Under MESHARD_DEBUG=1 ``fully_shard``
-        # has compared them.
+        # Whether ranks have compared their initial weights. Under MESHARD_DEBUG=1 (``is_checked``)
+        # ``fully_shard`` has compared them.
         self._has_compared = comm.is_checked
         self._queue = ReduceQueue(comm)
         self.use(comm)
@@ -197,7 +198,7 @@ class Lifecycle:
     def pre_forward(self, unit: Unit) -> ForwardCall | None:
         """Unshard ``unit``, one of whose modules is about to run.
 
-        Returns the call; None if a backward runs, and recomputes the forward (checkpointing).
+        Returns the new call; None in a backward that recomputes the forward (checkpointing).
         """
         self.abort_if_failed()
         if self.forward is None and self.backward is None:
@@ -206,8 +207,8 @@ class Lifecycle:
                 unit.root.has_new_buffers = False
                 without_modes(warn_about_unwritten, alive(self.units()[0].modules))
             self._refuse_other_reductions()
-            # Set first: from here on, a second thread and the clean-up after an interrupt see that
-            # a forward runs.
+            # Set before the rest, so that a second thread, and the clean-up after an interrupt, see
+            # that a forward runs.
             self.forward = ForwardRun()
             self.retained.begin_forward()
             # Frees memory that only a backward needs.
@@ -243,7 +244,7 @@ class Lifecycle:
         keeps_shard = with_graph and reshards_after
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
         group.install_unsharded(read_flags=unshards)
-        if is_manual and not reshards_after:  # unshard() outlasts the forward
+        if is_manual and not reshards_after:  # the user's unshard() outlasts the forward
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
             unit.step.last_pass = self.schedule.current
@@ -284,9 +285,8 @@ class Lifecycle:
         call, running = None, self.running
         if self.forward is not None and unit.step.num_running:
             while running[-1][0] is not unit:
-                # The hook after this inner forward was not called: the forward was ended by a
-                # BaseException that is no Exception, such as KeyboardInterrupt, which a forward
-                # around it has caught.
+                # torch did not call the hook after this inner forward. A BaseException that is no
+                # Exception, such as KeyboardInterrupt, ended it, and an outer forward caught that.
                 inner = running[-1][0]
                 self.schedule.exit(self.forward.end())
                 inner.group.reshard(keep_post_forward=True)
@@ -306,7 +306,7 @@ class Lifecycle:
             self._end_forward(failed=failed)
         return call
 
-    # Callers ask for a recorder first: without a trace, a call would cost more than that.
+    # Callers test ``spans.recorder`` first: without a trace, a call would cost more than the test.
 
     def _enter_phase(self, phase: str, unit: Unit | None) -> None:
         """Record for a trace that a phase of ``unit`` begins; None: outside of units."""
@@ -326,7 +326,7 @@ class Lifecycle:
             raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
 
     def is_inside(self, unit: Unit) -> bool:
-        """Whether a forward of ``unit`` is running, or is computed again."""
+        """Whether a forward of ``unit`` is running, or is being recomputed."""
         if self.backward is not None:
             return unit.group.state is ParamState.INSTALLED
         return self._runs(unit)
@@ -336,7 +336,7 @@ class Lifecycle:
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
-            # An evaluation is no microbatch: if it raises, the window around it goes on.
+            # An evaluation (grad is disabled) is no microbatch. If it raises, the window goes on.
             self.abort(keeps_window=not torch.is_grad_enabled())
             return
         self.forward = None
@@ -370,8 +370,8 @@ class Lifecycle:
     def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
         """Begin a backward, unless it has begun. Returns the one that runs.
 
-        ``first`` is the unit that the backward has reached. If it was reached by the gradient of a
-        parameter, ``early`` is the index of that parameter.
+        ``first`` is the unit for which a gradient has come. If autograd has put that into ``.grad``
+        of a parameter, ``early`` is the index of the parameter.
         """
         task, run = graph_task_id(), self.backward
         if run is not None and run.graph_task == task and not self.failure.marks:
@@ -395,7 +395,7 @@ class Lifecycle:
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
         # This mark records a failure if the method is interrupted before the callbacks below are
-        # in place. It is cleared at the end.
+        # in place. The last line clears the mark.
         self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
@@ -409,10 +409,10 @@ class Lifecycle:
         self.failure.backward_call = BackwardCall()
         self._queue.begin_backward()
         patch_new_optimizers()
-        # When a backward raises, autograd drops ``end`` without calling it. The weak references in
-        # ``run.ends`` then call their callbacks, the newest reference first: its callback is
-        # ``marks.append``, a C method, which no interrupt can cut off. So the failure is recorded
-        # before ``_backward_raised`` gives modules their shards again.
+        # When a backward raises, autograd drops ``end`` without calling it. Python then calls the
+        # callbacks of the weak references in ``run.ends``, the newest reference first. The callback
+        # of the newest is ``marks.append``, a C method, which no interrupt can cut off. So the
+        # failure is recorded before ``_backward_raised`` gives modules their shards again.
         end, me = functools.partial(_end_of_graph_task, weakref.ref(self)), weakref.ref(self)
         queue_backward_callback(end)
         for unit, grads in buckets_in(self.units()):
@@ -434,7 +434,7 @@ class Lifecycle:
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def _record_nested(self, run: BackwardRun) -> None:
-        """Record that a graph task runs inside the backward: a reentrant checkpoint starts one."""
+        """Record that another graph task runs inside the backward, as of a reentrant checkpoint."""
         # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
@@ -477,7 +477,7 @@ class Lifecycle:
         return replacement
 
     def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
-        """Begin the backward of a pass, unless it has begun. Passes reached before it are over."""
+        """Begin the backward of a pass, unless it has begun. End the passes reached before it."""
         if forward_pass in run.reached:
             return
         for later in self._ended_passes(run):
@@ -494,7 +494,7 @@ class Lifecycle:
     def _end_pass(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
         """End the units of a pass that have not ended, in the same order on all ranks.
 
-        Other ranks may have reduced them earlier, when their last gradient came.
+        Other ranks may have reduced these units earlier, at their last gradient.
         """
         self._begin_skipped(run, forward_pass, lambda _: True)
         self._end_units_over(run, forward_pass, lambda _: True)
@@ -538,9 +538,9 @@ class Lifecycle:
         """Begin the backward of calls that autograd leaves out on this rank.
 
         Example: the loss of this rank does not use an auxiliary head, or drops a layer. Other ranks
-        gather and reduce for these calls, so this rank must do so too. ``torch.autograd.grad``,
-        which accumulates nothing, leaves out the same calls on all ranks. So nothing is done for
-        it.
+        gather and reduce for these calls, so this rank must do so too. Nothing is done under
+        ``torch.autograd.grad``, which accumulates nothing: it leaves out the same calls on all
+        ranks.
         """
         for call in forward_pass.pop_skipped(is_next) if run.accumulates else ():
             unit = self._units[call.unit]()
@@ -562,11 +562,11 @@ class Lifecycle:
                 self._end_unit(run, other, forward_pass)
 
     def _end_units_after(self, run: BackwardRun, node: int) -> None:
-        """End the units that are over when autograd node ``node`` runs, which recomputes a forward.
+        """End the units that are over when autograd node ``node`` recomputes a forward.
 
-        The recomputation is about to gather. A rank that used all parameters of a unit that is over
-        has reduced it before this gather, at its last gradient. A rank that left out a parameter
-        must also reduce the unit before it gathers.
+        The recomputation is about to gather. Ranks that used all parameters of a unit that is over
+        have reduced it before this gather, at its last gradient. A rank that left out a parameter
+        must do so before this gather too.
         """
         forward_pass = run.current_pass
         if forward_pass is None:
@@ -578,8 +578,8 @@ class Lifecycle:
             if first.has_graph:
                 return True
             # The call ran without grad, in a reentrant checkpoint, so its node number tells
-            # nothing. If the backward of this very call has begun, the checkpoint ran it as a graph
-            # task of its own, which has ended by now.
+            # nothing. If the backward of this call has begun, the checkpoint ran it in a nested run
+            # of the autograd engine, which has ended by now.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
@@ -617,10 +617,10 @@ class Lifecycle:
         unit.await_gradients()
 
     def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
-        # A reentrant checkpoint runs a graph task of its own inside this backward. A gradient from
-        # there may be one of several parts, if the parameter is also used outside of the checkpoint
-        # or in another one. So after a nested graph task, units are not reduced at their last
-        # gradient, but when their backward is over.
+        # A reentrant checkpoint starts a nested run of the autograd engine (a graph task) inside
+        # this backward. If a parameter is also used outside of the checkpoint, or in another one,
+        # the nested run brings only one of several gradients to add up. So after a nested run,
+        # units are not reduced at their last gradient, but when their backward is over.
         if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             self._post_backward(unit)
 
@@ -645,7 +645,7 @@ class Lifecycle:
             return
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
-        # Whether a pipeline schedule computes only gradients of inputs now, and others later.
+        # A pipeline schedule may compute only gradients of inputs now, those of parameters later.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
             self._post_backward(unit, is_at_end=forward_pass is None)
@@ -655,9 +655,9 @@ class Lifecycle:
     def _post_backward(self, unit: Unit, *, is_at_end: bool = False) -> None:
         """Reduce or accumulate the gradients of ``unit``, which are complete.
 
-        A unit waits until all units inside it are complete. When the last of these calls this
-        method, the loop goes on to the unit that has waited. ``is_at_end``: the backward ends, so
-        nothing more comes from inside ``unit``.
+        A unit waits until all units inside it are complete. When the last of them is, the loop goes
+        on to the outer unit, which has waited. ``is_at_end``: the backward ends, so no gradient
+        will come from inside ``unit``.
         """
         unit.step.are_complete = True
         around: Unit | None = unit
@@ -676,8 +676,8 @@ class Lifecycle:
                     )
                 else:
                     self._queue.accumulate(around.gradients, around.settings)
-            # The next unit around is not known to be at its end (False): it may have units inside
-            # that are still to come.
+            # is_at_end is False for the next unit around: of other units inside it, gradients may
+            # still come.
             around, is_at_end = around.parent() if around.parent is not None else None, False
 
     def _may_begin_inside(self, unit: Unit) -> bool:
@@ -731,14 +731,14 @@ class Lifecycle:
         without_modes(warn_if_different, brought)
 
     def notify_reduced(self, unit: Unit) -> None:
-        """Call the subscribers of a unit whose gradients are published, once per backward."""
+        """Call ``unit.on_reduced``, once per backward, when its gradients are published."""
         if unit.on_reduced and unit.reduced_in != self._num_backwards:
             unit.reduced_in = self._num_backwards
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
     def finish_backward(self, run: BackwardRun | None = None) -> None:
-        """End the backward that runs; or ``run``, a backward that autograd did not run."""
+        """End the backward that runs; or ``run``, which stands for one that autograd did not run."""
         run = run or self.backward
         assert run is not None
         units = self.units()
@@ -761,8 +761,7 @@ class Lifecycle:
             and not (unit.number in to_come and unit.step.awaits_gradients)
         ]
         for unit in full if self.finalization is None else ():
-            # This backward may have brought no gradients of the unit, which may still hold some of
-            # earlier microbatches.
+            # A unit without gradients in this backward may still hold some of earlier microbatches.
             self._flush(unit, ends_window=self._ends_window)
         if self._ends_window and run.accumulates:
             self._queue.finish_all()
@@ -778,7 +777,7 @@ class Lifecycle:
         self.backward = None
         if spans.recorder is not None:
             self._enter_phase_around()
-        # Last: if a line above raises, autograd drops its callback, and the weak references in
+        # Last: if a line above raises, autograd drops ``end``, and the weak references to it in
         # ``ends`` must be there to record the failure.
         run.ends.clear()
 
@@ -789,8 +788,8 @@ class Lifecycle:
 
         They ran in other passes than those that this backward has reached. Example: for each chunk
         of the hidden states, a loss runs the output layer and calls backward; the backward of the
-        other layers comes last. It does not matter here which graphs are alive on this rank, so all
-        ranks return the same.
+        other layers comes last. All ranks return the same numbers, because these do not depend on
+        which graphs are alive.
         """
         if not run.reached:
             return set()
@@ -825,8 +824,8 @@ class Lifecycle:
     def finish_split_backward(self) -> None:
         """Accumulate the gradients that a pipeline schedule wrote outside of backwards, and reduce.
 
-        This is done in the units that hold unreduced gradients. They are the same on all ranks; the
-        units in which the schedule wrote gradients may differ between ranks.
+        This is done in the units that already hold unreduced gradients: they are the same on all
+        ranks, while the units in which the schedule wrote gradients may differ between ranks.
         """
         self.abort_if_failed()
         with self._recorded_failure():
@@ -839,7 +838,7 @@ class Lifecycle:
                 self._queue.accumulate(unit.gradients, unit.settings)
 
     def start_flush(self, units: Sequence[Unit]) -> None:
-        """Start reducing fully what is pending in ``units``, which ends their window."""
+        """Start reducing pending gradients of ``units`` over all ranks, which ends their window."""
         self.abort_if_failed()
         with self._recorded_failure():
             for unit in reversed(units):
@@ -873,9 +872,9 @@ class Lifecycle:
         self.finalization = ManualFinalization() if enabled else None
 
     def start_finalization(self) -> _Finalizing | None:
-        """Reshard the units, and start reducing what is pending where ``sync`` is FULL.
+        """Reshard the units, and start reducing pending gradients of those whose ``sync`` is FULL.
 
-        Returns None if no backward has run yet.
+        Returns the latter units, for ``finish_finalization``; None if no backward has run yet.
         """
         units = self.units()
         self.check_between_steps(units[0], "finalize_backward")
@@ -905,7 +904,7 @@ class Lifecycle:
         return finalization.started
 
     def finish_finalization(self, started: _Finalizing) -> None:
-        """Finish the reductions that were started, and end the windows."""
+        """Finish the reductions that ``start_finalization`` started, and end the windows."""
         self.abort_if_failed()
         finalization = self.finalization
         if finalization is None or finalization.started is not started:
@@ -932,7 +931,7 @@ class Lifecycle:
             self._settle_host()
 
     def _settle_host(self) -> None:
-        """Wait for copies to and from host memory, and put what was copied there into ``.grad``."""
+        """Wait for copies to and from host memory. Put gradients copied there into ``.grad``."""
         for group in self.groups():
             if group.unit_params.host_copies is not None:
                 group.settle()
@@ -941,7 +940,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _recorded_failure(self) -> Iterator[None]:
-        """Record a failure if the body raises: it reduces, and some gradients are then lost."""
+        """Record a failure if the body raises. It reduces gradients, and some are then lost."""
         try:
             yield
         except BaseException:
@@ -1019,9 +1018,9 @@ class Lifecycle:
 def _check_finds_parameters(unit: Unit) -> None:
     """Raise if a pipeline schedule splits this backward, and would miss gradients of ``unit``.
 
-    The schedule unshards the unit by ``unshard()``, and looks on its modules for the parameters
-    that the graph has used. If the forward has resharded the unit, the modules hold shards, and the
-    schedule writes no gradients for parameters that it does not find.
+    The schedule calls ``unshard()`` on the unit, and looks for the parameters that the graph has
+    used among those that its modules hold. If the forward has resharded the unit, the modules hold
+    shards. The schedule does not find the parameters then, and writes no gradients for them.
     """
     is_split = not unit.settings.sync.reduces and keeps_graph()
     if is_split and not unit.group.is_manually_unsharded:
