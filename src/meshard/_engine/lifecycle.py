@@ -738,7 +738,7 @@ class Lifecycle:
                 subscriber(unit)
 
     def finish_backward(self, run: BackwardRun | None = None) -> None:
-        """End the backward that runs; or ``run``, which stands for one that autograd did not run."""
+        """End the backward that runs; or ``run``, a stand-in if autograd has run no backward."""
         run = run or self.backward
         assert run is not None
         units = self.units()
