@@ -5,7 +5,7 @@ mesh. The units are copied first. Then the modules are copied as instances of th
 classes; their hooks and parameters find the copied units and shards in the memo of
 ``copy.deepcopy``. Last, the copied units are connected with their modules and with one another.
 
-A pickle has no units: it is that of a plain module, which loads without meshard.
+A pickle has no units. It is the pickle of a plain module, and loads without meshard.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from meshard._engine.unit import (
 )
 from meshard._torch.private import composable_keys
 
-# The name of an attribute of modules, a dict. Its keys are the names of registered forward methods;
-# its values are the methods that users had set on the module itself, or None if the method is that
-# of the class.
+# The name of a dict that is an attribute of modules. A key is the name of a method registered by
+# ``register_fsdp_forward_method``. The value is the method that the user had set on the module
+# itself; None: the method is that of the class.
 FORWARD_METHODS = "_meshard_forward_methods"
-# The attributes of a module that are dicts of hooks, by the id of a hook.
+# The names of those attributes of a module that are dicts from ids to hooks.
 _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
@@ -60,7 +60,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)
-    for unit in units:  # some of their modules may lie outside of ``module``
+    for unit in units:  # some modules of these units may lie outside of ``module``
         for each in alive(unit.modules):
             copy.deepcopy(each, memo)
     _connect(units, memo)
@@ -80,7 +80,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reached_from(module: nn.Module) -> list[Unit]:
-    """List the units in ``module``, and those in further modules of these units."""
+    """List the units in ``module``, and the units in all other modules of these units."""
     found: dict[Unit, None] = {}
     modules = [module]
     while modules:
@@ -140,7 +140,7 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
     return dataclasses.replace(
         settings,
-        # A new list of the same hooks, which may hold streams, and those cannot be copied.
+        # A new list of the same hooks: a hook may hold a stream, which cannot be copied.
         reduce_hooks=list(settings.reduce_hooks),
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),
@@ -151,13 +151,13 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
 
 def reduce_as_plain(module: nn.Module) -> Any:
-    """Return what pickles ``module`` as an instance of its own class, without unit and hooks."""
+    """Reduce ``module`` to an instance of its original class, without its unit and our hooks."""
     for unit in units_of(module):
         check_may_pickle(unit)
     # An instance of the user's class, which may define ``__reduce_ex__`` itself.
     plain: nn.Module = object.__new__(own_class(module))
     plain.__dict__.update(_plain_state(module))
-    # Protocol 1: with later ones, pickle raises if the class is not that of the pickled ``module``.
+    # Protocol 1: under later ones pickle raises, because ``plain`` and ``module`` differ in class.
     return plain.__reduce_ex__(1)
 
 
