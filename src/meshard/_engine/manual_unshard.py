@@ -1,11 +1,11 @@
 """Unsharded parameters that modules hold outside of a forward.
 
 Modules hold them from ``unshard()`` to ``reshard()`` or to the next forward, and after a forward
-that does not reshard. These parameters are a copy. ``requires_grad`` flags that the user sets on
-them are carried over to the sharded parameters. Edits of their values are lost with the copy, and a
-warning says so. If the user casts them or gives them other data (``weight.data = ...``), the module
-holds memory that no gather fills. That is undone, with an error after ``unshard()``, and a warning
-after a forward.
+that does not reshard. These parameters are a copy of the shards' values. If the user sets their
+``requires_grad``, the flag is carried over to the sharded parameters. If the user edits their
+values, the edits are lost when the copy is freed, and a warning says so. If the user casts them or
+gives them other data (``weight.data = ...``), the module holds memory that no gather fills. That is
+undone, with an error after ``unshard()``, and a warning after a forward.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class InstalledParams:
     def __init__(
         self, label: str, params: Sequence[UnitParam], shard_version: int, since: str
     ) -> None:
-        """``since`` says in a warning when modules began to hold them."""
+        """``since`` is a text for a warning: when modules began to hold the parameters."""
         self._label = label
         self._params = params
         self._shard_version = shard_version
@@ -39,7 +39,7 @@ class InstalledParams:
         ]
 
     def take_flags(self) -> None:
-        """Carry flags that the user has set over to the sharded parameters."""
+        """Carry ``requires_grad`` flags that the user has set over to the sharded parameters."""
         for param, before in zip(self._params, self._before, strict=True):
             if param.unsharded.requires_grad is not before.requires_grad:
                 param.sharded.requires_grad_(param.unsharded.requires_grad)
@@ -48,15 +48,15 @@ class InstalledParams:
         """Carry flags over to the sharded parameters, and warn of edits that are lost.
 
         There is no warning if the shards were edited too, as by ``load_state_dict``: their version
-        has grown. Returns the names of parameters that were cast, moved or given other data; that
-        is undone.
+        has grown then. Undoes it if a parameter was cast, moved or given other data, and returns
+        the names of these parameters.
         """
         self.take_flags()
         edited, replaced = [], []
         for param, before in zip(self._params, self._before, strict=True):
             unsharded, now = param.unsharded, plain_of(param.unsharded)
             if unsharded.requires_grad is not before.requires_grad:
-                # A backward to come uses the flag of its forward, which is the same on all ranks.
+                # A later backward needs the flag that its forward had, which all ranks agree on.
                 unsharded.requires_grad_(before.requires_grad)
             if now.data_ptr() != before.local.data_ptr() or now.dtype != before.local.dtype:
                 _restore(unsharded, before.local)
@@ -68,7 +68,7 @@ class InstalledParams:
         return replaced
 
     def loss_of(self, names: list[str]) -> str:
-        """Return the text of a warning about parameters whose new values are lost."""
+        """Return the text of a warning that the edits of parameters are lost."""
         return (
             f"parameter(s) {listed(names)} of unit {self._label!r} were edited after "
             f"{self._since}, and these edits are lost: they were made to a copy. Call "
@@ -78,7 +78,7 @@ class InstalledParams:
 
 
 class _Before(NamedTuple):
-    """An unsharded parameter when modules began to hold it."""
+    """The state of an unsharded parameter when modules began to hold it."""
 
     local: torch.Tensor  # the memory that gathers fill
     version: int
@@ -91,14 +91,14 @@ class ManualUnshard:
     def __init__(self, label: str, params: Sequence[UnitParam]) -> None:
         self._label = label
         self._params = params
-        self.installed: InstalledParams | None = None  # None: its gather was not waited for yet
+        self.installed: InstalledParams | None = None  # None: the gather was not waited for yet
 
     def record_installed(self, shard_version: int) -> None:
         if self.installed is None:  # the handle of another unshard() may have been waited for
             self.installed = InstalledParams(self._label, self._params, shard_version, "unshard()")
 
     def end(self, shard_version: int) -> str:
-        """End what was recorded. Return the text of an error; empty if nothing is wrong."""
+        """End the record. Return the text of an error; empty if nothing is wrong."""
         replaced = [] if self.installed is None else self.installed.end(shard_version)
         if not replaced:
             return ""
