@@ -1,9 +1,10 @@
 """Gathers on access from a parent's forward.
 
-A unit with ``unshard_on_access`` is gathered when the forward of a unit around it reads one of its
-parameters. From then on the unit is treated as if it ran inside that forward: it is resharded when
-that forward ends, and its backward begins with the gradient of what that forward returned. Modules
-of such units hold their parameters in a dict that notices reads; other units cost nothing more.
+A unit with ``unshard_on_access`` is gathered when the forward of an outer unit, the *reader*, reads
+one of its parameters. From then on the unit is treated as if it ran inside the reader's forward: it
+is resharded when that forward ends, and its backward begins with the gradient of the reader's
+output. Modules of such units hold their parameters in a dict that notices reads. For other units
+nothing changes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 
-# Units that were gathered because a parameter was read; the forward that read it still runs.
+# Units that were gathered because a parameter was read. The reader's forward still runs.
 _read_units: weakref.WeakSet[Unit] = weakref.WeakSet()
 _readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with the hook ``_end_reads``
 
@@ -54,11 +55,11 @@ class _NoticedReads(dict[str, Any]):
 
 @skip_dynamo
 def _read(unit: Unit) -> None:
-    """Gather ``unit`` if another unit is running. ``unit`` is resharded when that one ends."""
+    """Gather ``unit`` if a reader is running. ``_end_reads`` reshards it when the reader ends."""
     lifecycle = unit.lifecycle
     if lifecycle.phase is Phase.BACKWARD:
-        # Activation checkpointing recomputes the forward that reads. The lifecycle reshards the
-        # unit when its backward is over.
+        # Activation checkpointing recomputes the reader's forward. The lifecycle reshards ``unit``
+        # when the backward of ``unit`` is over.
         without_modes(lifecycle.pre_forward, unit)
         return
     running = (one for one, _ in reversed(lifecycle.running))
@@ -67,9 +68,9 @@ def _read(unit: Unit) -> None:
         return
     for module in alive(reader.modules):
         if module not in _readers:
-            # The first of the forward hooks, so that ``reader`` still counts as running when it is
-            # called, also after an exception. It is never removed: the time for that is its own
-            # call, while torch iterates over the hooks.
+            # This hook is put first, so that ``reader`` still counts as running when the hook is
+            # called, also after an exception. The hook is never removed: the only time for that
+            # would be its own call, during which torch iterates over the hooks.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
             _readers.add(module)
     _read_units.add(unit)
@@ -78,7 +79,7 @@ def _read(unit: Unit) -> None:
 
 @skip_dynamo
 def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
-    """End the forwards of the units that were read in the forward that ends."""
+    """End the forwards of the units that the forward of ``module`` has read."""
     reader = unit_of(module)
     if reader is None:
         return
