@@ -1,13 +1,13 @@
 """Units that are unsharded out of turn: gathered before their use, or kept beyond it.
 
-Gathers are started ahead of use in the order that the schedule predicts.
+``Prefetcher`` starts gathers ahead of use, in the order that the schedule predicts.
 
-Two kinds of units stay unsharded beyond their forward or backward, because no hook could gather
-them in time. First, a backward with ``create_graph=True`` makes a graph whose nodes have saved
-unsharded parameters. The backward through that graph runs these nodes before it calls any hook of a
-unit. Second, if ``forward`` of a unit returns no tensor (but an object of the user's own class,
-say), there is nothing to put a hook on. Such units are resharded when a backward that frees the
-graph has ended, when the graph was dropped, or when the shards have changed.
+``RetainedUnits`` keeps two kinds of units unsharded beyond their forward or backward, because no
+hook could gather them again in time. First, a backward with ``create_graph=True`` makes a graph
+whose nodes have saved unsharded parameters. A second backward runs these nodes before it calls any
+hook of a unit. Second, if ``forward`` of a unit returns no tensor (but an object of the user's own
+class, for example), there is nothing to put a hook on. Retained units are resharded when a backward
+that frees the graph has ended, when the graph was dropped, or when the shards have changed.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ class Prefetcher:
     ) -> list[Unit]:
         if not chosen:
             return [] if predicted is None else alive([self._units[predicted]])
-        # What is gathered for another root would be dropped at the end of this one's forward.
+        # Units of another root are left out: ``drop_unused`` would drop their gathers at the end of
+        # the forward of this root.
         return [each for each in alive(chosen) if each.root is unit.root]
 
     def unshard(
@@ -56,13 +57,13 @@ class Prefetcher:
     ) -> None:
         """Unshard a unit that is about to compute, and start gathering ``up_next``.
 
-        ``in_forward``: gather the shards, edits included, and never post-forward shards.
+        ``in_forward``: gather the shards with the user's edits, and no post-forward shards.
         ``keep_shard``: keep a post-forward shard, if the unit has a group for it.
         """
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
             _start_unshard(unit, in_forward=in_forward)
-            # Nothing is computed during this gather, so the next ones start at once, beside it.
+            # Nothing is computed during this gather, so the next gathers start at once, beside it.
             self._start(up_next, in_forward=in_forward)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
         if not is_cold:
@@ -95,7 +96,7 @@ def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
 
 
 class _SecondOrder:
-    """Stands for the graph that one backward has made. Only hooks in it keep this object alive."""
+    """Stands for the graph that one backward has made. Only hooks in that graph keep it alive."""
 
     was_used = False  # whether the backward that runs goes through this graph
 
@@ -116,28 +117,29 @@ class RetainedUnits:
         self._frees = False
 
     def take_over(self, other: RetainedUnits) -> None:
-        """Also retain the units that ``other`` retains, which are under this root now."""
+        """Also retain the units that ``other`` retains. They are under this root now."""
         self._units += other._units
         self._graphs += other._graphs
         self._num_hidden += other._num_hidden
 
     def begin_backward(self) -> None:
-        """Record whether the backward makes a graph, and whether it frees the one that it uses."""
+        """Record whether the backward makes a new graph, and whether it frees the one it uses."""
         self._making = _SecondOrder() if torch.is_grad_enabled() else None
         self._frees = bool(self._units) and not keeps_graph()
 
     def on_backward(self, unit: Unit, gradient: torch.Tensor) -> torch.Tensor | None:
         """Retain a unit whose backward begins, if this backward makes a graph.
 
-        ``gradient`` is that of one of its outputs. Returns what autograd uses instead; None:
-        ``gradient`` itself.
+        ``gradient`` is the gradient of an output of the unit. Returns the tensor that autograd must
+        use instead; None: ``gradient`` itself.
         """
         if self._making is None:
             return None
         self.retain(unit)
         watched = gradient
         if not gradient.requires_grad:
-            # The gradient is a constant, as of a sum. A hook needs a tensor that requires grad.
+            # The gradient is a constant, such as that of ``sum()``. A hook needs a tensor that
+            # requires grad.
             try:
                 watched = gradient.detach().requires_grad_()
             except RuntimeError as error:
@@ -153,7 +155,7 @@ class RetainedUnits:
             self._units.append(weakref.ref(unit))
 
     def retain_hidden(self, unit: Unit, output: object, forward_pass: ForwardPass) -> None:
-        """Keep a unit unsharded for a backward of this forward: its output has no tensor."""
+        """Retain a unit for the backward of this forward, because its output has no tensor."""
         if unit not in _warned:
             _warned.add(unit)
             warn_user(
