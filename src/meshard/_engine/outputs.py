@@ -7,10 +7,11 @@ over a tree.
 
 The second part explains three kinds of errors of torch: about shards beside ordinary tensors ("got
 mixed torch.Tensor and DTensor"); about dtypes, if buffers are not in the dtype of the parameters;
-and about the meta device, if buffers were left there. torch raises them in C++, where meshard
-cannot look. A tensor class that checked for the first kind would slow down every operator on
-shards. So an error is explained when it leaves the forward of a unit, or of a module of the root
-that was called by itself. The local variables in its traceback tell which tensors were used.
+and about the meta device, if buffers were left there. torch raises these errors in C++, before any
+code of meshard is called. A tensor class that checked for the first kind would slow down every
+operator on shards. So an error is explained when it leaves the forward of a unit, or of a module
+inside a unit that the user called by itself. The local variables in the traceback tell which
+tensors were used.
 """
 
 from __future__ import annotations
@@ -52,14 +53,14 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def may_collect(value: Any) -> bool:
-    """Whether ``value`` may hold a container in which a forward can leave tensors (a list)."""
+    """Whether ``value`` has a container into which a forward may put tensors, such as a list."""
     if isinstance(value, _SIMPLE):
         return False
     return any(map(may_collect, value)) if type(value) is tuple else True
 
 
 def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
-    """Return the tensors that a forward has left in its arguments.
+    """Return the tensors that a forward has put into its arguments, as by appending to a list.
 
     ``since`` is what ``next_node()`` returned when the forward began.
     """
@@ -67,8 +68,8 @@ def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
     for value in arguments:
         given = value
         if type(value) is list:
-            # All layers may append to the same list. What earlier ones appended is left out before
-            # the walk, which would take longer with each layer.
+            # All layers may append to the same list. Leave out what earlier layers have appended,
+            # because the walk below would take longer with each layer.
             given = [
                 each
                 for each in value
@@ -110,7 +111,7 @@ def map_tensors(
 def _map_fields(
     function: Callable[[torch.Tensor], torch.Tensor], value: Any, around: tuple[int, ...]
 ) -> Any:
-    """Map the containers that pytree takes for leaves: dataclasses, and some subclasses."""
+    """Map a container that pytree takes for a leaf: a dataclass, or a subclass of a container."""
     if id(value) in around or isinstance(value, (type, nn.Module)):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):  # such as rnn.PackedSequence
@@ -164,7 +165,7 @@ def moved_from_host(value: Any, device: torch.device) -> Any:
 
 
 class _Alias(torch.autograd.Function):
-    """A tensor in the same memory, with a node of its own. Not a view: ``detach_()`` works."""
+    """An alias with an autograd node of its own. It is no view, so ``detach_()`` works on it."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -179,13 +180,14 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool)
     """Return ``output`` with an alias in place of each tensor that this forward did not compute.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
-    it. Two units would then have hooks on the same tensor, so the order of their backwards could
-    not be told, and would differ between ranks of which only some skip a layer. A module may also
-    return a leaf, such as its own parameter. A hook would stay on the leaf for all later backwards.
+    it. Without the alias, two units would have hooks on the same tensor. Then nothing would tell
+    which backward begins first, and ranks would differ in it if only some of them skip the layer.
+    A module may also return a leaf, such as its own parameter. A hook on the leaf would stay there
+    for all later backwards.
 
     With ``as_view`` the alias is a view, which costs least. Pipeline schedules that split backwards
-    detach the outputs of their stages in place, which torch refuses for views. They also call
-    ``unshard()``. So a unit on which ``unshard()`` was called returns aliases that are no views.
+    detach the outputs of their stages in place, which torch refuses for views. These schedules also
+    call ``unshard()``. So the caller passes False for a unit on which ``unshard()`` was called.
     """
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -208,7 +210,7 @@ _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
 _ABOUT_DTYPES = re.compile("dtype|(scalar|data|input|weight|bias) ?type", re.IGNORECASE)
 _ABOUT_META = re.compile(r"\bmeta\b", re.IGNORECASE)
 _EXPLAINED = "_meshard_is_explained"
-_PASSED = "_meshard_passed"  # ids of the units whose forward the error has left unexplained
+_PASSED = "_meshard_passed"  # ids of the units whose forward the error has left, unexplained
 _Sharded = dict[int, tuple[Unit, UnitParam]]  # by id of the sharded parameter
 _REMEDIES = (
     "Parameters are unsharded inside their unit's own forward and backward. What helps:\n"
@@ -232,7 +234,7 @@ _REMEDIES_OUTSIDE = (
 
 
 def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: Any) -> None:
-    """If ``error`` is of one of the three kinds, add the probable cause and remedy to its message.
+    """Add cause and remedy to the message of ``error``, if it is one of the kinds explained here.
 
     ``error`` has left the forward of ``module`` of ``unit``, which was called with ``inputs``.
     """
@@ -253,14 +255,14 @@ def explain(error: BaseException | None, unit: Unit, module: nn.Module, inputs: 
 
 
 def _add_to_message(error: BaseException, text: str) -> None:
-    # Not a note: those came with Python 3.11, and logs of str(error) drop them.
+    # Not by add_note(): that needs Python 3.11, and logs of str(error) leave notes out.
     error.args = (f"{error}\n\n{text}", *error.args[1:])
     setattr(error, _EXPLAINED, True)
 
 
 def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
     outermost = _outermost(module, unit)
-    # Units whose forward the error has left are no suspects: they were unsharded at that time.
+    # Units whose forward the error has left are no suspects: they were unsharded when it came.
     passed = getattr(error, _PASSED, ())
     units = [each for each in units_in(outermost) if id(each) not in passed]
     sharded, frames = _sharded_of(units), _frames_of(error)
@@ -283,8 +285,8 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
             f"not running; its modules hold this rank's shard, "
             f"{tuple(local_of(param.sharded).shape)} of {tuple(param.sharded.shape)}. {_REMEDIES}"
         )
-    # No parameter was found. Suspects are units that the failed line names; else those inside
-    # ``module``.
+    # No parameter was found. Suspects are the units that the failed line names; if it names none,
+    # the units inside ``module``.
     suspects = [each for each in units if each.params and each.group.holds_shards]
     words = set(re.findall(r"\w+", traceback.extract_tb(error.__traceback__)[-1].line or ""))
     named = [each for each in suspects if _attribute_of(each) in words]
@@ -301,9 +303,9 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
 
 
 def _about_dtypes(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
-    """Return a text on what has another dtype than ``unit``: its parameters, buffers, inner units.
+    """Return a text about parameters, buffers and inner units whose dtype is not that of ``unit``.
 
-    The text is empty if there is nothing.
+    The text is empty if there are none.
     """
     casts = zip(unit.group.unit_params.compute_dtypes, unit.params, strict=True)
     dtype = next((to for to, param in casts if to != param.sharded.dtype), unit.input_dtype)
@@ -356,7 +358,7 @@ def _about_dtypes(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
 
 
 def _meta_tensors(outermost: nn.Module) -> list[str]:
-    """Return the names of buffers on the meta device, and of parameters that are in no unit."""
+    """Return the names of the buffers and parameters that are on the meta device."""
     buffers = outermost.named_buffers(remove_duplicate=False)
     params = outermost.named_parameters(remove_duplicate=False)
     found = [f"buffer {name!r}" for name, buffer in buffers if buffer.is_meta]
@@ -364,9 +366,9 @@ def _meta_tensors(outermost: nn.Module) -> list[str]:
 
 
 def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
-    """Add to torch's message which parameter of ``units`` was read, while none of them ran.
+    """Add to torch's message which parameter of ``units`` was read while none of them ran.
 
-    ``error`` has left a module that is inside one of these units, and that was called by itself.
+    ``error`` has left a module that is inside one of these units. The user called it by itself.
     """
     if _TEXT_OF_TORCH not in str(error) or error is None or hasattr(error, _EXPLAINED):
         return
@@ -378,7 +380,7 @@ def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
 
 
 def _given_to_plain(outermost: nn.Module, unit: Unit, frames: list[list[Any]]) -> str:
-    """Return the text about a module of ordinary parameters that got a DTensor; empty if none did.
+    """Return the text about a DTensor passed to a module of ordinary parameters; empty if none was.
 
     The DTensor may be the output of a module under tensor parallelism (use_local_output=False).
     """
@@ -429,7 +431,7 @@ def _frames_of(error: BaseException) -> list[list[Any]]:
 
 
 def _names_of(found: list[tuple[Unit, UnitParam]]) -> str:
-    """Name the parameters in ``found`` that belong to the unit of the first one, and that unit."""
+    """Name the unit of the first parameter in ``found``, and all its parameters in ``found``."""
     unit = found[0][0]
     names = [repr(joined(unit.fqn, param.fqn)) for each, param in found if each is unit]
     return f"parameter {' or '.join(names)} of unit {unit.label!r}"
