@@ -1,8 +1,8 @@
 """Buffers that have got memory by ``to_empty``, and no values since.
 
 Non-persistent buffers, such as the frequencies of rotary embeddings, are in no checkpoint. So after
-a load the forward would compute with whatever the new memory holds. New memory is therefore filled
-with a value that no initialisation writes, and the first forward looks for that value.
+``to_empty`` and a load, a forward would compute with uninitialised memory. meshard therefore fills
+the new memory with a value that no initialisation writes, and the first forward looks for it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from meshard._engine.unit import joined, unit_of
 from meshard._torch.private import is_of_to_empty, version_of
 from meshard._torch.user_line import warn_user
 
-# Attribute of a buffer that has got memory and no values: its version at that moment.
+# Attribute of a buffer that has got memory and no values. It holds the version of the buffer then.
 _MARK = "_meshard_unwritten"
 REMEDY = (
     "No checkpoint has non-persistent buffers. For a Hugging Face model on the meta device, "
@@ -46,7 +46,7 @@ def poisoned(new: torch.Tensor) -> torch.Tensor:
 
 
 def is_untouched(tensor: torch.Tensor) -> bool:
-    """Whether a part of what ``poisoned`` returned has not been written to."""
+    """Whether some elements of ``tensor`` still have the value that ``poisoned`` wrote."""
     poison = _poison_of(tensor.dtype)
     return poison is not None and bool((tensor.isnan() | (tensor == poison)).any())
 
@@ -67,7 +67,7 @@ def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None
         # Tensors that are not ordinary, such as fake ones, have no values to look at.
         if type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_inference():
             continue
-        if not hasattr(buffer, _MARK):  # if it has the mark, it is from a unit inside
+        if not hasattr(buffer, _MARK):  # the same function, for an inner unit, may have marked it
             with torch.no_grad():
                 if empties or before.is_meta:
                     poisoned(buffer)
@@ -80,12 +80,12 @@ def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None
 def _is_unwritten(buffer: torch.Tensor) -> bool:
     if getattr(buffer, _MARK, None) != version_of(buffer):
         return False
-    # Writes by collectives and to ``.data`` raise no version, so this looks at the values too.
+    # Writes by collectives and to ``.data`` do not raise the version, so look at the values too.
     return _poison_of(buffer.dtype) is None or is_untouched(buffer)
 
 
 def warn_about_unwritten(modules: Iterable[nn.Module]) -> None:
-    """Warn of the marked buffers in ``modules`` that nothing has written to, and forget them."""
+    """Warn of marked buffers in ``modules`` that nothing has written to. Remove all marks."""
     names = []
     for module in modules:
         for fqn, inner in module.named_modules():
