@@ -14,9 +14,9 @@ example, each tensor-parallel rank has the gradient of a norm for its own part o
 window of several microbatches each rank adds up its own parts in ``U``, and the sum over those axes
 is taken of ``U`` once, before ``U`` is reduced.
 
-Note: Each rank decides by the placements of its own gradients whether that sum is taken. The ranks
-    that take part in the sum decide alike, because DTensor requires them to run the same
-    operations. Ranks that use different parameters are data-parallel ones, which take no part.
+Note: Each rank decides by the placements of its own gradients whether to take that sum. The ranks
+    of one sum decide alike, because DTensor requires them to run the same operations. Ranks that
+    use different parameters are data-parallel ranks, which are not in the same sum.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class GradientRules:
         self,
         unit_params: UnitParams,
         reduce_dtype: torch.dtype | None,  # None: the widest dtype of the unsharded gradients
-        accumulate_dtype: torch.dtype | None,  # None: see the method
+        accumulate_dtype: torch.dtype | None,  # None: see the method of this name
     ) -> None:
         self._unit_params = unit_params
         self.reduce_dtype = reduce_dtype
@@ -61,7 +61,7 @@ class GradientRules:
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
         self._all = tuple(range(len(unit_params.params)))
         self.everything = frozenset(self._all)
-        # A cache: the layouts of the last call of ``accumulate_dtype``, and what it returned.
+        # A cache: the layouts of the last call of ``accumulate_dtype``, and its result.
         self._widest_of: tuple[FlatLayout, GradientLayout] | None = None
         self._widest = torch.float32
 
@@ -80,12 +80,12 @@ class GradientRules:
                 index
                 for index, param in enumerate(self._unit_params.params)
                 if param.sharded.requires_grad
-                # If a parameter was frozen after its forward, backward still computes its gradient.
+                # A parameter that was frozen after the forward may still get a gradient.
                 or param.unsharded.requires_grad
                 or index in present
             )
         if indices not in self._layouts:
-            # Bounded, because a user who freezes parameters at random gets a new set every step.
+            # Bounded, because a user may freeze other parameters in every step.
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             layouts = [param.layout for param in self._unit_params.params]
@@ -93,10 +93,13 @@ class GradientRules:
         return self._layouts[indices]
 
     def accumulate_dtype(self, gradients: GradientLayout) -> torch.dtype:
-        """Return the dtype of sums of ``gradients``. Frozen parameters, as of float8, have none."""
+        """Return the dtype in which ``gradients`` are added up.
+
+        Parameters that are not in this layout, such as frozen float8 ones, have no influence.
+        """
         if self.chosen_dtype is not None:
             return self.chosen_dtype
-        # Computed anew if the layout has changed: Module.double() may have cast the parameters.
+        # The cache is invalid if the layout has changed: Module.double() may have cast parameters.
         layout, known = self._unit_params.layout, self._widest_of
         if known is None or layout is not known[0] or gradients is not known[1]:
             dtypes = [
@@ -155,7 +158,7 @@ class ReductionInFlight(NamedTuple):
 
     reduction: Reduction
     layout: GradientLayout
-    publishes: bool  # its result goes to .grad; if not, to the partial
+    publishes: bool  # True: its result is added to .grad; False: it is kept as the partial
     after: list[TensorHook]  # the hooks that were registered when it started
 
 
@@ -169,7 +172,7 @@ class GradientAccumulator:
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(unit_params)  # A
         self.is_replicated = isinstance(self.sharded, ReplicatedGrads)
-        # By index of a parameter: a sum over other mesh axes (TP) that U does not contain yet.
+        # From parameter index to a sum over other mesh axes (TP) that was not taken of U yet.
         self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [
             i for i, param in enumerate(unit_params.params) if param.needs_conversion
@@ -196,7 +199,7 @@ class GradientAccumulator:
 
     @property
     def pending(self) -> str:
-        """What is missing before accumulated gradients are in ``.grad``; empty if nothing is."""
+        """Why accumulated gradients are not in ``.grad`` yet, for an error; empty if they are."""
         if self._unreduced is not None:
             return "not reduced yet (GradientSync.NONE)"
         if self._partial is not None:
@@ -217,8 +220,8 @@ class GradientAccumulator:
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
-        # Two optimizers may each clear half of the parameters. U and Q become None once all
-        # parameters of their layout were cleared. Clearing those that this rank used is not enough:
+        # Two optimizers may each clear half of the parameters. U and Q become None only when all
+        # parameters of their layout were cleared, and not when those that this rank used were:
         # other ranks may have used others, and all must agree on whether gradients are pending.
         self._cleared |= gone
         for index in gone.intersection(self._missing_sums):
@@ -243,8 +246,8 @@ class GradientAccumulator:
         self._release_if_settled()
 
     def _release_if_settled(self) -> None:
-        # An open window is not released, even if all gradients are in .grad: zero_grad() must
-        # close it.
+        # While a window is open, zero_grad() must still call ``clear``, which closes the window,
+        # even if all gradients are in .grad.
         if not self.window.is_open and not self.num_in_flight and not self.is_pending:
             release_pending(self)
 
@@ -259,9 +262,9 @@ class GradientAccumulator:
         hold_pending(self)
 
     def abandon(self, *, is_void: bool) -> None:
-        """Drop gradients that arrived or are in flight.
+        """Drop gradients that have arrived or are in flight.
 
-        If ``is_void``, as after a backward that raised, drop pending gradients and ``.grad`` too.
+        If ``is_void`` (a backward has raised, say), drop pending gradients and ``.grad`` too.
         """
         if self.sharded.has_arrivals:
             for param in self.unit_params.params:
@@ -276,10 +279,11 @@ class GradientAccumulator:
     # --- arrived gradients ------------------------------------------------------------
 
     def begin_backward(self, settings: ReduceSettings) -> None:
-        """Let ``receive`` put large gradients into the memory that is sent, if that is possible.
+        """Let ``receive`` put large gradients into the bucket of ``replicate`` as they arrive.
 
-        This saves memory: a gradient that waits for the others exists twice, once by itself and
-        once in the bucket. It is possible only if gradients are sent in the accumulate dtype.
+        This saves memory: otherwise each gradient has memory of its own, beside its range in the
+        bucket, until the last one arrives. It is done only if gradients are sent in the accumulate
+        dtype.
         """
         if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
             return
@@ -293,11 +297,11 @@ class GradientAccumulator:
             self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
 
     def receive(self, index: int, settings: ReduceSettings) -> None:
-        """Move a large gradient that has just arrived to ``U``, or into the memory that is sent.
+        """Add a large gradient that has just arrived to ``U``; without ``U``, to the bucket.
 
-        It may be one part of a gradient: after a reentrant checkpoint, another part may follow. If
-        there are ``arrived`` hooks and a ``U``, the gradient stays where it is, because these hooks
-        must see it before it is added to ``U``.
+        With reentrant checkpoints, another gradient of the same parameter may follow. If there are
+        ``arrived`` hooks and a ``U``, the gradient stays in ``.grad``, because these hooks must see
+        it before it is added to ``U``.
         """
         if self._unreduced is None or not _on_arrived(settings):
             self._unreduced = self.sharded.receive(index, self._unreduced)
@@ -329,8 +333,9 @@ class GradientAccumulator:
     def _as_plain(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
         """Return a gradient as the plain tensor to be reduced.
 
-        With ``may_lack_sum`` this may be only this rank's part of a sum over other axes, which is
-        taken of ``U`` later. That requires that what ``U`` has of the parameter lacks the same sum.
+        With ``may_lack_sum`` this may be only this rank's term of a sum over other mesh axes. The
+        sum is then taken later, of ``U``. So any gradients of the parameter that are in ``U``
+        already must lack the same sum.
         """
         param, unreduced = self.unit_params.params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
@@ -340,12 +345,12 @@ class GradientAccumulator:
             self._missing_sums[index] = missing
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
-            # plain_gradient() completes the sum of this gradient, so complete that of U too.
+            # plain_gradient() takes the sum of this gradient, so take that of U too.
             self._add_up(unreduced.layout, unreduced.flat, index)
         return param.plain_gradient(gradient)
 
     def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
-        """Replace a parameter's range of ``flat`` by its sum over the axes that it lacks."""
+        """Replace a parameter's range of ``flat`` by its missing sum over other mesh axes."""
         part = layout.range_of(flat, index)
         part.copy_(self._missing_sums.pop(index).add_up(part.contiguous()))
 
@@ -402,8 +407,8 @@ class GradientAccumulator:
 
         **Collective:** the shard group, then the replica group if ``over_replicas``.
         """
-        # A hook on arrived gradients must see them summed over the other mesh axes (TP). Without
-        # such hooks, that sum may wait until the gradients were added to ``U``.
+        # A hook on arrived gradients must see their sum over the other mesh axes (TP). Without such
+        # hooks, that sum may be taken after the gradients were added to ``U``.
         may_lack_sums = self._unreduced is not None and not _on_arrived(settings)
         arrived = self._take(may_lack_sums=may_lack_sums)
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
@@ -446,9 +451,10 @@ class GradientAccumulator:
             label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
-        # In a large unit gradients are divided while they are packed. A small unit is packed by one
-        # kernel, which cannot divide. Hooks must see undivided values, so with hooks the division
-        # comes later too. All ranks decide alike, because only settings and groups are read.
+        # In a large unit gradients are divided while they are packed. In a small unit they are
+        # divided later, because one kernel packs them all, and cannot divide. With hooks they are
+        # divided later too, because hooks must see undivided values. All ranks decide alike,
+        # because only settings and groups are read.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:
@@ -504,7 +510,7 @@ class GradientAccumulator:
         If gradients live in host memory, return the copy to the host. The caller waits for it.
         """
         self.num_in_flight -= 1
-        # In host memory the values are there only after settle(), which then calls this.
+        # In host memory the values are valid only after settle(), which calls this too.
         if in_flight.publishes and self.unit_params.host_copies is None:
             self._release_if_settled()
         result = self._result_of(in_flight)
@@ -558,9 +564,9 @@ def _check_agreement(
 ) -> None:
     """Raise unless all ranks reduce a unit alike.
 
-    Without this check nobody would notice that ranks divide by different factors, or that they run
-    different numbers of microbatches. In that case the last microbatch of one rank would be added
-    to the first one of another rank's next window.
+    Without this check, ranks may divide by different factors, or run different numbers of
+    microbatches, and no error tells the user. With different numbers, the last microbatch of one
+    rank is added to the first one of another rank's next window.
     """
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)
