@@ -49,8 +49,8 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
-        # The buffer has the elements of a channels_last parameter in the order of its memory. As in
-        # DDP, the part has the parameter's shape all the same, with the elements in that order.
+        # The buffer has the elements of each parameter in memory order. As in DDP, the view of a
+        # channels_last parameter is contiguous: it has the shape, with elements in memory order.
         pairs = zip(self._layout.ranges, self.parameters(), strict=True)
         return [self._layout.part_of(self._buffer, i).view(param.shape) for i, param in pairs]
 
@@ -61,7 +61,7 @@ class GradBucket:
 
 @dataclass(eq=False)
 class CommHook:
-    """A hook and its state, which averages all buckets of one replicated module."""
+    """A hook with its state. The hook averages all buckets of one replicated module."""
 
     state: object
     hook: Callable[[Any, Any], Any]
@@ -80,7 +80,8 @@ class CommHook:
 
         Hooks such as PowerSGD's start a second collective from a callback, in a thread of gloo. If
         this thread issued collectives of its own meanwhile, the order of both would differ between
-        ranks. So this waits at once. On a device the wait orders streams, and the host goes on.
+        ranks. So this method waits at once. On a device the wait orders streams, and the host goes
+        on.
         """
         is_last = not any(param.sharded.requires_grad for param in later)
         with unrecorded():
