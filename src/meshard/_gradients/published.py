@@ -30,15 +30,15 @@ from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, wit
 
 
 class Mark:
-    """What tells a ``.grad`` that was set here from one that the user has set.
+    """An attribute of each ``.grad`` that meshard has set, to tell it from one of the user's.
 
-    Each ``.grad`` that is set here refers to a mark; all that are set together, to the same one. If
-    a ``.grad`` is pickled or copied, the copy has ``True`` in place of the mark.
+    All ``.grad`` that are set together share one mark. If a ``.grad`` is pickled or copied, the
+    copy has ``True`` in place of the mark.
     """
 
     def __init__(self) -> None:
-        # The address of each .grad, by parameter index. The mark alone does not tell that the
-        # memory is ours: after ``grad.data = ...`` the tensor has the mark, and other memory.
+        # From parameter index to the address of its .grad. The mark alone is not enough: after
+        # ``grad.data = ...`` the tensor still has the mark, but the user's memory.
         self.addresses: dict[int, int] = {}
 
     def __reduce__(self) -> Any:
@@ -117,14 +117,14 @@ def _nothing() -> None:
 
 
 class PublishedGrads:
-    """The ``.grad`` of the parameters of one unit: what they show, and what waits to be shown.
+    """The ``.grad`` of the parameters of one unit, and gradients that are yet to be put there.
 
-    The defaults are those of shards on the device. The methods from ``free_memory`` on are for
-    replicated parameters, whose gradients have the same memory in every step: gradients are
-    accumulated in that memory, and sent from it.
+    The defaults are for shards on the device. The methods from ``free_memory`` on are for
+    replicated parameters, whose gradients have the same memory (the bucket) in every step:
+    gradients are accumulated in the bucket, and sent from it.
     """
 
-    # A communication hook, which averages a buffer over the replicas instead of the all-reduce.
+    # A communication hook. Instead of the all-reduce, it averages a buffer over the replicas.
     average: Callable[[GradientLayout, torch.Tensor], None] | None = None
 
     def __init__(self, unit_params: UnitParams) -> None:
@@ -132,15 +132,15 @@ class PublishedGrads:
 
     @property
     def are_shown(self) -> bool:
-        """Whether ``.grad`` shows all that was published. If not, ``settle`` sees to it."""
+        """Whether ``.grad`` shows all that was published. If False, ``settle`` adds the rest."""
         return True
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether what is in ``.grad`` of the unsharded parameters has arrived in a backward.
+        """Whether a ``.grad`` of an unsharded parameter comes from a backward, unreduced.
 
-        Under ``replicate`` sharded and unsharded parameters are the same, so outside of a backward
-        this ``.grad`` was published, or set by the user.
+        Under ``replicate`` sharded and unsharded parameters are the same. So outside of a backward
+        this ``.grad`` was published (it is reduced), or the user has set it.
         """
         return True
 
@@ -170,20 +170,21 @@ class PublishedGrads:
         """Let ``receive`` put gradients into free memory, divided by ``divisor``."""
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        """Add a large gradient that has arrived, or a part of it, to ``unreduced``; return the sum.
+        """Add a large gradient that has just arrived to ``unreduced``, and return the sum.
 
-        If ``unreduced`` is None, put the gradient into free memory instead, and return None.
+        If ``unreduced`` is None, add the gradient to the free memory instead, and return None.
         """
         return unreduced
 
     def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
-        """Add what is in ``gradients`` to what was received, and replace it by those sums."""
+        """Put received gradients into ``gradients``, added to gradients that are there already."""
 
     def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
-        """Return the parameters whose gradients were received into the memory of ``rows``.
+        """Return the parameters whose gradients ``receive`` has put into the memory of ``rows``.
 
-        These gradients are divided by ``divisor`` afterwards. If other memory received them, none
-        is returned, and the division by the divisor of ``begin_receiving`` is undone.
+        The call makes ``divisor`` what these gradients are divided by. If ``receive`` has put them
+        into other memory, the call returns no parameter, and undoes the division by the divisor of
+        ``begin_receiving``.
         """
         return frozenset()
 
@@ -225,7 +226,7 @@ class ShardedGrads(PublishedGrads):
                 hook(sharded)
 
     def _sum_with_foreign(self, new: FlatGradients) -> FlatGradients:
-        """Return ``new`` plus ``.grad``: the user has replaced a ``.grad``, or layouts differ."""
+        """Return ``new`` plus ``.grad``, if the user has replaced a ``.grad`` or layouts differ."""
         for index, local in self._locals(new):
             old = self._grad(index)
             if old is not None and not self._is_ours(index):
@@ -373,9 +374,9 @@ class ShardedGrads(PublishedGrads):
         return all(gradient_dtype(params[index].sharded) == dtype for index in used)
 
     def publish_unread(self, new: FlatGradients) -> bool:
-        """Publish ``new``, whose values are not there yet, if no value has to be read for that.
+        """Publish ``new``, whose values are still being copied, if that needs to read no value.
 
-        Return whether it was published.
+        Return whether ``new`` was published.
         """
         hooked, has_none = self._inspect(new)
         if hooked or not has_none or not self._shows_views(new.used, new.flat.dtype):
@@ -386,9 +387,9 @@ class ShardedGrads(PublishedGrads):
     def extend(self, new: FlatGradients) -> torch.Tensor | None:
         """Return the flat sums if adding ``new.flat`` to them does the same as ``publish(new)``.
 
-        That is so if every ``.grad`` is a view of the sums and no hook is registered; otherwise
-        return None. The addition is left to the caller, but the ``.grad`` of parameters that had
-        none are set here.
+        This holds if every ``.grad`` is a view of the sums and no hook is registered; otherwise
+        return None. The caller must do the addition. The ``.grad`` of parameters that had none are
+        set here.
         """
         shown = self._shown()
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
@@ -427,7 +428,7 @@ class HostGrads(PublishedGrads):
         """
         comm, label = self._unit_params.comm, self._unit_params.label
         if self._arriving is not None:
-            # Publish the earlier gradient first: adding both up before that would round otherwise.
+            # Publish the earlier gradient first, as on a device: another order rounds differently.
             self.settle()
         sums = self._in_host_memory.extend(new)
         if sums is not None:
