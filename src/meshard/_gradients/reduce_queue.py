@@ -1,9 +1,10 @@
 """Reductions in flight.
 
-On a device all stages of a reduction are queued at once, and only the wait for the result comes
-later. On CPU a wait blocks the host, so each reduction advances by one stage when a later one
-starts: the compute between two starts hides the communication. The order in which stages are issued
-follows from the order of starts alone, so it is the same on all ranks.
+A reduction has one or two stages: the reduce-scatter, and over replicas the all-reduce. On a device
+both are queued at once, and only the wait for the result comes later. On CPU a wait blocks the
+host, so each reduction advances by one stage when a later one starts: the compute between two
+starts hides the communication. The order of stages depends only on the order of starts, so it is
+the same on all ranks.
 """
 
 from __future__ import annotations
@@ -74,18 +75,18 @@ class ReduceQueue:
         **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
         """
         if not over_replicas and gradients.is_replicated:
-            # The shard group has one rank, so REDUCE_SCATTER would send nothing. It is treated as
-            # NONE, which gives the same sum, and keeps that in the bucket if the bucket is free.
+            # Under replicate the shard group has one rank, so REDUCE_SCATTER would send nothing.
+            # This does the same as NONE, which gives the same sum, in the bucket if that is free.
             self.accumulate(gradients, settings)
             return
         if gradients.num_in_flight:
-            self.finish_of(gradients)  # an earlier one may yield the partial that this one takes up
+            self.finish_of(gradients)  # an earlier one may yield the partial that this one adds
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings, usual_factor)
         if self._comm.waits_block_host:
-            # Before this reduction allocates, so that it can use what earlier ones free. These ran
-            # during the backward of this unit, so the wait for them is short.
+            # This comes before the new reduction allocates, so that it can use memory that earlier
+            # ones free. Those ran during the backward of this unit, so the wait for them is short.
             self._advance()
         with unrecorded():
             in_flight = gradients.start_reduce(
@@ -107,7 +108,7 @@ class ReduceQueue:
             self.may_free = False
 
     def _advance(self) -> None:
-        """Advance all reductions by one stage, and finish those that are through."""
+        """Advance all reductions by one stage, and finish those that have no stage left."""
         for queued in self._queue:
             if queued.in_flight.reduction.has_more:
                 queued.in_flight.reduction.advance()
@@ -133,7 +134,7 @@ class ReduceQueue:
             self._finish_oldest()
 
     def finish_partials_of(self, gradients: GradientAccumulator) -> None:
-        """Finish all reductions up to the last one of a unit that yields a partial."""
+        """Finish all reductions up to the unit's last one whose result is a partial."""
         while any(of is gradients and not in_flight.publishes for of, in_flight, _ in self._queue):
             self._finish_oldest()
 
