@@ -1,9 +1,9 @@
 """The ``.grad`` of replicated parameters, as views of buckets.
 
-Autograd itself adds to the ``.grad`` of such a parameter, and what it adds is not reduced yet. So
-while a backward runs, every ``.grad`` is hidden: it is None until autograd sets a new gradient. New
-gradients are packed into the bucket, large ones as they arrive. At the end of the backward each
-``.grad`` is a view of the bucket again.
+A *bucket* is a flat buffer that is all-reduced. Autograd adds unreduced gradients to ``.grad`` of a
+replicated parameter. So while a backward runs, the reduced gradients in every ``.grad`` are hidden:
+``.grad`` is None until autograd sets a new gradient. New gradients are packed into the bucket,
+large ones as they arrive. At the end of the backward each ``.grad`` is a view of the bucket again.
 
 ======= =============================================== ===========================================
 state   when                                            ``.grad``
@@ -41,7 +41,7 @@ class _Received:
 
     layout: GradientLayout
     bucket: torch.Tensor
-    divisor: int  # what they are divided by in the bucket
+    divisor: int  # by which the gradients in the bucket are divided
     params: set[int] = field(default_factory=set)  # whose gradients are in the bucket
 
     def part_of(self, index: int) -> torch.Tensor:
@@ -68,7 +68,7 @@ class ReplicatedGrads(PublishedGrads):
     # --- the bucket -------------------------------------------------------------------
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bucket ``[1, n]``, the same memory each step; None if gradients are in it."""
+        """Return the bucket ``[1, n]``, the same in each step; None if it holds published sums."""
         if self._published is not None:
             return None
         bucket = self._bucket
