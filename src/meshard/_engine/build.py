@@ -183,7 +183,7 @@ def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
-    """Add the parameters reserved for ``modules``, with their owners in inner units too."""
+    """Add the parameters that ``hoisting`` reserves for ``modules``, with owners in inner units."""
     for position, root in enumerate(modules if _hoisted else ()):
         for prefix, module in root.named_modules(prefix=_prefix(position, modules)):
             for name, param in module._parameters.items():
@@ -406,7 +406,7 @@ def allocate(
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Copy this rank's rows of a subclass, by operations that torch's ``fully_shard`` uses too."""
+    """Copy this rank's rows of a subclass, which may support only what torch's FSDP2 uses."""
     chunks = local.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
     own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
@@ -497,7 +497,7 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     # Dynamo limits recompilations per code object, and remembers changing sizes by the file, line
     # and name of a code object. With one code object for all classes, a size that is constant in
-    # each class but differs between two would become symbolic. So each class gets its own object.
+    # each class but differs between two would become symbolic. So each class has its own code.
     name = f"forward of {original.__module__}.{original.__qualname__}"
     forward.__code__ = forward.__code__.replace(co_name=name)
     return functools.wraps(plain)(forward)
@@ -517,7 +517,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for inner, fqn in inside.items():
         inner.fqn = fqn
         if inner.parent is None:
-            if inner.children:  # it was a root around units, and such roots have outside hooks
+            if inner.children:  # it was a root around units: see ``register_outside_hooks``
                 remove_outside_hooks(inner)
             own[-1].add_child(inner)
     units = [*own, *inside]
