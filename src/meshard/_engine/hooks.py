@@ -142,7 +142,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Raise while gradients are pending: a checkpoint would lose them. Finish pending steps.
 
     Gradients of a backward that failed are no reason to raise: they are dropped. Parameters that a
-    running forward has unsharded stay so: ``_put_shards`` replaces them in the state dict.
+    running forward has unsharded stay unsharded, and ``_put_shards`` replaces them in the result.
     """
     for unit in units_of(module):
         abort_if_interrupted(unit.lifecycle)
@@ -270,7 +270,7 @@ class UnitHook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a function that does nothing: a pickled module is a plain one, without units.
 
-        Forward hooks, whose result would replace the output, are left out of pickles instead.
+        The result of a forward hook would replace the output, so pickles leave forward hooks out.
         """
         check_may_pickle(self._unit())
         return partial, (nn.Identity,)  # a callable of torch's that takes any arguments
@@ -443,8 +443,8 @@ def end_forward(
     """End the forward of ``module`` in ``unit``. Returns None if no backward can follow."""
     lifecycle = unit.lifecycle
     forward_pass = lifecycle.present_pass
-    # A root is watched even without parameters of its own: its backward has to flush the units
-    # inside that hold gradients of earlier microbatches and did not run in this one.
+    # A root gets hooks on its outputs even if it has no parameters. Units inside that do not run in
+    # this microbatch may hold gradients of earlier ones, which the root's backward has to reduce.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     may_hide = not isinstance(output, torch.Tensor) and lifecycle.backward is None
@@ -518,8 +518,8 @@ def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
 def has_raised(module: nn.Module) -> bool:
     """Whether a hook of ``module`` is called because the forward of ``module`` raised.
 
-    If not, an exception may still be handled: the user may have called the module inside an
-    ``except`` block. The traceback of that exception does not begin in a call of ``module``.
+    If it did not raise, there may be another exception in ``sys.exc_info()``: users may call the
+    module inside an ``except`` block. The traceback of that one begins outside of the call.
     """
     trace = sys.exc_info()[2]
     return trace is not None and _is_call_of(module, trace.tb_frame)
@@ -593,7 +593,7 @@ class _LoadHook(UnitHook):
         if unit is None:
             return
         if unit.lifecycle.phase is Phase.IDLE:
-            unit.group.install_sharded()  # the load makes a copy that a forward has left stale
+            unit.group.install_sharded()  # after the load, a copy that a forward has left is stale
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)
