@@ -3,9 +3,10 @@
 Every rank must issue the same collectives in the same order, even if ranks use different parameters
 of a unit. Units are gathered in the order in which their modules run. A unit is reduced when its
 last gradient arrives. If this rank does not use one of the parameters, the gradient of that one
-never arrives; then the unit is reduced at the latest when an earlier unit begins its backward. An
-outer unit is reduced after the units inside it, even if it had all gradients before. So the order
-depends on which units ran, never on which of their parameters got a gradient.
+never arrives. Then the unit is reduced at the latest when a unit that ran before it in forward
+begins its backward. An outer unit is reduced after the units inside it, even if it had all
+gradients before. So the order depends on which units ran, never on which of their parameters got a
+gradient.
 
 A *window* is all microbatches of one optimizer step.
 
@@ -500,7 +501,7 @@ class Lifecycle:
         self._end_units_over(run, forward_pass, lambda _: True)
 
     def _ended_passes(self, run: BackwardRun) -> list[ForwardPass]:
-        """Return the reached passes, except one whose forward still runs around this backward."""
+        """Return the reached passes, except one whose forward has called this backward."""
         return [
             forward_pass
             for forward_pass in run.reached
@@ -940,7 +941,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _recorded_failure(self) -> Iterator[None]:
-        """Record a failure if the body raises. It reduces gradients, and some are then lost."""
+        """Record a failure if the body, which reduces gradients, raises: some are then lost."""
         try:
             yield
         except BaseException:
@@ -956,7 +957,7 @@ class Lifecycle:
             group.install_sharded()
 
     def check_between_steps(self, unit: Unit, caller: str) -> None:
-        """Raise if a module runs, forward or backward. Cleans up a step that failed."""
+        """Raise if a forward or backward of the model runs. Clean up a step that has failed."""
         self.abort_if_failed()
         if self.phase is not Phase.IDLE:
             raise RuntimeError(
