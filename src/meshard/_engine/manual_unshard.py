@@ -48,8 +48,8 @@ class InstalledParams:
         """Carry flags over to the sharded parameters, and warn of edits that are lost.
 
         There is no warning if the shards were edited too, as by ``load_state_dict``: their version
-        has grown then. Undoes it if a parameter was cast, moved or given other data, and returns
-        the names of these parameters.
+        has grown then. If parameters were cast, moved or given other data, this method undoes that
+        and returns their names.
         """
         self.take_flags()
         edited, replaced = [], []
