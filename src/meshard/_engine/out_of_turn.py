@@ -48,8 +48,7 @@ class Prefetcher:
     ) -> list[Unit]:
         if not chosen:
             return [] if predicted is None else alive([self._units[predicted]])
-        # Units of another root are left out: ``drop_unused`` would drop their gathers at the end of
-        # the forward of this root.
+        # ``drop_unused`` would drop a gather for another root when the forward of this one ends.
         return [each for each in alive(chosen) if each.root is unit.root]
 
     def unshard(
@@ -138,8 +137,7 @@ class RetainedUnits:
         self.retain(unit)
         watched = gradient
         if not gradient.requires_grad:
-            # The gradient is a constant, such as that of ``sum()``. A hook needs a tensor that
-            # requires grad.
+            # A constant, such as the gradient of ``sum()``. A hook needs one that requires grad.
             try:
                 watched = gradient.detach().requires_grad_()
             except RuntimeError as error:
