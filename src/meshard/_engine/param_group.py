@@ -157,9 +157,9 @@ class ParamGroup:
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # Two sums over a few elements of the initial weights. Ranks compare the one of unsharded
-        # weights. The one of this rank's shards tells whether the shards were written to since.
-        # None: nothing was recorded, or ``take_first_values`` has returned it.
+        # Two sums over a few elements of the initial weights. The first is over unsharded weights;
+        # ranks compare it. The second is over this rank's shards; it tells whether these were
+        # written to since. None: nothing was recorded, or ``take_first_values`` has returned it.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # Optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
@@ -240,10 +240,7 @@ class ParamGroup:
         self._unsharded_version = _UNKNOWN
 
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
-        """Record a sample of ``unsharded``, from which the shards were cut, and one of the shards.
-
-        Meta tensors are left out.
-        """
+        """Record a sample of ``unsharded`` and one of the shards. Meta tensors are left out."""
         which = tuple(index for index, each in enumerate(unsharded) if not each.is_meta)
         total = sum_of_samples([unsharded[index] for index in which])
         sharded = sum_of_samples(self._shards(which))
@@ -405,10 +402,7 @@ class ParamGroup:
         gather.in_flight.release()  # nothing reads the gathered rows after this
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
-        """End the user's ``unshard()``, and reshard if the unsharded copy is stale.
-
-        ``voids_graphs``: see ``end_manual_unshard``.
-        """
+        """End the user's ``unshard()``, and reshard if the unsharded copy is stale."""
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
@@ -573,7 +567,7 @@ def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
 
 
 def all_owners() -> set[ParamGroup]:
-    """Return all groups that there are."""
+    """Return all groups."""
     return set(_owners.values())
 
 
