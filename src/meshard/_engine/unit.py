@@ -58,7 +58,7 @@ class UnitStep:
     """The progress of a unit in the present step."""
 
     arrived: set[int] = field(default_factory=set)  # indices of params that got a gradient
-    awaits_gradients: bool = False  # a forward ran; its gradients are still to be reduced
+    awaits_gradients: bool = False  # a forward ran; its gradients were not reduced or added up yet
     may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
     is_in_backward: bool = False  # its backward is under way
     are_complete: bool = False  # it has all gradients, and waits for those of units inside
@@ -154,12 +154,12 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """The name in errors and tables: the root has no dotted name."""
+        """The name in errors and tables. The root, whose dotted name is empty, is "(root)"."""
         return (self.fqn or "(root)") + self.mesh_name
 
     @property
     def is_root(self) -> bool:
-        """Whether no unit is around this one, siblings aside."""
+        """Whether this unit, or the outermost of its siblings, is inside no other unit."""
         outer = self if self.sibling_of is None else self.sibling_of()
         return outer is not None and outer.parent is None
 
@@ -312,7 +312,7 @@ def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """Return the units of ``module``, and with ``recurse`` those inside; at least one."""
+    """Return the units of ``module``, and with ``recurse`` those inside. Raise if there is none."""
     check_bool("recurse", recurse)
     _check_module(module)
     units = list(units_in(module)) if recurse else units_of(module)
