@@ -93,10 +93,7 @@ class GradientRules:
         return self._layouts[indices]
 
     def accumulate_dtype(self, gradients: GradientLayout) -> torch.dtype:
-        """Return the dtype in which ``gradients`` are added up.
-
-        Parameters that are not in this layout, such as frozen float8 ones, have no influence.
-        """
+        """Return the dtype in which ``gradients`` are added up. Frozen parameters do not count."""
         if self.chosen_dtype is not None:
             return self.chosen_dtype
         # The cache is invalid if the layout has changed: Module.double() may have cast parameters.
@@ -281,9 +278,8 @@ class GradientAccumulator:
     def begin_backward(self, settings: ReduceSettings) -> None:
         """Let ``receive`` put large gradients into the bucket of ``replicate`` as they arrive.
 
-        This saves memory: otherwise each gradient has memory of its own, beside its range in the
-        bucket, until the last one arrives. It is done only if gradients are sent in the accumulate
-        dtype.
+        This saves memory: a gradient that waits for the last one exists twice, by itself and as a
+        range of the bucket. It requires that gradients are sent in the accumulate dtype.
         """
         if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
             return
@@ -297,7 +293,7 @@ class GradientAccumulator:
             self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
 
     def receive(self, index: int, settings: ReduceSettings) -> None:
-        """Add a large gradient that has just arrived to ``U``; without ``U``, to the bucket.
+        """Add a large gradient that has just arrived to ``U``; without ``U``, to a free bucket.
 
         With reentrant checkpoints, another gradient of the same parameter may follow. If there are
         ``arrived`` hooks and a ``U``, the gradient stays in ``.grad``, because these hooks must see
@@ -451,10 +447,9 @@ class GradientAccumulator:
             label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
-        # In a large unit gradients are divided while they are packed. In a small unit they are
-        # divided later, because one kernel packs them all, and cannot divide. With hooks they are
-        # divided later too, because hooks must see undivided values. All ranks decide alike,
-        # because only settings and groups are read.
+        # In a large unit, packing also divides. A small unit is packed by one kernel, which cannot
+        # divide. Hooks must see undivided values, so with hooks the division comes later too. All
+        # ranks decide alike, because only settings and groups are read.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:
@@ -538,7 +533,7 @@ class GradientAccumulator:
             raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
         if self.sharded.average is not None:
-            # The communication hook may have overwritten the marks of unused parameters.
+            # The communication hook may have overwritten the -0.0 that marks unused parameters.
             in_flight.layout.mark_unused(result.flat, result.used)
         if not self._dropped:
             return result
