@@ -1,4 +1,4 @@
-"""Communication hooks of DDP: code of the user that averages a bucket over the ranks."""
+"""Communication hooks of DDP: code of the user that averages a gradient bucket over ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from meshard._params.sharded_param import UnitParam
 
 @dataclass(eq=False)
 class GradBucket:
-    """What a hook gets: a bucket with the methods of ``torch.distributed.GradBucket``.
+    """The bucket that a hook gets, with the methods of ``torch.distributed.GradBucket``.
 
     Python cannot instantiate torch's own class.
     """
@@ -80,8 +80,7 @@ class CommHook:
 
         Hooks such as PowerSGD's start a second collective from a callback, in a thread of gloo. If
         this thread issued collectives of its own meanwhile, the order of both would differ between
-        ranks. So this method waits at once. On a device the wait orders streams, and the host goes
-        on.
+        ranks. So this method waits at once. On a device that orders streams; the host goes on.
         """
         is_last = not any(param.sharded.requires_grad for param in later)
         with unrecorded():
