@@ -1,4 +1,4 @@
-"""What ``.grad`` of sharded parameters shows: on the device, or in host memory.
+"""The ``.grad`` of sharded parameters, on the device or in host memory.
 
 A reduction yields one flat tensor per unit in the accumulate dtype. A ``.grad`` of that dtype is a
 view of it, so that one kernel adds the next reduction. The dtype of ``.grad`` is that of the
@@ -137,7 +137,7 @@ class PublishedGrads:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether a ``.grad`` of an unsharded parameter comes from a backward, unreduced.
+        """Whether ``.grad`` of the unsharded parameters holds gradients that are not reduced yet.
 
         Under ``replicate`` sharded and unsharded parameters are the same. So outside of a backward
         this ``.grad`` was published (it is reduced), or the user has set it.
@@ -172,7 +172,8 @@ class PublishedGrads:
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
         """Add a large gradient that has just arrived to ``unreduced``, and return the sum.
 
-        If ``unreduced`` is None, add the gradient to the free memory instead, and return None.
+        If ``unreduced`` is None, put the gradient into the memory of ``begin_receiving`` instead,
+        and return None.
         """
         return unreduced
 
@@ -182,9 +183,9 @@ class PublishedGrads:
     def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
         """Return the parameters whose gradients ``receive`` has put into the memory of ``rows``.
 
-        The call makes ``divisor`` what these gradients are divided by. If ``receive`` has put them
-        into other memory, the call returns no parameter, and undoes the division by the divisor of
-        ``begin_receiving``.
+        ``receive`` has divided them by the divisor of ``begin_receiving``. The call changes that to
+        ``divisor``. If ``receive`` has put them into other memory than ``rows``, the call undoes
+        the division, and returns no parameter.
         """
         return frozenset()
 
