@@ -43,7 +43,7 @@ class ReduceQueue:
         self._comm.begin_phase(StepPhase.BACKWARD)
 
     def _divide_factor(self, settings: ReduceSettings, usual: float | None) -> float | None:
-        """Return the user's factor, or the usual one.
+        """Return the divide factor that the user has set, or else ``usual``.
 
         Callables and tensors are read once per backward.
         """
@@ -103,7 +103,7 @@ class ReduceQueue:
         self.may_free |= self._comm.waits_block_host and in_flight.layout.is_large
 
     def progress(self) -> None:
-        """Free send buffers that all ranks have received, for the next gradients. Never blocks."""
+        """Free send buffers that all ranks have received. Never blocks."""
         if all(each.in_flight.reduction.free_if_sent() for each in self._queue):
             self.may_free = False
 
