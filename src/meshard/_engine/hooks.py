@@ -549,7 +549,7 @@ def _runs_elsewhere(module: nn.Module) -> bool:
 
 
 def _was_refused(unit: Unit) -> bool:
-    """Whether the exception that is handled here says that this root refused to run forward."""
+    """Whether the exception being handled says that the root of ``unit`` refused the forward."""
     error = sys.exc_info()[1]
     return isinstance(error, RefusedError) and error.lifecycle is unit.lifecycle
 
