@@ -94,7 +94,7 @@ class ManualUnshard:
         self.installed: InstalledParams | None = None  # None: the gather was not waited for yet
 
     def record_installed(self, shard_version: int) -> None:
-        if self.installed is None:  # the handle of another unshard() may have been waited for
+        if self.installed is None:  # several calls of unshard() may share this record
             self.installed = InstalledParams(self._label, self._params, shard_version, "unshard()")
 
     def end(self, shard_version: int) -> str:
@@ -116,7 +116,7 @@ def listed(names: list[str]) -> str:
 
 
 def _restore(unsharded: torch.Tensor, local: torch.Tensor) -> None:
-    """Put the memory that gathers fill back under ``unsharded``."""
+    """Give ``unsharded`` its original memory again: ``local``, into which units are gathered."""
     if isinstance(unsharded, DTensor):
         unsharded.data = place_like(unsharded, local)
         set_local(unsharded, local)
