@@ -460,7 +460,7 @@ class ParamGroup:
             self._move(ParamState.UNSHARDED)
 
     def keep_installed(self) -> None:
-        """Leave the unsharded parameters on the modules after forward, until they are resharded.
+        """Leave the unsharded parameters on the modules after forward, until the next reshard.
 
         The user may read them: a loss may be computed from a weight.
         """
@@ -510,7 +510,7 @@ class ParamGroup:
         """End the user's ``unshard()``, if there is one.
 
         With ``refuse``, raise if a parameter was cast, moved or given other data: that would be
-        lost. With ``voids_graphs``, raise the version counters of the unsharded parameters, so that
+        lost. With ``voids_graphs``, count up the versions of the unsharded parameters, so that
         autograd refuses a later backward through a graph that has saved them.
         """
         if self.manual_unshard is None:
