@@ -154,7 +154,7 @@ class StepSchedule:
         now.last_call[call.unit] = call
 
     def next_in_forward(self) -> int | None:
-        """Return the unit that is expected to enter next; None: none is."""
+        """Return the unit that is expected to enter next; None if none is, or none is known."""
         entries = self.current.entries
         return self._successors.get(entries[-1]) if entries else None
 
