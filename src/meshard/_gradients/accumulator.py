@@ -169,7 +169,7 @@ class GradientAccumulator:
         self._partial: FlatGradients | None = None  # Q
         self.sharded = _grads_of(unit_params)  # A
         self.is_replicated = isinstance(self.sharded, ReplicatedGrads)
-        # From parameter index to a sum over other mesh axes (TP) that was not taken of U yet.
+        # From parameter index to the sum over other mesh axes (TP) that its gradient in U lacks.
         self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [
             i for i, param in enumerate(unit_params.params) if param.needs_conversion
@@ -238,7 +238,7 @@ class GradientAccumulator:
         self._release_if_settled()
 
     def end_window(self) -> None:
-        """Begin a new window with the next gradients."""
+        """End the window. The next gradients open a new one."""
         self.window.close()
         self._release_if_settled()
 
@@ -341,7 +341,7 @@ class GradientAccumulator:
             self._missing_sums[index] = missing
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
-            # plain_gradient() takes the sum of this gradient, so take that of U too.
+            # plain_gradient() sums this gradient over the other axes, so sum U over them too.
             self._add_up(unreduced.layout, unreduced.flat, index)
         return param.plain_gradient(gradient)
 
