@@ -129,17 +129,17 @@ class ReduceQueue:
             on_reduced()
 
     def finish_of(self, gradients: GradientAccumulator) -> None:
-        """Finish all reductions up to the last one of a unit."""
+        """Finish reductions, oldest first, until none of this unit is in flight."""
         while any(queued.gradients is gradients for queued in self._queue):
             self._finish_oldest()
 
     def finish_partials_of(self, gradients: GradientAccumulator) -> None:
-        """Finish all reductions up to the unit's last one whose result is a partial."""
+        """Finish reductions, oldest first, until none of this unit yields a partial."""
         while any(of is gradients and not in_flight.publishes for of, in_flight, _ in self._queue):
             self._finish_oldest()
 
     def finish_published(self) -> None:
-        """Finish all reductions up to the last one whose result goes to ``.grad``."""
+        """Finish reductions, oldest first, until no result is left that goes to ``.grad``."""
         while any(queued.in_flight.publishes for queued in self._queue):
             self._finish_oldest()
 
