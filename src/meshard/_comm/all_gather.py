@@ -1,7 +1,7 @@
 """All-gather of a unit's parameters.
 
-A ``GatherPlan`` is made once per unit: which ranges to cast, and where the range of each rank goes
-in each unsharded parameter.
+A *range* holds the elements of one parameter in a flat shard. The ``GatherPlan`` of a unit says
+which ranges are cast before they are sent, and where each gathered range is copied to.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from meshard._comm.communicator import CommStream, Communicator, GatherInFlight,
 from meshard._mesh.layout import FlatLayout, ParamRange, matching_parts
 from meshard._torch.private import foreach_copy_
 
-_TINY = 2**14  # bytes: freeing less is no use, because malloc does not return it to the OS
+_TINY = 2**14  # bytes: smaller buffers are never freed, as malloc would not return them to the OS
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets, and as many sources
 
 
 class _CastRange(NamedTuple):
-    """A range that is contiguous both in the flat shard and in the shard that is sent."""
+    """Elements that are contiguous both in the flat shard and in the cast copy that is sent."""
 
     from_segment: int
     from_offset: int
@@ -34,7 +34,7 @@ class _CastRange(NamedTuple):
 
     @property
     def end(self) -> tuple[int, int, int, int]:
-        """Where the next range has to begin, in both shards, to be merged with this one."""
+        """Where the next range must begin, in both buffers, so that the two can be merged."""
         end = self.from_offset + self.numel
         return self.from_segment, end, self.to_segment, self.to_offset + self.numel
 
@@ -42,8 +42,8 @@ class _CastRange(NamedTuple):
 class GatherPlan:
     """How one unit is cast, gathered and copied into unsharded parameters.
 
-    ``at_rest`` is the layout of the flat shard. ``on_wire`` is that of what is sent: the same
-    parameters in the dtypes in which modules compute.
+    ``at_rest`` is the layout of the flat shard. ``on_wire`` is the layout of the buffer that is
+    sent: it has the same parameters, in the dtypes in which modules compute.
     """
 
     def __init__(self, at_rest: FlatLayout, on_wire: FlatLayout) -> None:
@@ -62,11 +62,11 @@ class GatherPlan:
     def bind(
         self, unsharded: Sequence[torch.Tensor], allocate: Callable[[], None] | None = None
     ) -> None:
-        """Prepare to fill unsharded parameters; those of one dtype share one storage.
+        """Prepare to fill the tensors ``unsharded``. Those of one dtype share one storage.
 
-        ``allocate`` allocates their memory. If it is given, and the unit has a single parameter,
-        which is cut evenly, then gathers are received in the memory of that parameter and nothing
-        is copied out.
+        ``allocate`` allocates their memory. If it is given, and the unit has a single parameter
+        that ``ParamLayout.is_regular``, the memory of this parameter is the receive buffer of
+        gathers, and nothing is copied out.
         """
         self._unsharded = list(unsharded)
         self._regular = [
@@ -96,7 +96,7 @@ class GatherPlan:
         group: dist.ProcessGroup,
         label: str,
     ) -> GatherInFlight:
-        """Start gathering the unit; its shard must not be edited until the gather is waited for."""
+        """Start gathering the unit; its shard must not be edited until the rows are released."""
         with comm.on_stream(CommStream.GATHER):
             source = self._cast(buffer, segments, comm, group) if self._casts else buffer
             return comm.gather(source, group=group, label=label, receive=self._receive)
@@ -133,12 +133,15 @@ class GatherPlan:
         num_bytes, resize = storage.nbytes(), storage.resize_
         if num_bytes <= _TINY:
             return ReceiveMemory(flat, rows)
-        # Called from the second gather on: new_empty has allocated the memory for the first.
+        # ``_receive`` calls this from the second gather on. For the first, new_empty allocates.
         self._allocate_kept = partial(resize, num_bytes)
         return ReceiveMemory(flat, rows, free=partial(resize, 0))
 
     def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
-        """Prepare copies out of ``parts``, one for each run of adjacent parameters of one size."""
+        """Return views to copy between. ``parts`` are the received rows, split by dtype.
+
+        Adjacent parameters of equal size are one copy, if they lie at equal distances in memory.
+        """
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for part, segment, unsharded in zip(
             parts, self.on_wire.segments, self._regular, strict=True
@@ -160,7 +163,7 @@ class GatherPlan:
         return targets, sources
 
     def copy_out(self, rows: Rows) -> None:
-        """Fill the bound parameters from what was gathered, skipping padding."""
+        """Fill the tensors that were passed to ``bind`` from the gathered rows, without padding."""
         if self._kept is not None and rows[0] is self._kept.rows:
             blocks = [self._kept_segments]
             self._copy_kept_out()
@@ -173,16 +176,16 @@ class GatherPlan:
             self._fill_irregular(each, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _copy_kept_out(self) -> None:
-        if self._copies is None:  # not made in bind(), where the parameters' storage has size 0
+        if self._copies is None:  # not made in bind(): as_strided needs the parameters' memory
             self._copies = self._make_copies(self._kept_segments)
         targets, sources = self._copies
-        if len(targets) == 1:  # half the time of the foreach operator
+        if len(targets) == 1:  # takes half the time of the foreach operator
             targets[0].copy_(sources[0])
         elif targets:
             foreach_copy_(targets, sources)
 
     def _targets_of(self, rows: Rows) -> list[list[list[torch.Tensor]]]:
-        """Return the regular parameters, by block of rows and by segment."""
+        """Return, for each block of rows, the views that it fills: a list for each segment."""
         count = len(rows)
         if count == 1:
             return [self._regular]
