@@ -1,8 +1,8 @@
 """Blocking collectives, for set-up and for use between steps.
 
-All are called on all ranks of ``group``, with tensors of one shape and dtype. They block until the
-data is there, on the current stream. By default the first rank of a group sends to the others, or
-receives from them.
+All ranks of ``group`` must call them, with tensors of one shape and dtype. Each call, except that
+of ``send_max``, waits for the result: on CPU the host waits, on a device the current stream. By
+default the first rank of a group sends to the others, or receives from them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ from meshard._torch.private import all_gather_single
 def _waiting(
     op: str, tensor: torch.Tensor, group: dist.ProcessGroup, label: str, event: CommEvent | None
 ) -> Iterator[None]:
-    """Return a context for a collective on ``tensor`` that was announced as ``event``."""
+    """Profile the collective in the block, and warn if it takes too long.
+
+    ``event`` is what ``announce`` returned for the collective.
+    """
     with profiled(op, label, clock_of(tensor.device), event), Waiting((op, label), group):
         yield
 
@@ -33,7 +36,7 @@ def _waiting(
 def broadcast(
     buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str, source: int = 0
 ) -> None:
-    """Overwrite the contiguous ``buffer`` by that of rank ``source`` of ``group``."""
+    """Overwrite ``buffer``, which is contiguous, with that of rank ``source`` of ``group``."""
     if group.size() > 1 and buffer.numel():
         event = announce("broadcast", buffer, group, label)
         # As bytes: gloo supports neither int16 nor float8.
@@ -53,7 +56,7 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, *, label: str) -> list[Any]:
-    """Return the values of all ranks, in rank order. Values that can be pickled are sent."""
+    """Return the values of all ranks, in rank order. They must be picklable."""
     if group.size() == 1:
         return [value]
     gathered: list[Any] = [None] * group.size()
@@ -75,10 +78,11 @@ def gather_objects_to_first(value: Any, group: dist.ProcessGroup, *, label: str)
 def exchange_numbers(
     numbers: list[int], group: dist.ProcessGroup, device: torch.device, *, purpose: str
 ) -> list[list[int]]:
-    """Return the ``numbers`` of every rank. A rank that waits long reports the ``purpose``.
+    """Return the ``numbers`` of every rank. If a rank waits long, its warning names ``purpose``.
 
-    The exchange is not announced, because it prepares a group or a root before the first collective
-    of a step. A ``MESHARD_STALL_SECONDS`` that is no number is refused here.
+    The exchange is not announced to observers, because it sets up a group or a root before the
+    first collective of a step. If ``MESHARD_STALL_SECONDS`` is not a number, it raises a
+    ValueError.
     """
     stall_seconds()
     own = torch.tensor(numbers, device=device)
@@ -92,7 +96,7 @@ def exchange_numbers(
 def ranks_that_differ(
     value: object, group: dist.ProcessGroup, device: torch.device, *, purpose: str
 ) -> list[int]:
-    """Return the positions in ``group`` of ranks whose value differs from that of the first.
+    """Return the positions in ``group`` of ranks whose value differs from the first rank's.
 
     Values are compared by a digest of their ``repr``. The result is the same on every rank.
     """
@@ -114,9 +118,9 @@ def agree_on_max(
 
 
 def send_max(value: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
-    """Take part in ``agree_on_max`` of the other ranks, without waiting for the result.
+    """Send ``value`` to the ranks that call ``agree_on_max``, without waiting for the result.
 
-    Only the check of ``MESHARD_DEBUG=1`` waits.
+    Only the check of ``MESHARD_DEBUG=1`` waits for the other ranks.
     """
     if group.size() > 1:
         event = announce("all_reduce", value, group, label)
