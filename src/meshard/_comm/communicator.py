@@ -1,9 +1,9 @@
 """The communicator: starts collectives and orders their results.
 
-A collective is started by one call, which returns what is in flight. Waiting for that (by ``wait``
-or ``rows``) finishes the collective; in between it runs beside the compute. Before it is issued it
-is *announced*: to the check of ``MESHARD_DEBUG=1``, which raises where the ranks differ, and to
-observers such as ``CommLedger``.
+One call starts a collective, and returns an object for it, such as ``GatherInFlight``. The
+collective runs beside compute until the caller waits for this object (``wait`` or ``rows``). Just
+before a collective is issued, ``announce`` reports it to the check of ``MESHARD_DEBUG=1``, which
+raises if the ranks differ, and to observers such as ``CommLedger``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from meshard.policies import AllGather, Comm, ReduceScatter
 
 # A matrix with one row per rank, in rank order, as a list of blocks. A block [k, n] has k rows.
 # Usually one block has all rows. With shared memory each row may be a block of its own, because the
-# rows lie in the memory of different ranks.
+# memory of the rows is not contiguous: other ranks have allocated some of them.
 Rows = list[torch.Tensor]
 
 
 class StepPhase(enum.Enum):
-    """A part of a step, which needs other memory than the parts before it."""
+    """A part of a training step. Each part needs different memory for its collectives."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -56,13 +56,13 @@ class CommStream(enum.Enum):
 
 
 class Pending(Protocol):
-    """Something that has been started."""
+    """Work that has been started."""
 
     def wait(self) -> None:
-        """Make what the caller does next come after what was started. May be called repeatedly."""
+        """Order all that the caller does next after this work. May be called repeatedly."""
 
     def poll(self) -> bool:
-        """Return whether it is done, without blocking. If it is, also do what ``wait`` does."""
+        """Return whether the work is done, without blocking. If so, also do what ``wait`` does."""
 
 
 class InFlight(Pending, Protocol):
@@ -71,25 +71,28 @@ class InFlight(Pending, Protocol):
     def abandon(self) -> None:
         """Give up the result after an error, so that input and output can be freed.
 
-        Raises nothing. Waits only if the backend may still use their memory.
+        Raises nothing. Waits only if the backend may still use the memory of input or output.
         """
 
 
 class GatherInFlight(Protocol):
-    """An all-gather that has been started. It holds what the collective reads and writes."""
+    """An all-gather that has been started. It keeps the tensors alive that the gather uses."""
 
     def rows(self) -> Rows:
-        """Wait, and return what the ranks sent. The caller must not write to it."""
+        """Wait, and return what the ranks sent. The caller must not write to the rows."""
 
     def release(self) -> None:
-        """Release the rows, which must not be read afterwards. Other ranks may wait for this."""
+        """Release the rows, which must not be read afterwards.
+
+        With shared memory, other ranks may wait for the release to reuse their memory.
+        """
 
     def abandon(self) -> None:
         """Give up the gather after an error, as ``InFlight.abandon`` does."""
 
 
 class ReceiveMemory(NamedTuple):
-    """Memory that receives every gather of a unit, faster than a new tensor in each step."""
+    """Memory for the result of a unit's gathers. Reusing it is faster than allocating each time."""
 
     flat: torch.Tensor
     rows: torch.Tensor  # the same memory as [ranks, n]
@@ -101,7 +104,7 @@ Receive = Callable[[torch.Tensor, int], ReceiveMemory]
 
 
 class Gathered(NamedTuple):
-    """An all-gather into memory of this rank."""
+    """An all-gather whose result is in memory of this rank."""
 
     gathered: Rows
     pending: InFlight
@@ -122,21 +125,21 @@ class Gathered(NamedTuple):
 
 
 class Reducing(NamedTuple):
-    """A reduce-scatter that has been started. It holds what the collective reads and writes."""
+    """A reduce-scatter that has been started. It keeps the tensors alive that it uses."""
 
     pending: InFlight
-    rows: Rows  # the send buffer; emptied by ``free_if_sent``
+    rows: Rows  # the send buffer; ``free_if_sent`` empties the list
     sum: torch.Tensor  # of this rank's row over all ranks, [n]; valid after ``pending.wait()``
 
     def free_if_sent(self) -> bool:
-        """Free the send buffer if all ranks have received it. Return whether it is freed."""
+        """Free the send buffer if the collective is done. Return whether it has been freed."""
         if self.rows and self.pending.poll():
             self.rows.clear()
         return not self.rows
 
 
 class Exchanging(NamedTuple):
-    """An all-to-all that has been started. It holds what the collective reads and writes."""
+    """An all-to-all that has been started. It keeps the tensors alive that it uses."""
 
     pending: InFlight
     received: torch.Tensor  # what the ranks sent, in rank order; valid after ``pending.wait()``
@@ -150,7 +153,7 @@ class RecordedWork(InFlight, Protocol):
 
 
 class Done:
-    """A collective that needed no communication."""
+    """Work that is done already, such as an all-reduce in a group of one rank."""
 
     def wait(self) -> None: ...
 
@@ -174,15 +177,15 @@ class CommEvent:
     op: str
     unit: str
     group_size: int
-    # Bytes of the larger buffer: all-gather output, reduce-scatter input or all-reduce buffer. Of
-    # an all-to-all, what all ranks send together, each to itself too.
+    # Bytes of the larger buffer: all-gather output, reduce-scatter input or all-reduce buffer. For
+    # an all-to-all: the bytes that all ranks send together, including what each sends to itself.
     payload_bytes: int
     dtype: torch.dtype
-    sent_bytes: int | None = None  # what this rank sends to others, if it is not what a ring sends
+    sent_bytes: int | None = None  # bytes that this rank sends to others; None: as in a ring
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that this rank sends, if not known exactly then with a ring algorithm.
+        """Bytes that this rank sends: ``sent_bytes`` if given, else those of a ring algorithm.
 
         See Patarasuk and Yuan, 2009.
         """
@@ -192,8 +195,8 @@ class CommEvent:
         return passes * self.payload_bytes * (self.group_size - 1) // self.group_size
 
 
-# Called before every collective. The third argument is ``Communicator.identity``, or None for the
-# collectives of blocking.py, which have no communicator.
+# ``announce`` calls each observer before a collective. The third argument is
+# ``Communicator.identity``, or None for the collectives of blocking.py, which use no communicator.
 Observer = Callable[[CommEvent, dist.ProcessGroup, object | None], None]
 observers: list[Observer] = []
 
@@ -209,13 +212,13 @@ def announce(
     sent_bytes: int | None = None,
     comm: Communicator | None = None,
 ) -> CommEvent | None:
-    """Check that the ranks agree, then call the observers: a collective is about to be issued.
+    """Report a collective before it is issued: check that the ranks agree, and call observers.
 
-    Return what is announced, or None if nothing checks, observes or records it.
+    Returns the reported event, or None if no check, observer or trace is active.
 
-    ``payload`` is the larger buffer of the collective, or one of its ``rows`` rows. If its size
-    differs between ranks, ``numel`` is the number of elements to announce. Under
-    ``MESHARD_DEBUG=1`` this raises a RuntimeError if the ranks are about to issue different
+    ``payload`` is the larger buffer of the collective, or one of ``rows`` equal parts of it. If the
+    size of the buffer differs between ranks, ``numel`` is the number of elements to report instead.
+    Under ``MESHARD_DEBUG=1`` this raises a RuntimeError if the ranks are about to issue different
     collectives.
     """
     is_checked = is_debugging() if comm is None else comm.is_checked
@@ -248,7 +251,7 @@ def log_event(event: str, label: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class CommSettings:
-    """What replaces the collectives of one unit, or the memory for them."""
+    """The user's replacements for the collectives of one unit, and for the memory they use."""
 
     all_gather: AllGather | None = None  # allocates its output
     reduce_scatter: ReduceScatter | None = None  # allocates its input and output
@@ -269,12 +272,13 @@ def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
 class Communicator:
     """Collectives on the tensors of one device, for one root.
 
-    In a group that ``is_alone``, no collective is issued. ``label`` is the name of the unit, for
-    observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is made.
+    In a group for which ``is_alone`` is true, no collective is issued. ``label`` is the name of the
+    unit, for observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is
+    made.
     """
 
-    waits_block_host: bool  # InFlight.wait blocks the calling thread, and not a stream
-    clock: Clock  # tells the time of what is queued
+    waits_block_host: bool  # whether InFlight.wait blocks the calling thread, and not a stream
+    clock: Clock  # the clock that traces read
 
     def __init__(self) -> None:
         self.identity = object()  # tells observers which root issued a collective
@@ -286,7 +290,7 @@ class Communicator:
     # --- variants that share streams and memory --------------------------------------------
 
     def with_custom(self, custom: CommSettings) -> Communicator:
-        """Return a communicator on the same streams that uses the collectives of the user."""
+        """Return a communicator on the same streams that uses the user's collectives."""
         if custom.all_reduce is dist.all_reduce:
             custom = replace(custom, all_reduce=None)
         if custom == CommSettings():
@@ -296,9 +300,10 @@ class Communicator:
         return variant
 
     def shared_with(self, own: Communicator) -> Communicator:
-        """Return a variant with these streams and memory for another root, which has used ``own``.
+        """Return a communicator for another root, with the streams and memory of this one.
 
-        The variant has the identity and the root names of ``own``.
+        ``own`` is the communicator that the other root has had so far. The new one takes over its
+        identity and its root names.
         """
         variant = copy.copy(self)
         variant.identity, variant.root_names = own.identity, own.root_names
@@ -307,19 +312,22 @@ class Communicator:
     # --- streams ---------------------------------------------------------------------------
 
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
-        """Queue what is inside on ``comm_stream``, after all that the caller has queued so far."""
+        """Queue the work of the block on ``comm_stream``, after all work queued by the caller."""
         raise NotImplementedError
 
     def record(self, *keep: torch.Tensor, after: Pending | None = None) -> RecordedWork:
-        """Return a handle on what the current stream has queued; it keeps ``keep`` alive.
+        """Return a handle for the work that the current stream has queued so far.
 
-        ``after`` is the collective before it. A trace counts waits for the handle as waits for
-        that.
+        The handle keeps ``keep`` alive. ``after`` is the collective that precedes the work: a trace
+        counts a wait for the handle as a wait for that collective.
         """
         raise NotImplementedError
 
     def gather_after(self, event: Any) -> None:
-        """Let the next use of the gather stream wait for ``event`` only, and not for the caller."""
+        """Let the next use of the gather stream wait for ``event`` instead of the caller's stream.
+
+        Only a communicator with streams does this; the others ignore the call.
+        """
 
     def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
         """Let the next use of ``comm_stream`` also wait for ``pending``."""
@@ -333,7 +341,7 @@ class Communicator:
     def allocate_source(
         self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return an uninitialised ``[numel]``: the source of one gather, dropped after it."""
+        """Return an uninitialised ``[numel]``, the source of one gather, to be dropped after it."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def send_rows(
@@ -345,7 +353,7 @@ class Communicator:
         group: dist.ProcessGroup,
         as_one: bool = False,
     ) -> Rows:
-        """Return uninitialised rows ``[numel]`` for one reduce-scatter, which consumes them.
+        """Return uninitialised rows ``[numel]``, one per rank, to pass to one ``reduce_scatter``.
 
         With ``as_one``, they are one block.
         """
@@ -363,8 +371,8 @@ class Communicator:
         """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
         return ""
 
-    # --- collectives: on all ranks of ``group``, on the stream of the caller. The caller must keep
-    # what they return until it has waited for it. ------------------------------------------
+    # --- collectives: all ranks of ``group`` call them, and they are queued on the caller's stream.
+    # The caller must keep the returned object until it has waited for it. ------------------
 
     def is_alone(self, group: dist.ProcessGroup) -> bool:
         """Whether ``group`` has no other rank, so that nothing is sent in it."""
@@ -380,8 +388,9 @@ class Communicator:
     ) -> GatherInFlight:
         """Start gathering every rank's ``source [n]``.
 
-        ``receive`` returns memory for the result, which the caller reuses in each gather. It is
-        called only if waits block the host: on a device, a stream may still read the last result.
+        ``receive`` returns memory for the result, which the caller may reuse for its next gather.
+        It is called only if waits block the host. On a device, a stream may still be reading the
+        result of the previous gather.
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
         if self.is_alone(group):
@@ -411,15 +420,16 @@ class Communicator:
         label: str,
         keep_signs: bool = True,
     ) -> Reducing:
-        """Start adding up row ``r`` of all ranks on rank ``r``. The rows are consumed.
+        """Start a reduce-scatter: rank ``r`` gets the sum of row ``r`` over all ranks.
 
-        ``sum_dtype`` is that of the rows, or wider. With ``keep_signs`` a sum of negative zeros is
-        a negative zero.
+        The rows may be overwritten and freed, so the caller must not use them afterwards.
+        ``sum_dtype`` is the dtype of the rows, or a wider one. With ``keep_signs`` a sum of
+        negative zeros is a negative zero.
         """
         first, is_alone = rows[0], self.is_alone(group)
         custom = None if self._custom is None else self._custom.reduce_scatter
         if first.dtype == sum_dtype and (is_alone or 1 < group.size() == len(rows)):
-            # Every row is a block: this rank's own row is not sent, so its memory can take the sum.
+            # This rank's own row is a block by itself and is not sent, so it can hold the sum.
             total = rows[group.rank()].view(-1)
         else:
             total = self._allocate((first.size(1),), sum_dtype, first.device, group, custom)
@@ -460,10 +470,10 @@ class Communicator:
         group: dist.ProcessGroup,
         label: str,
     ) -> Exchanging:
-        """Start sending a part of ``source [n]`` to each rank, and receiving one from each.
+        """Start sending one part of ``source [n]`` to each rank, and receiving one from each.
 
-        The parts lie in rank order; ``sent`` and ``received`` have their numbers of elements.
-        ``numel`` is what all ranks send together, which is the same on every rank.
+        The parts lie in rank order. ``sent`` and ``received`` list their numbers of elements.
+        ``numel`` is the number of elements that all ranks send together, the same on every rank.
         """
         if self.is_alone(group):
             return Exchanging(self.record(source), source)
@@ -484,7 +494,7 @@ class Communicator:
     def _start_gather(
         self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
     ) -> GatherInFlight | None:
-        """Start a gather into memory that exists; return None if ``gather`` is to allocate some."""
+        """Start a gather if its result needs no new memory, else return None."""
         return None
 
     def _allocate(
@@ -495,7 +505,7 @@ class Communicator:
         group: dist.ProcessGroup,
         custom: Comm | None,
     ) -> torch.Tensor:
-        """Return an uninitialised tensor, allocated by ``custom``, the group or torch."""
+        """Return an uninitialised tensor, allocated by ``custom``, the process group or torch."""
         if self._custom is None or group.size() == 1:
             return torch.empty(shape, dtype=dtype, device=device)
         numel = math.prod(shape)
