@@ -29,7 +29,10 @@ from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
 
 def sum_two(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> None:
-    """Write ``received + own`` to ``output``, in its dtype. ``received`` may be ``output``."""
+    """Write ``received + own`` to ``output``, in the dtype of ``output``.
+
+    ``received`` may be the same tensor as ``output``.
+    """
     if received is not output and received.dtype == output.dtype:
         torch.add(received, own, out=output)
         return
@@ -38,17 +41,17 @@ def sum_two(output: torch.Tensor, received: torch.Tensor, own: torch.Tensor) -> 
     output.add_(own)
 
 
-_SMALL = 2**19  # elements: up to so many, torch.sum is faster than adding halves (measured)
+_SMALL = 2**19  # elements: up to this many, torch.sum is faster than adding halves (measured)
 
 
 def sum_rows(output: torch.Tensor, rows: torch.Tensor, *, keep_signs: bool = True) -> None:
-    """Add up ``rows [ranks, n]`` in the dtype of ``output``, which is that of the rows or wider.
+    """Add up ``rows [ranks, n]`` in the dtype of ``output``: that of the rows, or a wider one.
 
-    The rows are overwritten. With ``keep_signs`` a sum of negative zeros is a negative zero.
+    The rows may be overwritten. With ``keep_signs`` a sum of negative zeros is a negative zero.
     """
     if rows.numel() <= _SMALL:
         torch.sum(rows, 0, dtype=output.dtype, out=output)
-        if keep_signs:  # torch.sum turns a sum of -0.0, which marks unused parameters, into +0.0
+        if keep_signs:  # torch.sum returns +0.0 for a sum of -0.0, which marks unused parameters
             output.masked_fill_(torch.signbit(rows).all(0) & (output == 0), -0.0)
         return
     rows, count = rows.to(output.dtype), rows.size(0)
@@ -63,7 +66,7 @@ _NO_STREAM = contextlib.nullcontext()
 
 
 class WorkInFlight:
-    """A ``c10d.Work`` (None: it is done), and what this rank does after it."""
+    """A ``c10d.Work``, or None if it is done, and a function to call after it (``then``)."""
 
     __slots__ = ("_collective", "_group", "_issued", "_keep", "_then", "_work")
 
@@ -73,7 +76,7 @@ class WorkInFlight:
         collective: Collective,
         group: dist.ProcessGroup,
         then: Callable[[], object] | None = None,
-        keep: Sequence[torch.Tensor] = (),  # alive until the work is done
+        keep: Sequence[torch.Tensor] = (),  # kept alive until the work is done
     ) -> None:
         self._work = work
         self._collective = collective
@@ -108,11 +111,11 @@ class WorkInFlight:
 
 
 def _recorded(work: Any) -> spans.Issued | None:
-    """Let a trace record when ``work`` ends. Return the collective; None: it has ended."""
+    """Let the trace record when ``work`` ends. Return its entry in the trace, if it has one."""
     issued = None if work is None else spans.issued()
     if issued is not None:
         issued.ends_later()
-        # A work without a future ends when it is waited for.
+        # A work without a future gets no end here; the trace then takes the end of the wait.
         with contextlib.suppress(RuntimeError):
             work.get_future().add_done_callback(lambda _: issued.end())
     return issued
@@ -195,7 +198,7 @@ def _exchange(
 ) -> InFlight:
     """Reduce-scatter between two ranks: each sends only the row that the other will own.
 
-    What arrives is received in ``output`` if that has the same dtype.
+    The row is received in ``output`` if that has the same dtype.
     """
     own, theirs = source.unbind()
     if group.rank() == 1:
