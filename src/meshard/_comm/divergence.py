@@ -1,8 +1,8 @@
 """Check that all ranks are about to issue the same collective, under MESHARD_DEBUG=1.
 
-Ranks that run different units issue different collectives: gloo aborts the process, NCCL hangs or
-sums unrelated data. With the check, every rank publishes a *fingerprint* of the collective it is
-about to issue in the store of the process group, which keeps working while a collective hangs.
+If ranks run different units, they issue different collectives: gloo then aborts the process, NCCL
+hangs or sums unrelated data. With the check, every rank first writes a *fingerprint* of the
+collective to the store of the process group. The store keeps working while a collective hangs.
 
 The exchanges of a group are numbered, and each has four keys:
 
@@ -13,9 +13,9 @@ The exchanges of a group are numbered, and each has four keys:
 
 The verdict is written by the last rank to arrive, or by the first rank whose timeout ends. Only the
 first verdict counts, also for ranks that arrive later. After an error each rank begins a new
-*round*, in which numbers start at 0 again, so that ranks that raised at different numbers meet. The
-first error of a round is written under a key of the default group, where ranks that still wait in
-that round find it.
+*round*, in which numbers start at 0 again. So ranks that raised in exchanges of different numbers
+can be compared again. The first error of a round is also written to the store of the default group:
+ranks that wait for other groups in that round read it there.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from typing import Any
 import torch.distributed as dist
 
 _DEFAULT_SECONDS = 60.0
-# A rank first waits this long for the verdict of its exchange. Then it polls, for the verdict and
-# for errors of other groups. It does not wait again, because torch logs each wait that times out.
+# A rank first waits this long for the verdict of its exchange. After that it polls for the verdict
+# and for errors of other groups. It polls because torch logs each wait that times out.
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
@@ -63,14 +63,14 @@ RootNames = dict[dist.ProcessGroup, str]
 def name_root(groups: Iterable[dist.ProcessGroup]) -> RootNames:
     """Return the name of a new root in each of its groups.
 
-    The name tells a unit of one model from a unit of another model with the same dotted name. Roots
-    are numbered per group, because a rank may have models that other ranks lack, such as a stage of
-    a pipeline. A root gets its number when ``fully_shard`` or ``replicate`` is called, which all
-    ranks of a group do in the same order. The number is not given at the first use, because whether
-    ranks use their models in the same order is what is checked.
+    The name distinguishes units of two models that have the same dotted name. Roots are numbered
+    per group, because a rank may have models that other ranks lack, such as a stage of a pipeline.
+    All ranks of a group call ``fully_shard`` and ``replicate`` in the same order, so a root gets
+    its number in that call. The order of first use would not do: it may differ between ranks, and
+    the check is there to find out.
 
-    A copy gets no number, because one rank alone may make copies, as for a moving average. So two
-    copies of one root have the same name.
+    A copy gets no number, because one rank alone may make copies, for example for a moving average
+    of the weights. So two copies of one root have the same name.
     """
     names = {}
     for group in set(groups):
@@ -114,7 +114,7 @@ def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:
 
 
 def explain_failure(error: RuntimeError, collective: str) -> None:
-    """Add to the error of a collective which one it was, and how to find the rank that differs."""
+    """Add to ``error`` which collective has failed, and how to find the rank that differs."""
     if not is_debugging():
         error.args = (
             f"{error}\nThis rank waited for the {collective}. Do all ranks run as many batches, "
@@ -196,8 +196,8 @@ class _Exchange:
     def start_new_round(self) -> None:
         _rounds[self._world] = _rounds.get(self._world, 0) + 1
         _numbers.clear()
-        # This process is about to raise an error, which may end it, and with it the store that it
-        # may host. So it waits until the others have read the verdict.
+        # The caller raises next, which may end this process. If it hosts the store, the store ends
+        # too. So wait until the other ranks have read the verdict.
         with contextlib.suppress(RuntimeError):
             seen = self._store.add(f"{self._keys}/seen", 1)
             if seen >= self._store.add(f"{self._keys}/came", 0):
