@@ -1,8 +1,9 @@
-"""Comparison of the values that ranks bring to ``fully_shard``, before the first reduction.
+"""Comparison of the parameter values that the ranks have passed to ``fully_shard``.
 
-The comparison comes so late because weights may be loaded after sharding. A few elements of each
-parameter are compared. That is enough to notice ranks that were seeded differently, or of which
-only some have loaded weights. MESHARD_DEBUG=1 compares every bit, before anything is sharded.
+The ranks compare before the first reduction and not earlier, because weights may be loaded after
+sharding. They compare a few elements of each parameter. This is enough to notice that ranks were
+seeded differently, or that only some have loaded weights. MESHARD_DEBUG=1 compares every bit,
+before anything is sharded.
 """
 
 from __future__ import annotations
@@ -28,15 +29,15 @@ class FirstValues(NamedTuple):
 
     which: tuple[int, ...]  # the indices of the parameters that were not on the meta device
     total: torch.Tensor  # the sum of their samples
-    # Whether this rank has written to its shards since; None: they have no elements.
+    # Whether this rank has written to its shards after sharding; None: they have no elements.
     is_written: bool | None = False
 
 
 def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return the sum, ``[]`` of int64, of the bits of some elements of each tensor.
 
-    The caller passes detached tensors, so that autograd records nothing. None: the list is empty,
-    or one of the tensors is on the meta device or of a subclass.
+    The caller passes detached tensors, so that autograd records nothing. Returns None if the list
+    is empty, or if one of the tensors is on the meta device or of a subclass.
     """
     samples: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for tensor in tensors:
@@ -50,10 +51,10 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
-    """Warn if ranks brought different values to units, or if only some have loaded weights since.
+    """Warn if ranks sharded different values, or if only some have loaded weights since.
 
-    ``brought`` has the mesh and the sample of each unit; None: its parameters were on the meta
-    device.
+    ``brought`` has the mesh and the sample of each unit. The sample is None if the parameters were
+    on the meta device.
     **Collective:** all ranks of the meshes, with the same number of units; each rank sends five
     numbers per process group.
     """
@@ -75,7 +76,7 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
         for group in mesh_info.groups:
             rows = _of_all_ranks(rows, group, device_of(mesh_info.mesh))
         ranks = ranks_of(mesh_info)
-        if any(row[1] != which for row in rows):  # samples of different parameters
+        if any(row[1] != which for row in rows):  # ranks have samples of different parameters
             _warn_if_some_loaded(dict(zip(ranks, rows, strict=False)))
             continue
         others = [str(r) for r, row in zip(ranks, rows, strict=False) if row[0] != rows[0][0]]
@@ -91,9 +92,9 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
 
 
 def _warn_if_some_loaded(rows: dict[int, list[int]]) -> None:
-    """Warn if ranks were alike, and then some have written to all their units, others to none."""
+    """Warn if all ranks sharded equal values, and then some wrote to all units, others to none."""
     if len({brought for _, _, brought, *_ in rows.values()}) > 1:
-        return  # values may have been loaded everywhere that one rank has brought
+        return  # the ranks that wrote may have loaded what another rank had from the start
     loaded = [str(r) for r, (*_, written, unwritten) in rows.items() if written and not unwritten]
     others = [str(r) for r, (*_, written, unwritten) in rows.items() if unwritten and not written]
     if loaded and others:
