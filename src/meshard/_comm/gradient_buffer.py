@@ -1,15 +1,15 @@
 """Layout of a unit's gradients in the buffer that is reduced.
 
-A buffer is ``[shard_count, shard_numel]``: row ``r`` is what rank ``r`` will own. Every parameter
-that takes part has its range in it, whether this rank has a gradient or not, so ranks that use
+A buffer is ``[shard_count, shard_numel]``: row ``r`` is what rank ``r`` will own. In each row every
+parameter that takes part has its range, even if this rank has no gradient for it. So ranks that use
 different parameters still issue the same collective.
 
 **Negative zero marks an unused parameter.** A rank without a gradient fills the range of the
-parameter with ``-0.0``; a rank with one makes sure that the first element of the range is not
-``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. So the first element of
-the sum shows whether *any* rank had a gradient, exactly and without an extra byte. Dividing can
-underflow to ``-0.0``, so marks are read from raw sums and restored after each division. A rank that
-has all gradients reads no mark. A rank that lacks some has to wait for its device to read them.
+parameter with ``-0.0``; a rank with a gradient makes sure that the first element of the range is
+not ``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. So the first
+element of the sum, the *mark*, shows whether *any* rank had a gradient. Dividing can underflow to
+``-0.0``, so marks are read from raw sums and restored after each division. A rank that has all
+gradients reads no mark. A rank that lacks some has to wait for its device to read them.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, m
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
-_MAX_OPERANDS = 64  # a bound, because a divide factor may change with every batch
+_MAX_OPERANDS = 64  # that are cached; a divide factor may change with every batch
 # In these dtypes a 0-d tensor is as exact an operand as a Python number. In a narrower dtype it is
 # less exact: in bfloat16 a 0-d tensor is rounded to bfloat16, but a Python number only to float32.
 _EXACT = (torch.float32, torch.float64)
-# If a buffer has few elements, or a row of it at most ``_FEW`` per mark, then adding 0.0 to every
-# element is faster than indexing those with marks (4 against 120 us for six parameters on 4096
-# ranks). A device reads more elements in the time in which the host launches a kernel.
+# Adding 0.0 to every element is faster than indexing the elements with marks (4 against 120 us for
+# six parameters on 4096 ranks), if the buffer has at most ``_SMALL`` elements or each row at most
+# ``_FEW`` per mark. On a device the bound is higher: there, launching a kernel takes longest.
 _SMALL, _SMALL_ON_DEVICE, _FEW = 2**14, 2**23, 8
-_LARGE = 2**18  # elements: from so many on, bytes matter more than the number of operators
+_LARGE = 2**18  # elements: from this many on, memory matters more than the number of operators
 
 
 class _Owned(NamedTuple):
-    """Where the part of one parameter that a rank owns lies in the rank's row."""
+    """Where a rank's shard of one parameter lies in the rank's row of the buffer."""
 
     position: int  # of the parameter in the unit
     offset: int
@@ -48,9 +48,9 @@ class _Owned(NamedTuple):
 
 
 class GradientLayout:
-    """Where the gradients of some of a unit's parameters lie in what is sent. Immutable.
+    """Where the gradients of some of a unit's parameters lie in the send buffer. Immutable.
 
-    ``params`` are all parameters of the unit; ``indices`` say which of them take part, in the order
+    ``params`` are all parameters of the unit. ``indices`` say which of them take part, in the order
     of the unit.
     """
 
@@ -70,8 +70,9 @@ class GradientLayout:
         self.regular_numel = segment.regular_numel
         self.irregular = [each for each in segment.ranges[segment.num_regular :] if each.numel]
         self._all_ranges = [*segment.ranges[: segment.num_regular], *self.irregular]
-        # Not on a device: one by one, six gradients take the host 0.8 ms longer than by one
-        # operator, and if they are cast, the device takes 2.5 times as long (H100, torch 2.11).
+        # A large unit packs its gradients one by one. No unit on a device counts as large: there,
+        # packing six gradients one by one takes the host 0.8 ms longer than one operator, and the
+        # device 2.5 times as long if they are cast (H100, torch 2.11).
         self.is_large = device.type == "cpu" and self.numel >= _LARGE
         self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
         self._marks: dict[frozenset[int], UnusedParamMarks] = {}
@@ -84,11 +85,11 @@ class GradientLayout:
 
     @functools.cached_property
     def packed_early(self) -> frozenset[int]:
-        """The parameters whose gradients are packed as soon as they arrive, if there is a buffer.
+        """The parameters whose gradients are packed as soon as they arrive, if a buffer exists.
 
-        The smallest gradients are not among them: they are packed together at the end, which takes
-        less time. While they wait, they take no more memory than the largest gradient. In a small
-        buffer no parameter is packed early.
+        The smallest gradients are not among them. They are packed together after the last one has
+        arrived, which takes less time. Together they are no larger than the largest gradient. If
+        the buffer is not ``is_large``, no parameter is packed early.
         """
         if not self.is_large:
             return frozenset()
@@ -118,7 +119,7 @@ class GradientLayout:
     def shards(
         self, row: torch.Tensor, shard_rank: int, used: frozenset[int]
     ) -> list[tuple[int, torch.Tensor]]:
-        """Return the parts of the parameters ``used`` that a rank owns, as views of its ``row``."""
+        """Return index and shard of each parameter in ``used``: views of the rank's ``row``."""
         if shard_rank not in self._owned:
             self._owned[shard_rank] = [self._owned_by(shard_rank, i) for i in self.indices]
         # as_strided is one call; narrow and view would take four times as long.
@@ -142,11 +143,12 @@ class GradientLayout:
         factor: float = 1.0,
         packed: AbstractSet[int] = frozenset(),
     ) -> None:
-        """Overwrite ``rows`` with unsharded gradients; ranges without one become ``-0.0``.
+        """Overwrite ``rows`` with unsharded gradients; ranges without a gradient become ``-0.0``.
 
         ``gradients`` has an entry for each parameter of the unit. In a large unit each entry is
-        replaced by None once it is copied, so that not all gradients exist twice, and gradients may
-        be multiplied by ``factor`` on the way. The ranges of ``packed`` are not written to.
+        replaced by None once it is copied, so that not all gradients exist twice. ``factor``
+        multiplies the gradients; it must be 1 in a small unit. The ranges of ``packed`` are not
+        written to.
         """
         ranges = self._all_ranges
         if self.regular and not self.is_large:
@@ -235,13 +237,13 @@ class GradientLayout:
         self.mark_unused(buffer, used)
 
     def mark_unused(self, buffer: torch.Tensor, used: frozenset[int]) -> None:
-        """Fill the ranges of ``buffer [..., n]`` that have no gradient with ``-0.0``."""
+        """Fill the ranges of all parameters outside of ``used``, in ``[..., n]``, with ``-0.0``."""
         for index, param_range in self.ranges.items():
             if index not in used:
                 buffer.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
 
     def marks_for(self, used: frozenset[int]) -> UnusedParamMarks:
-        """Return the marks of a rank that has gradients for ``used``; made once per set."""
+        """Return the marks of a rank that has gradients for ``used``. They are cached per set."""
         if used not in self._marks:
             if len(self._marks) >= _MAX_MARKS:  # with experts, almost every step uses a new set
                 self._marks.clear()
@@ -265,7 +267,7 @@ class GradientLayout:
 
 
 def _fits_chunk_cat(dtypes: AbstractSet[torch.dtype], buffer: torch.Tensor) -> bool:
-    """Whether torch's operator writes gradients of these dtypes to ``buffer``."""
+    """Whether ``torch._chunk_cat`` can write gradients of these dtypes to ``buffer``."""
     if dtypes == {buffer.dtype}:
         return True
     return buffer.is_cuda and buffer.dtype == torch.float32 and dtypes == {torch.bfloat16}
@@ -300,13 +302,13 @@ class FlatGradients(NamedTuple):
         return self.layout.shards(self.flat, shard_rank, self.used)
 
     def laid_out(self, layout: GradientLayout) -> torch.Tensor:
-        """Return ``flat`` in another layout, which has all of its parameters."""
+        """Return ``flat`` in ``layout``, which must have all parameters in ``used``."""
         if self.layout is layout:
             return self.flat
         return self.layout.move(self.flat, layout, self.used)
 
     def without(self, erased: frozenset[int]) -> FlatGradients | None:
-        """Remove gradients in place; return None if ``erased`` has all parameters of the layout."""
+        """Erase gradients in place. Return None if ``erased`` has all parameters of the layout."""
         used = self.used - erased
         self.layout.mark_unused(self.flat, used)
         if erased.issuperset(self.layout.indices):
@@ -323,27 +325,27 @@ def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
 
 
 def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
-    """Return what to pass to an operator with ``other`` instead of ``number``.
+    """Return the operand to use instead of ``number`` in an operator on ``other``.
 
     At every call torch makes a float64 tensor of a Python number and casts it, which takes longer
     than multiplying a thousand elements. A 0-d CPU tensor in the dtype of ``other`` gives the same
-    result, and torch uses it as it is. Such tensors are cached here.
+    result, and torch uses it as it is. These 0-d tensors are cached.
     """
-    # Not for a fake tensor: under its mode, a fake number would get into the cache.
+    # Not for a fake tensor: under FakeTensorMode, the cache would get a fake 0-d tensor.
     if type(other) is torch.Tensor and other.is_cpu and other.dtype in _EXACT:
         return _as_tensor(number, other.dtype)
     return number
 
 
 def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Return ``numbers`` on ``device``. The host does not wait: with experts each step calls it."""
+    """Return ``numbers`` on ``device``, without waiting: with experts, each step calls this."""
     is_pinned = device.type not in ("cpu", "meta")
     host = torch.tensor(numbers, dtype=torch.long, device="cpu", pin_memory=is_pinned)
     return host.to(device, non_blocking=True)
 
 
 class UnusedParamMarks:
-    """The marks of one rank for one set of gradients. Immutable, reused from step to step."""
+    """Reads and writes marks, on a rank that has gradients for ``used``. Immutable, reusable."""
 
     def __init__(
         self,
@@ -359,12 +361,13 @@ class UnusedParamMarks:
         self._used_columns = _sent_to(columns.device, used_columns)
 
     def mark_sent(self, buffer: torch.Tensor) -> None:
-        """Make ``-0.0`` at the start of used ranges of ``buffer [..., n]`` positive."""
+        """In ``buffer [..., n]``, turn ``-0.0`` at the start of used ranges into ``0.0``."""
         columns = self._used_columns
         if self.all_used and self._is_dense(buffer):
             buffer.add_(as_operand(0.0, buffer))
         elif columns.numel():
-            # Not index_add_: CUDA updates 16-bit elements in pairs, of which one may be a mark.
+            # Not index_add_: CUDA adds to 16-bit elements in pairs, so 0.0 would also be added to
+            # a neighbour, which may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def _is_dense(self, buffer: torch.Tensor) -> bool:
@@ -372,7 +375,7 @@ class UnusedParamMarks:
         return buffer.numel() <= small or buffer.size(-1) <= _FEW * self._used_columns.numel()
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return which ranges start with ``-0.0``. ``flat`` is ``[n]``, or only first elements."""
+        """Return which ranges start with ``-0.0``. ``flat`` is ``[n]``, or ``first_elements``."""
         # If there are as many elements as ranges, they are the first elements.
         first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
         return torch.signbit(first) & (first == 0)
@@ -398,7 +401,10 @@ class UnusedParamMarks:
         flat.index_copy_(0, self._columns, first)
 
     def used_after(self, unused: torch.Tensor | None) -> frozenset[int]:
-        """Return the parameters that some rank used. Waits for the device unless all are known."""
+        """Return the parameters that some rank used. Waits for the device unless all are used.
+
+        ``unused`` is what ``read`` returned.
+        """
         if unused is None:
             return self.used
         pairs = zip(self._indices, unused.tolist(), strict=True)
