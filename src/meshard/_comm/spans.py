@@ -1,8 +1,8 @@
-"""Spans of time: what meshard does, and since when, for profilers and for ``meshard.trace``.
+"""Spans of time, for profilers and for ``meshard.trace``: what meshard does, and when.
 
-While nothing records, each hook of this file costs a comparison. A recorder gets *moments*: seconds
-of ``time.monotonic`` on a CPU, and on a device events on the current stream, which are read once
-the trace is over. So a trace waits for no device.
+While nothing records, ``profiled`` and ``issued`` cost one comparison each. A recorder stores
+*moments*: on a CPU they are seconds of ``time.monotonic``, on a device events on the current
+stream. Events are read once the trace is over, so recording waits for no device.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Moment = Any  # seconds, or an event that was recorded on a stream; None: not kn
 
 
 class Clock(Protocol):
-    """Where work runs: on the host, or on the current stream of a device."""
+    """A source of moments for work on the host, or on the current stream of a device."""
 
     @property
     def is_beside_compute(self) -> bool:
@@ -33,21 +33,21 @@ class Clock(Protocol):
 
     @property
     def memory_kind(self) -> str:
-        """What ``bytes_alive`` counts; "" if it knows nothing."""
+        """What ``bytes_alive`` counts; "" if it cannot count."""
 
     def now(self) -> Moment: ...
 
     def bytes_alive(self) -> int: ...
 
     def settle(self) -> Callable[[Moment], float]:
-        """Wait for all work; return what turns moments into seconds of ``time.monotonic``."""
+        """Wait for all work. Return a function from moments to seconds of ``time.monotonic``."""
 
 
 class Issued(Protocol):
-    """A collective that is recorded."""
+    """The record of one collective."""
 
     def ends_later(self) -> None:
-        """Let the collective end with ``end``, and not as soon as it is issued."""
+        """Record the end when ``end`` is called, instead of when the issuing call returns."""
 
     def end(self) -> None: ...
 
@@ -56,7 +56,7 @@ class Issued(Protocol):
 
 
 class Recorder(Protocol):
-    """What records spans: a trace."""
+    """A trace that records spans."""
 
     def span(
         self, what: str, label: str, clock: Clock, event: CommEvent | None
@@ -97,11 +97,12 @@ def stop() -> None:
 def profiled(
     what: str, label: str, clock: Clock, event: CommEvent | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a ``meshard::what unit`` range while a profiler or a trace is active, else a no-op.
+    """Return a context that records its block as ``what``, if a profiler or a trace is active.
 
-    ``event`` is that of a collective, which is issued inside the range.
+    ``event`` describes the collective that is issued inside the block, if any. ``label`` is the
+    name of the unit.
     """
-    # Without a profiler, record_function would still take microseconds. Asking first does not.
+    # record_function takes microseconds even without a profiler, so it is called only with one.
     if recorder is None and not is_profiling():
         return _NOTHING
     shown = torch.profiler.record_function(f"meshard::{what} {label}") if is_profiling() else None
@@ -118,7 +119,7 @@ def _both(
 
 
 def issued() -> Issued | None:
-    """Return the collective that this thread is issuing; None if nothing records it."""
+    """Return the record of the collective that this thread is issuing; None if there is none."""
     return None if recorder is None else recorder.issued()
 
 
@@ -126,7 +127,7 @@ def issued() -> Issued | None:
 
 
 class HostClock:
-    """The clock of work on the CPU. With ``is_beside_compute``, that of a thread of its own."""
+    """The clock of work on the CPU. ``is_beside_compute``: the work has a thread of its own."""
 
     def __init__(self, *, is_beside_compute: bool = False) -> None:
         self.is_beside_compute = is_beside_compute
@@ -143,7 +144,10 @@ class HostClock:
 
 @functools.cache
 def _statm_of(process: int) -> int:
-    """Return a descriptor of what the system says of this process. Opening it takes longest."""
+    """Return an open ``/proc/self/statm``, cached because opening it takes longer than reading.
+
+    ``process`` is its id, in the key of the cache: after a fork the file must be opened again.
+    """
     return os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
 
 
@@ -167,14 +171,14 @@ class StreamClock:
         return self._device_module.current_stream() in self._comm_streams.values()
 
     def now(self) -> Moment:
-        """Return an event on the current stream. In a graph, events have no time: return None."""
+        """Return an event on the current stream. Return None in a graph, where it has no time."""
         if self._is_capturing():
             return None
         event = self._device_module.Event(enable_timing=True)
         return self._device_module.current_stream().record_event(event)
 
     def bytes_alive(self) -> int:
-        # As ``memory_allocated``, which takes longer, because it lists all statistics.
+        # The same as ``memory_allocated()``, which takes longer because it lists all statistics.
         stats = self._device_module.memory_stats_as_nested_dict()
         return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
 
