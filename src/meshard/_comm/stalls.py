@@ -1,8 +1,8 @@
-"""One warning for each wait that takes too long: for what, since when, and who has not come.
+"""Warnings about collectives that take too long: which one, for how long, which ranks are missing.
 
-A rank that runs one batch more than the others waits for them until its process group gives up,
-after half an hour by default. In each process a thread looks at the waits of all threads, and at
-the events after collectives of the device, without synchronising anything.
+A rank that runs one batch more than the others waits for them until its process group gives up:
+after 10 (NCCL) or 30 minutes (gloo) by default. In each process one thread looks at the waits of
+all threads, and queries the events that follow collectives on a device. It never synchronises.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _IS_CAPTURING = "is_current_stream_capturing"  # of torch.cuda, but not of every
 _EVENTS = 1024  # collectives of a device that are remembered
 _logger = logging.getLogger("meshard")
 
-# The operation, and the name of its unit, or in parentheses what else it is for, such as "(norm)".
+# An operation and the name of its unit. Other collectives have a purpose instead, as in "(norm)".
 Collective = tuple[str, str]
 
 
@@ -42,7 +42,7 @@ def spoken(collective: Collective) -> str:
 
 
 def stall_seconds() -> float:
-    """Return after how many seconds a wait is reported; 0: never."""
+    """Return the number of seconds after which a wait is reported; 0: never."""
     return _parsed(os.environ.get(_VARIABLE, ""))
 
 
@@ -57,8 +57,8 @@ def _parsed(text: str) -> float:
 class Waiting:
     """A context in which this thread waits for other ranks.
 
-    Every wait of a step enters such a context, so entering does as little as possible. The thread
-    that looks for long waits does the rest.
+    Every wait of a step enters such a context, so ``__enter__`` does as little as possible. The
+    watching thread does the rest, in ``look``.
     """
 
     __slots__ = ("_group", "_is_reported", "_missing", "_thread", "_what", "began")
@@ -69,7 +69,7 @@ class Waiting:
         group: dist.ProcessGroup | None = None,
         missing: Callable[[], list[int]] | None = None,
     ) -> None:
-        """``missing`` returns the ranks that have not come; None if that cannot be known."""
+        """``missing`` returns the ranks that have not arrived; None if they cannot be known."""
         self._what, self._group, self._missing = what, group, missing
         self._is_reported = False
 
@@ -114,10 +114,10 @@ class WatchedStream:
             _start_to_look()
 
     def add(self, event: Any, collective: Collective) -> None:
-        """Remember a collective, which ends before ``event``; forget some that are over.
+        """Remember a collective, whose end is ``event``; forget some that are over.
 
-        While a graph is captured, a query by any thread would spoil the capture. So this thread,
-        which captures, makes sure that none are left to query.
+        During a graph capture, an event query by any thread would invalidate the capture. So if
+        this thread captures, it forgets all events, and the watching thread has none to query.
         """
         events, is_capturing = self._events, getattr(self._module, _IS_CAPTURING, None)
         if is_capturing is not None and is_capturing():
@@ -126,13 +126,16 @@ class WatchedStream:
         if self._device is None and hasattr(self._module, "current_device"):
             self._device = self._module.current_device()
         now = time.monotonic()
-        self._forget_if_over(now, most=2)  # two for each that is added, so that few are left
+        self._forget_if_over(now, most=2)  # forgets two for each one added, so few remain
         events.append((event, now, collective))
 
     def _forget_if_over(self, now: float, most: int, queued_by: float = float("inf")) -> None:
-        """Forget the first ``most`` collectives, up to one that is not over."""
+        """Forget up to ``most`` collectives that are over and were queued by ``queued_by``.
+
+        Stop at the first other one.
+        """
         events = self._events
-        with contextlib.suppress(IndexError):  # the last one, or the other thread was faster
+        with contextlib.suppress(IndexError):  # none is left; the other thread forgets them too
             for _ in range(most):
                 event, queued_at, _ = events[0]
                 if queued_at > queued_by or not event.query():
@@ -144,8 +147,8 @@ class WatchedStream:
         """Report the first collective that is not over, if none has ended for ``seconds``."""
         events = self._events
         with self._on_device():
-            # A query would spoil a graph capture that is under way. So younger events are not
-            # queried, such as those of the warm-up right before a capture.
+            # A query would invalidate a graph capture that is under way. So events younger than
+            # ``seconds`` are not queried, such as those of the warm-up right before a capture.
             self._forget_if_over(now, most=_EVENTS, queued_by=now - seconds)
         if not events or now - max(events[0][1], self._moved_at) < seconds:
             return
@@ -159,15 +162,15 @@ class WatchedStream:
             )
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
-        # A new thread starts on device 0. There a query would create a CUDA context, which takes
-        # memory of a device that belongs to another rank.
+        # The watching thread starts on device 0. A query there would create a CUDA context, which
+        # takes memory on a device that belongs to another rank.
         if self._device is None:
             return contextlib.nullcontext()
         guard: contextlib.AbstractContextManager[Any] = self._module.device(self._device)
         return guard
 
 
-_waits: dict[int, Waiting] = {}  # under way, by id()
+_waits: dict[int, Waiting] = {}  # the waits under way, by id()
 _streams: list[weakref.ref[WatchedStream]] = []
 _thread: threading.Thread | None = None
 
@@ -184,14 +187,14 @@ def _forget_thread() -> None:
     _waits.clear()
 
 
-os.register_at_fork(after_in_child=_forget_thread)  # a fork lacks the thread
+os.register_at_fork(after_in_child=_forget_thread)  # a forked process has no such thread
 
 
 def _look_for_ever() -> None:
     while True:
         try:
             seconds = stall_seconds()
-        except ValueError:  # ``exchange_numbers`` raises it for the user
+        except ValueError:  # the user gets this error from ``exchange_numbers``
             seconds = 0.0
         time.sleep(min(1.0, seconds / 4) if seconds else 1.0)
         if seconds:
@@ -201,7 +204,7 @@ def _look_for_ever() -> None:
 def _look(now: float, seconds: float) -> None:
     _streams[:] = [ref for ref in _streams if ref() is not None]
     for each in (*_waits.values(), *(ref() for ref in _streams)):
-        # The wait, or its process group, may end while it is looked at.
+        # The wait, or its process group, may end during ``look``.
         with contextlib.suppress(Exception):
             if each is not None:
                 each.look(now, seconds)
