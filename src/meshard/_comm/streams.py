@@ -3,23 +3,23 @@
 Note: Stream rules.
     The *compute* stream is the one that is current when a comm stream is entered or ``wait`` is
     called. These rules order every read after its write, and every reuse of memory after its last
-    use. They do without ``record_stream``, which delays reuse until the allocator polls an event:
+    use. So ``record_stream`` is not needed, which delays reuse until the allocator polls an event:
 
     1. *A comm stream waits for compute when it is entered.* So it sees what compute wrote (shards,
        gradients). And it never allocates memory that compute still reads: a block that was freed
        before the entry was last used before the entry.
-    2. *``wait`` makes compute wait for the comm stream* up to the collective or local work that is
-       waited for, and not for what was queued later. One comm stream waits for another only if
+    2. *``wait`` makes compute wait for the comm stream* up to the end of the collective or local
+       work in question, and not for work queued later. One comm stream waits for another only if
        ``wait`` is called while the first one is current.
     3. *Memory goes back to the stream that allocated it.* A tensor allocated on compute and used on
        a comm stream (the input of a reduce-scatter) is dropped only after compute has waited for
        that stream. A tensor allocated on a comm stream and used on compute (gathered shards,
        reduced gradients) may be dropped at any time while compute is current, by rule 1.
-    4. *A tensor that one comm stream allocated and another uses lives until ``finish``*, when
-       compute has waited for both streams.
+    4. *A tensor that one comm stream allocated and another uses lives until ``Reduction.finish``*,
+       when compute has waited for both streams.
     5. *Memory that the optimizer stream used is held until the device is done with it* (see
-       ``hold_until_done``). That stream reads gradients that other comm streams allocated, and no
-       stream waits for it before the next gather.
+       ``hold_until_done``). The optimizer stream reads gradients that other comm streams allocated,
+       and no stream waits for the optimizer stream before the next gather.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from meshard._torch.private import all_gather_single, reduce_scatter_single
 
 
 class _EventInFlight:
-    """Work queued on a comm stream, as the event after it. Streams wait; the host goes on."""
+    """Work queued on a comm stream. ``wait`` makes a stream, not the host, wait for its event."""
 
     __slots__ = ("_clock", "_compute", "_device_module", "_keep", "event", "issued")
 
@@ -84,9 +84,9 @@ class _EventInFlight:
 
     def __del__(self) -> None:
         if self._keep:
-            # Nobody has waited, as when the model is dropped, but rule 3 still holds. It is not the
-            # current stream that waits here: the garbage collector may call this at any time, even
-            # while the current stream is captured.
+            # The caller has dropped the work without a wait, for example with the model. Rule 3
+            # needs one. It must not be a wait of the current stream: the garbage collector may call
+            # this at any time, even while the current stream is captured.
             self._order(self._compute)
 
 
@@ -101,11 +101,11 @@ class StreamCommunicator(Communicator):
     def __init__(self, device_module: Any) -> None:
         super().__init__()
         self._device_module = device_module
-        # Containers, because variants of a communicator share them.
+        # These are containers so that copies (``with_custom``, ``shared_with``) share them.
         self._streams: dict[CommStream, Any] = {}
         self.clock = spans.StreamClock(device_module, self._streams)
         self._gather_after: list[Any] = []  # at most one event
-        self._entry: Any = None  # the event of the last entry of a comm stream, to be reused
+        self._entry: Any = None  # the event of the last entry into a comm stream, to be reused
         self._compute: Any = None  # inside on_stream: the stream that was current before
         self._after: dict[CommStream, list[Pending]] = {}
         self._watched = WatchedStream(device_module)
@@ -123,7 +123,7 @@ class StreamCommunicator(Communicator):
         if comm_stream is CommStream.GATHER and self._gather_after:
             event = self._gather_after.pop()
         else:
-            # A stream that waits for an event does not notice that it is recorded anew.
+            # The event can be reused: recording it again does not affect earlier wait_event calls.
             event = self._entry = compute.record_event(self._entry)
         stream.wait_event(event)
         self._drop_what_is_done()
@@ -140,8 +140,8 @@ class StreamCommunicator(Communicator):
     def gather_after(self, event: Any) -> None:
         """Let the next gather wait for ``event`` instead of compute, as an exception to rule 1.
 
-        The event must come after the last backward. Compute reads what that backward gathered,
-        and the allocator may give the same memory to the next gather.
+        The event must be recorded after the last backward. The reason is that compute reads what
+        this backward gathered, and the allocator may give the same memory to the next gather.
         """
         self._gather_after[:] = [event]
 
@@ -157,7 +157,7 @@ class StreamCommunicator(Communicator):
         self._drop_what_is_done()
 
     def _drop_what_is_done(self) -> None:
-        """Drop the tensors of rule 5 whose work is done."""
+        """Drop tensors that ``hold_until_done`` keeps, if the work on them is done."""
         while self._held_until_done and self._held_until_done[0][0].query():
             self._held_until_done.popleft()
 
