@@ -30,7 +30,7 @@ from meshard.policies import AllGather, Comm, ReduceScatter
 
 # A matrix with one row per rank, in rank order, as a list of blocks. A block [k, n] has k rows.
 # Usually one block has all rows. With shared memory each row may be a block of its own, because the
-# memory of the rows is not contiguous: other ranks have allocated some of them.
+# rows are separate allocations, some of them made by other ranks.
 Rows = list[torch.Tensor]
 
 
