@@ -53,8 +53,8 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
     """Warn if ranks sharded different values, or if only some have loaded weights since.
 
-    ``brought`` has the mesh and the sample of each unit. The sample is None if the parameters were
-    on the meta device.
+    ``brought`` has the mesh and the sample of each unit. None: there is no sample, for example
+    because the parameters were on the meta device.
     **Collective:** all ranks of the meshes, with the same number of units; each rank sends five
     numbers per process group.
     """
