@@ -7,8 +7,8 @@ different parameters still issue the same collective.
 **Negative zero marks an unused parameter.** A rank without a gradient fills the range of the
 parameter with ``-0.0``; a rank with a gradient makes sure that the first element of the range is
 not ``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. So the first
-element of the sum, the *mark*, shows whether *any* rank had a gradient. Dividing can underflow to
-``-0.0``, so marks are read from raw sums and restored after each division. A rank that has all
+element of the sum is ``-0.0``, a *mark*, exactly if no rank had a gradient. Dividing can underflow
+to ``-0.0``, so marks are read from raw sums and restored after each division. A rank that has all
 gradients reads no mark. A rank that lacks some has to wait for its device to read them.
 """
 
@@ -27,7 +27,7 @@ from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, m
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
-_MAX_OPERANDS = 64  # that are cached; a divide factor may change with every batch
+_MAX_OPERANDS = 64  # limit of the cache, because a divide factor may change with every batch
 # In these dtypes a 0-d tensor is as exact an operand as a Python number. In a narrower dtype it is
 # less exact: in bfloat16 a 0-d tensor is rounded to bfloat16, but a Python number only to float32.
 _EXACT = (torch.float32, torch.float64)
@@ -237,7 +237,7 @@ class GradientLayout:
         self.mark_unused(buffer, used)
 
     def mark_unused(self, buffer: torch.Tensor, used: frozenset[int]) -> None:
-        """Fill the ranges of all parameters outside of ``used``, in ``[..., n]``, with ``-0.0``."""
+        """Fill ranges of ``buffer [..., n]`` with ``-0.0``: of parameters not in ``used``."""
         for index, param_range in self.ranges.items():
             if index not in used:
                 buffer.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
@@ -345,7 +345,7 @@ def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
 
 
 class UnusedParamMarks:
-    """Reads and writes marks, on a rank that has gradients for ``used``. Immutable, reusable."""
+    """The marks that a rank with gradients for ``used`` reads and writes. Immutable."""
 
     def __init__(
         self,
