@@ -2,9 +2,9 @@
 
 The local tensor of each sharded parameter is a view of the unit's flat buffer. ``to_empty``, ``to``
 and ``load_state_dict(assign=True)`` put other local tensors into the parameters, or other
-parameters into the modules. At the end of that call, or at the next use of the unit if the call was
-made on a module inside it, the unit finds that they are other objects, and copies their values into
-a new flat buffer.
+parameters into the modules. The unit compares object identities at the end of such a call, and at
+its next use, as the call may have been on a module inside. If it finds other objects, it copies
+their values into a new flat buffer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class FlatParams(ShardedUnitParams):
 
     def __init__(
         self,
-        params: list[ShardedParam],  # their tensors are made here
+        params: list[ShardedParam],  # ``__init__`` makes their sharded and unsharded tensors
         shards: Sequence[torch.Tensor],  # this rank's shard of each, on any device; it is copied
         requires_grad: Sequence[bool],
         *,
@@ -60,7 +60,7 @@ class FlatParams(ShardedUnitParams):
         self.locals = self.flat_shard.locals
         self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
         if self.is_partly_meta:
-            # The buffer is on meta. Until every shard has values, those that have values are
+            # The buffer is on meta until every shard has values. Until then, shards with values are
             # tensors outside of the buffer.
             self.locals = [
                 own if shard.is_meta else self._location.empty_like(own).copy_(shard)
@@ -185,7 +185,7 @@ class FlatParams(ShardedUnitParams):
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         old, self._location = self.flat_shard, location or self.spec.location
         self.is_offloaded = location is not None
-        if old.buffer.is_meta:  # shards that have values are outside of it
+        if old.buffer.is_meta:  # shards with values are tensors outside of the buffer
             sources = [own for own in self.locals if not own.is_meta]
             targets = [self._location.empty_like(own) for own in sources]
             moved = iter(targets)
