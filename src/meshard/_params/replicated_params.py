@@ -1,11 +1,11 @@
 """Parameters that every rank keeps unsharded.
 
 The engine treats such a parameter as sharded over one rank. Gradients lie in a *bucket*, one flat
-buffer that is all-reduced. The elements of a gradient have the order in the bucket that those of
-its parameter have in memory, so a ``channels_last`` parameter has a ``channels_last`` gradient.
+buffer that is all-reduced. A gradient has the same memory order in the bucket as its parameter has
+in memory, so a ``channels_last`` parameter has a ``channels_last`` gradient.
 
-Nothing is gathered or freed, with one exception: if a module computes in another dtype than that of
-its parameters, copies in that dtype take their places in forward and backward.
+Nothing is gathered or freed, with one exception: if ``param_dtype`` differs from the dtype of a
+parameter, a cast copy replaces the parameter in forward and backward.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, ver
 class ReplicatedParam(UnitParam):
     """A parameter of a replicated module.
 
-    ``sharded`` is the parameter itself. So is ``unsharded``, or if the module computes in another
-    dtype, it is a copy in that dtype.
+    ``sharded`` is the parameter itself. ``unsharded`` is the same object; if the module computes in
+    another dtype, ``unsharded`` is a copy in that dtype.
     """
 
     needs_conversion = True
@@ -69,8 +69,8 @@ class ReplicatedParam(UnitParam):
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return ``flat``, a range ``[numel]`` of a bucket, as a tensor like the parameter.
 
-        It shares the memory of ``flat`` and is detached, because torch refuses ``detach_()``, which
-        users may call on a gradient, for a view.
+        The result shares the memory of ``flat``. It is detached because users may call
+        ``detach_()`` on a gradient, which torch refuses for a view.
         """
         param = self.sharded
         return flat.as_strided(param.shape, _dense_strides(param), flat.storage_offset()).detach()
@@ -166,7 +166,7 @@ class ReplicatedParams(UnitParams):
     def _hook(self, param: ReplicatedParam, hook: GradientHook) -> None:
         tensor = param.unsharded
         flag = tensor.requires_grad
-        tensor.requires_grad_(True)  # a tensor without it has no node
+        tensor.requires_grad_(True)  # a frozen tensor has no AccumulateGrad node
         with torch.inference_mode(False), torch.enable_grad():
             view = tensor.view_as(tensor)
         assert view.grad_fn is not None
