@@ -1,9 +1,10 @@
 """One parameter of a unit, sharded and unsharded.
 
 Tensors outlive their role: an optimizer that was built before ``fully_shard`` holds parameters that
-no module has any more, and would train nothing. So each tensor has a tag with its role. The hooks
-of optimizers check the tags. ``fully_shard`` checks them too: if two modules share a parameter, an
-earlier call may have replaced it in one of them, and the other still holds the original tensor.
+no module has any more, and would train nothing. So each tensor has a tag with its role. Meshard's
+hooks on optimizers check the tags. ``fully_shard`` checks them too: if two modules share a
+parameter, an earlier call may have replaced it in only one of them, and the other module still
+holds the original tensor.
 """
 
 from __future__ import annotations
@@ -36,19 +37,19 @@ from meshard._torch.private import without_torch_function
 class TensorTag(enum.Enum):
     """The role of a tensor in the unit that tagged it."""
 
-    ORIGINAL = enum.auto()  # what fully_shard replaced
+    ORIGINAL = enum.auto()  # a parameter that fully_shard has replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
-    # The sharded parameter until a user assigned another; or a tensor that a user assigned, and of
-    # which only a copy became the sharded parameter.
+    # A sharded parameter that a user has replaced by another tensor. Or a tensor that a user has
+    # assigned, if the unit did not use the tensor itself but a copy of this rank's part.
     REPLACED_LATER = enum.auto()
     LEFT_OUT = enum.auto()  # in no unit: in ignored_params, or a warning has named it
-    UNSHARDED = enum.auto()  # the unsharded parameter, which lives inside forward and backward
+    UNSHARDED = enum.auto()  # the unsharded parameter, which modules hold in forward and backward
 
 
 def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     """Attach to ``tensor`` its role, and its dotted name from the unit's module."""
-    # The name of the tag and not the enum, because torch.save pickles attributes, and the tensor
-    # may be loaded without meshard.
+    # Stores the name of the tag, not the enum: torch.save pickles attributes, and the tensor may be
+    # loaded where meshard is not installed.
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
@@ -59,12 +60,12 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
 
 
 class Extent(NamedTuple):
-    """Where the elements of an original parameter lie in memory."""
+    """Where the elements of a parameter lay in memory before ``fully_shard``."""
 
     storage: object  # the same object for all tensors of one storage
     first: int  # byte offset of the first element
-    end: int  # byte offset behind the last
-    has_gaps: bool  # whether bytes between belong to other tensors, as for a column of a matrix
+    end: int  # byte offset behind the last element
+    has_gaps: bool  # whether bytes in between are not its own, as for a column of a matrix
 
 
 def extent_of(original: torch.Tensor) -> Extent | None:
@@ -72,8 +73,8 @@ def extent_of(original: torch.Tensor) -> Extent | None:
     local = plain_of(original)
     if not is_plain(local) or not local.numel():
         return None
-    # The storage and not the address tells which memory it is: it exists on the meta device too,
-    # and an address may be given to another tensor after the original parameter is freed.
+    # An object attached to the storage identifies the memory. The address cannot: on the meta
+    # device there is none, and another tensor may get it once the original parameter is freed.
     storage = local.untyped_storage().__dict__.setdefault("_meshard_identity", object())
     dims = zip(local.shape, local.stride(), strict=True)
     count = int(1 + sum((size - 1) * stride for size, stride in dims))
@@ -90,7 +91,7 @@ class UnitParam(abc.ABC):
     """A parameter of a unit, with every ``(module, attribute)`` that holds it."""
 
     sharded: nn.Parameter  # what modules hold outside of the unit's forward and backward
-    unsharded: nn.Parameter  # what they hold inside
+    unsharded: nn.Parameter  # what modules hold during these
     needs_conversion: bool  # its gradient must go through ``plain_gradient``
     extent: Extent | None = None  # of the parameter that fully_shard replaced
 
@@ -112,7 +113,7 @@ class UnitParam(abc.ABC):
             self.add_owner(module, name)
 
     def compute_dtype(self, dtype: torch.dtype, param_dtype: torch.dtype | None) -> torch.dtype:
-        """Return the dtype of the unsharded parameter, if that of the shard is ``dtype``."""
+        """Return the dtype of the unsharded parameter, given the ``dtype`` of the shard."""
         if self.keeps_dtype or param_dtype is None or not dtype.is_floating_point:
             return dtype
         return param_dtype
@@ -123,9 +124,9 @@ class UnitParam(abc.ABC):
 
     @abc.abstractmethod
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
-        """Return the sum over mesh axes that ``plain_gradient`` would take.
+        """Return the sum over mesh axes that ``plain_gradient`` would compute.
 
-        None: it would take no sum, or do more than take a sum.
+        Returns None if it would compute no sum, or change placements in other ways too.
         """
 
     @abc.abstractmethod
@@ -136,8 +137,8 @@ class UnitParam(abc.ABC):
     def for_copy(self, memo: dict[int, Any]) -> UnitParam:
         """Return a parameter without owners, with a deep copy of the sharded parameter.
 
-        In ``memo``, that of ``copy.deepcopy``, the unsharded parameter is mapped to the same copy.
-        So the copy of a module that holds the unsharded parameter holds the sharded one.
+        ``memo`` is that of ``copy.deepcopy``. It maps the unsharded parameter to the same copy, so
+        the copy of a module holds a sharded parameter, even if the module is unsharded now.
         """
 
     # --- owners ----------------------------------------------------------------------------
@@ -147,7 +148,7 @@ class UnitParam(abc.ABC):
         self.owner_dicts.append((module._parameters, name))
 
     def find_owner_dicts(self) -> None:
-        """Set ``owner_dicts`` anew, after the ``_parameters`` of an owner became another dict."""
+        """Rebuild ``owner_dicts``, after an owner got another ``_parameters`` dict."""
         self.owner_dicts = [(module._parameters, name) for module, name in self.owners]
 
     @property
@@ -222,7 +223,7 @@ class ShardedParam(UnitParam):
         tag_tensor(self.unsharded, TensorTag.UNSHARDED, self.fqn)
         if self.unsharded.is_floating_point():
             flag = self.unsharded.requires_grad
-            self.unsharded.requires_grad_(True)  # torch refuses a hook on other tensors
+            self.unsharded.requires_grad_(True)  # torch refuses the hook on a frozen tensor
             self.unsharded.register_post_accumulate_grad_hook(hook)
             self.unsharded.requires_grad_(flag)
 
@@ -238,7 +239,7 @@ class ShardedParam(UnitParam):
     def shard_of(self, unsharded: torch.Tensor, copied_to: torch.device | None = None) -> DTensor:
         """Return this rank's shard of ``unsharded``, which has the global shape.
 
-        It is a view; with ``copied_to``, a copy on that device.
+        The shard is a view of ``unsharded``; with ``copied_to``, it is a copy on that device.
         """
         local = unsharded.detach()
         if self.dtensor_placement is not None:
@@ -269,10 +270,10 @@ class ShardedParam(UnitParam):
         return nn.Parameter(dtensor, requires_grad=unsharded.requires_grad)
 
     def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the local tensor of ``gradient``, a DTensor, redistributed first if need be.
+        """Return the local tensor of ``gradient``, a DTensor, in the placements of the parameter.
 
-        **Collective:** only if it is redistributed, because it has other placements than the
-        parameter (a partial sum under sequence parallelism); the ranks of the axes that change.
+        **Collective:** only if the gradient has other placements, as a partial sum under sequence
+        parallelism does. It is then redistributed among the ranks of the axes that change.
         """
         assert self.dtensor_placement is not None
         used = self.dtensor_placement.in_use
@@ -298,7 +299,7 @@ class ShardedParam(UnitParam):
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
         """Return the sum over axes of another parallelism that ``gradient`` lacks.
 
-        None: it lacks no sum, or must change in other ways too.
+        Returns None if it lacks no sum, or if its placements must change in other ways too.
         """
         placement = self.dtensor_placement
         if placement is None or not isinstance(gradient, DTensor):
