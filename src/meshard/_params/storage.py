@@ -40,7 +40,7 @@ META = MemoryLocation(torch.device("meta"))
 
 
 def with_own_storage(view: torch.Tensor) -> torch.Tensor:
-    """Return a tensor over the memory of ``view``, with a storage that has nothing else.
+    """Return a tensor over the memory of ``view``, with a storage that covers only this memory.
 
     ``torch.save`` and ``copy.deepcopy`` of a DTensor fail if its local tensor has a storage offset,
     and they copy all of the local tensor's storage. So a local tensor must not use the storage of
@@ -118,5 +118,5 @@ class UnshardedMemoryPool:
             # Set first: after an interrupt below, ``allocate`` restores what was freed.
             self._has_memory = False
             for storage, _ in self._storages:
-                # Resize, do not replace: autograd may have saved views of this storage.
+                # Resized and not replaced, because autograd may have saved views of this storage.
                 storage.resize_(0)
