@@ -5,13 +5,13 @@ gather, and ``fsdp_post_all_gather`` turns what was gathered into the unsharded 
 subclasses have the two methods; users may also set them on the local tensor of any parameter.
 
 The first gather creates the unsharded parameter from what ``fsdp_post_all_gather`` returns; later
-gathers fill it again. The method also returns the plain tensors that hold the memory of the
-unsharded parameter. Between gathers their storages are resized to zero.
+gathers fill it again. ``fsdp_post_all_gather`` also returns the plain tensors that hold the memory
+of the unsharded parameter. Between gathers their storages are resized to zero.
 
 Parameters of a tensor subclass are in a unit of their own (a sibling unit of the module's ordinary
 one), and each shard has memory of its own. If instead users set the methods on local tensors, all
-shards stay in the flat buffer of ``FlatParams``, and ``_OrdinaryGather`` has the two methods for
-those parameters of the unit that have none.
+shards stay in the flat buffer of ``FlatParams``. ``_OrdinaryGather`` then has the two methods for
+the other parameters of the unit.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _SHORT, _LONG = 1, 5  # how many arguments fsdp_pre_all_gather takes: it has two
 
 
 def has_own_methods(tensor: torch.Tensor) -> bool:
-    """Whether a method was set on ``tensor`` itself rather than on its class."""
+    """Whether a user has set one of the methods on ``tensor`` itself, not on its class."""
     return PRE in tensor.__dict__ or POST in tensor.__dict__
 
 
@@ -82,7 +82,7 @@ def _num_arguments(holder: object) -> int:
 def check_subclass_placement(
     fqn: str, local: torch.Tensor, mesh_info: MeshInfo, shard_dim: int
 ) -> None:
-    """Raise a NotImplementedError if a parameter with the two methods cannot be sharded so."""
+    """Raise a NotImplementedError unless a parameter with the two methods is sharded on dim 0."""
     name = f"parameter {fqn!r} is a {type(local).__name__} with {PRE}"
     if mesh_info.shard_axis is None:
         raise NotImplementedError(
@@ -106,7 +106,7 @@ def _described(value: object) -> str:
 
 
 class _OrdinaryGather:
-    """The two methods for a parameter without them, in a unit where users set them on others."""
+    """The two methods for a parameter that lacks them, if other parameters of its unit do not."""
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor, dtype: torch.dtype) -> None:
         self._layout = param.layout
@@ -134,7 +134,7 @@ class _OrdinaryGather:
 
 
 class CustomParam:
-    """The unsharded tensor of one parameter, and the memory under it."""
+    """The inputs and outputs of one parameter's gather, and the memory of its unsharded tensor."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class CustomParam:
         hook: GradientHook,
     ) -> None:
         self.num_inputs = 0  # how many tensors are gathered for this parameter
-        self.may_free_outputs = False  # whether ``fill`` is the last that needs gathered tensors
+        self.may_free_outputs = False  # whether the gathered tensors may be freed after ``fill``
         self._param = param
         self._shard = shard
         self._mesh = mesh
@@ -156,7 +156,7 @@ class CustomParam:
         if mp_policy.param_dtype_override_fn is not None:
             own = self._param_dtype if param.keeps_dtype else mp_policy.param_dtype
             self._mp_policy = replace(mp_policy, param_dtype=own, param_dtype_override_fn=None)
-        # The object with the methods. They are looked up in each call, as users may replace them.
+        # The object that has the methods. Each call looks them up, because users may replace them.
         self._methods: Any = shard
         if not has_gather_methods(param.fqn, shard):
             self._methods = _OrdinaryGather(param, shard, self._param_dtype)
@@ -202,7 +202,7 @@ class CustomParam:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
         unsharded = self._param.unsharded
-        # So autograd does not take the filling for an in-place change of a saved tensor.
+        # Otherwise autograd would take the filling for an in-place change of a saved tensor.
         with keeping_version(unsharded, plain_of(unsharded)):
             post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded)
         if unsharded.shape != self._param.sharded.shape:
@@ -222,8 +222,8 @@ class CustomParam:
             rows = layout.chunk_rows * layout.shard_count
             if unsharded.shape != (rows, *layout.shape[1:]):
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
-            # Cuts off the last rows, which are padding. FSDP2 requires that subclasses support
-            # as_strided; it does not require narrow.
+            # This cuts off the last rows, which are padding. Not by narrow: FSDP2 requires that
+            # subclasses support as_strided, but not narrow.
             unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
         if hasattr(self._methods, RELEASE):
             self.may_free_outputs = getattr(self._methods, RELEASE)()
@@ -303,8 +303,8 @@ class PackedGather:
     """A gather of several tensors as bytes, packed one behind the other.
 
     ``outputs`` has one tensor for each, with the rows of all ranks along dim 0. ``free`` resizes
-    their storages to zero. An unsharded parameter may be made of these tensors: the next gather
-    fills the same storages, so it is valid again.
+    their storages to zero. An unsharded parameter may use the memory of these tensors, because the
+    next gather fills the same storages again.
     """
 
     def __init__(self, forms: Sequence[Form], count: int, device: torch.device) -> None:
@@ -321,7 +321,7 @@ class PackedGather:
         self.free()
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return what this rank sends, with zeros for the rows that it has less than others."""
+        """Return the bytes that this rank sends, padded with zeros if it has fewer rows."""
         parts = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors]
         if len(parts) == 1 and parts[0].numel() == self._sizes[0]:
             return parts[0]
@@ -340,7 +340,7 @@ class PackedGather:
     def allocate(self) -> None:
         for flat in self._bytes:
             if flat.untyped_storage().nbytes() != flat.numel():
-                # Not called for equal sizes, because resize_ would copy the memory.
+                # resize_ is skipped if the size is right, because it would copy the memory.
                 flat.untyped_storage().resize_(flat.numel())
 
     def free(self, indices: Iterable[int] | None = None) -> None:
@@ -350,10 +350,10 @@ class PackedGather:
 
 
 class SubclassParams(ShardedUnitParams):
-    """The parameters of a unit where tensor subclasses, or users, define the two methods.
+    """The parameters of a unit in which some parameters have the two methods.
 
-    In a sibling unit all parameters are of tensor subclasses. ``FlatParams`` makes one of these
-    objects too, if users set the methods on some of its local tensors.
+    In a sibling unit for tensor subclasses, all parameters have them. ``FlatParams`` also makes a
+    ``SubclassParams``, if users have set the methods on some of its local tensors.
     """
 
     has_custom_gather = True
