@@ -1,4 +1,4 @@
-"""The parameters of one unit, as the engine sees them."""
+"""The interface through which the engine uses the parameters of one unit."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class UnitParams(abc.ABC):
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors; known once its root is sharded
     # Shared by all units of a root, and set when one of them is first used. Until then it is this
-    # placeholder. Optimizers may call it too (to hold tensors, to free memory), without effect.
+    # placeholder, whose ``hold_until_done`` and ``begin_phase`` do nothing: optimizers call them.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
@@ -75,12 +75,12 @@ class UnitParams(abc.ABC):
         """Start gathering the shards.
 
         **Collective:** the shard group. **Stream:** the comm stream for gathers.
-        **Lifetime:** the shards must not be edited until the gather is waited for.
+        **Lifetime:** the shards must not be edited until the rows are released.
         """
 
     @abc.abstractmethod
     def all_gather_copy_out(self, rows: Rows) -> None:
-        """Allocate the unsharded parameters and fill them from ``rows``, which were gathered."""
+        """Allocate the unsharded parameters and fill them from the gathered ``rows``."""
 
     @abc.abstractmethod
     def free_unsharded(self) -> None:
@@ -97,7 +97,7 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def take_replacements(self) -> bool:
-        """Adopt the tensors that users put in place of ours. Return whether ``rebuild`` is due."""
+        """Adopt tensors that users have put in place of ours. Return whether to ``rebuild``."""
 
     @abc.abstractmethod
     def rebuild(self) -> None:
@@ -105,7 +105,7 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
-        """Return storage for ``params``, deep copies of these parameters in a copied module."""
+        """Return the storage of a copied unit. ``params`` are deep copies of these parameters."""
 
     @abc.abstractmethod
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ class ShardedUnitParams(UnitParams):
         return sum(version_of(shard) + version_of(local_of(shard)) for shard in shards)
 
     def version_unless_replaced(self) -> int | None:
-        # Called before each gather. For speed it is one loop without calls of ours.
+        # Called before each gather. For speed it is one loop, and methods of ours are inlined.
         version = 0
         with without_torch_function():
             for param, own in zip(self.params, self.locals, strict=True):
@@ -182,7 +182,7 @@ class ShardedUnitParams(UnitParams):
     def _refuse_late_tie(self, param: ShardedParam, replacements: Sequence[nn.Parameter]) -> None:
         """Raise a RuntimeError if ``param`` was replaced by another parameter of the unit.
 
-        Each of the two would be gathered and reduced by itself, into one ``.grad``.
+        Both would be one tensor with one ``.grad``, but be gathered and reduced separately.
         """
         new = {id(each) for each in replacements}
         for other in self.params:
@@ -194,7 +194,7 @@ class ShardedUnitParams(UnitParams):
                 )
 
     def _as_shard(self, param: ShardedParam, new: nn.Parameter, own: torch.Tensor) -> nn.Parameter:
-        """Return what was assigned (``new``), or if it is an unsharded tensor, a shard of it."""
+        """Return the assigned parameter ``new`` or, if it is unsharded, this rank's shard of it."""
         expected = param.sharded
         if not isinstance(new, nn.Parameter):
             raise RuntimeError(
@@ -218,7 +218,7 @@ class ShardedUnitParams(UnitParams):
         )
 
     def _adopted_locals(self, device_type: str, why: str) -> list[torch.Tensor]:
-        """Return the present local tensors.
+        """Return the current local tensors.
 
         Raises a RuntimeError, which states ``why``, if one is neither on ``device_type`` nor meta.
         """
