@@ -29,12 +29,12 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Return what to index the unsharded tensor with."""
+        """The index that cuts the box out of the unsharded tensor."""
         pairs = zip(self.offsets, self.sizes, strict=True)
         return tuple(slice(offset, offset + size) for offset, size in pairs)
 
     def common(self, other: Box) -> Box:
-        """Return the block that both have, perhaps an empty one."""
+        """Return the intersection of both boxes, which may be empty."""
         begins = tuple(map(max, self.offsets, other.offsets))
         ends = (
             min(first + size, second + length)
@@ -45,7 +45,7 @@ class Box:
         return Box(begins, tuple(max(0, end - b) for b, end in zip(begins, ends, strict=True)))
 
     def relative_to(self, offsets: Sequence[int]) -> Box:
-        """Return the block as seen from ``offsets``."""
+        """Return the same box with its offsets relative to ``offsets``."""
         moved = (own - other for own, other in zip(self.offsets, offsets, strict=True))
         return Box(tuple(moved), self.sizes)
 
@@ -76,10 +76,10 @@ def box_at(
 
 
 def _axes_in_order(mesh: DeviceMesh, placements: Sequence[Placement]) -> list[int]:
-    """Return the axes that cut a tensor, in the order in which they do.
+    """Return the axes that cut a tensor, in the order in which they cut it.
 
-    Axes cut from left to right, except those with a strided placement. Such an axis cuts after the
-    axes to its right that have ``split_factor`` ranks together.
+    Axes cut from left to right, except those with a strided placement. Such an axis cuts after
+    those axes to its right that cut the same dim into ``split_factor`` parts.
     """
     order: list[int] = []
     for axis in reversed(range(mesh.ndim)):
