@@ -57,7 +57,7 @@ class ParamLayout:
 
     @property
     def is_regular(self) -> bool:
-        """Whether the ranges of all ranks, one after the other, are the parameter itself."""
+        """Whether the ranges of all ranks, concatenated, are the contiguous parameter."""
         return self.prefix == 1 and self.numel > 0 and self.rows % self.shard_count == 0
 
     @property
@@ -170,8 +170,8 @@ class FlatLayout:
         """Lay out the parameters ``order`` (by default all of them), one segment per dtype.
 
         Inside a segment, regular parameters precede the others. In each of the two groups larger
-        ranges precede smaller ones, so that ranges of one size are adjacent; these keep the order
-        in which they were given. If there is only one shard, ranges are not sorted by size.
+        ranges precede smaller ones, so that ranges of equal size are adjacent. Ranges of equal size
+        keep the given order. If there is only one shard, ranges are not sorted by size.
         """
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
@@ -190,7 +190,7 @@ class FlatLayout:
 
     @property
     def is_one_dtype(self) -> bool:
-        """Whether there is one dtype. Then buffers have it; otherwise they are of bytes."""
+        """Whether all parameters have one dtype. If not, buffers are of bytes (uint8)."""
         return len(self.segments) == 1
 
     @property
