@@ -23,7 +23,7 @@ class FullMesh:
     flattened: DeviceMesh  # the same mesh with its shard axes flattened into one
     # For each axis of ``flattened``, which axis of ``mesh`` it is; None for the shard axis.
     origins: tuple[int | None, ...]
-    data_axes: frozenset[int]  # the data-parallel axes of mesh
+    data_axes: frozenset[int]  # the data-parallel axes of ``mesh``
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -34,7 +34,7 @@ class MeshInfo:
     ``(replicate, shard)``. ``mesh_info_of_named_axes`` chooses axes by name.
     """
 
-    mesh: DeviceMesh  # the data-parallel axes
+    mesh: DeviceMesh  # has the data-parallel axes only
     shard_axis: int | None  # an axis of ``mesh``; all other axes replicate
     shard_group: dist.ProcessGroup
     shard_count: int
@@ -128,7 +128,7 @@ def shard_mesh_of(mesh_info: MeshInfo) -> DeviceMesh:
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:
-    """Return this rank's device of a mesh, on which its collectives take tensors."""
+    """Return the device of the tensors that this rank passes to collectives of ``mesh``."""
     if mesh.device_type == "cpu":
         return torch.device("cpu")
     index = torch.get_device_module(mesh.device_type).current_device()
@@ -141,8 +141,8 @@ def pg_of_one() -> dist.ProcessGroup:
 
 
 _GroupKey = tuple[str, tuple[int, ...]]  # a name and the ranks
-# The process groups that meshard makes, by the group of a mesh that they were made for. Meshes
-# cannot hold them, because meshes are pickled with DTensors.
+# The process groups that meshard makes. The key is a group of the mesh for which they were made.
+# They cannot be attributes of the mesh, because a mesh is pickled with its DTensors.
 _extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )
@@ -153,8 +153,8 @@ def _extra_pg(
 ) -> dist.ProcessGroup:
     """Return a group of ``ranks`` with the backend and the timeout of ``like``, on ``device``.
 
-    **Collective:** these ranks, in the first call, which makes the group; later calls return it.
-    All of them must make their groups in the same order.
+    **Collective:** ``ranks``, in the first call. It makes the group, and later calls return the
+    same one. The ranks must make their groups in the same order.
     """
     groups, key = _extra_groups.setdefault(like, {}), (name, tuple(ranks))
     if key not in groups:
@@ -183,7 +183,7 @@ def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:
 
 
 def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
-    """Return a second group of the ranks of the shard group; always the same one for a mesh.
+    """Return a second process group over the ranks of the shard group, made once per mesh.
 
     **Collective:** the shard group, the first time.
     """
@@ -192,7 +192,7 @@ def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
 
 
 def whole_mesh_pg(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """Return a group of all ranks of ``mesh``; always the same one for a mesh.
+    """Return a group of all ranks of ``mesh``, made once per mesh.
 
     **Collective:** the ranks of the mesh, the first time, if it has several axes.
     """
@@ -252,7 +252,7 @@ def mesh_info_of_named_axes(
     """
     known = _check_names(mesh, shard, replicate)
     data_axes = frozenset(known.index(name) for name in {*shard, *replicate})
-    parts: list[DeviceMesh] = []  # one for each axis, and one for all shard axes together
+    parts: list[DeviceMesh] = []  # one for all shard axes together, and one for each other axis
     origins: list[int | None] = []
     for axis, name in enumerate(known):
         if name not in shard or name == shard[0]:
@@ -284,7 +284,7 @@ def mesh_info_of_named_axes(
 def _check_names(
     mesh: DeviceMesh, shard: tuple[str, ...], replicate: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the names of all axes. Raises if chosen ones are unknown, or in another order."""
+    """Return the names of all axes. Raises if chosen names are unknown or in another order."""
     known = mesh.mesh_dim_names
     if known is None:
         raise ValueError(
