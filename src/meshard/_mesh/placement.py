@@ -3,9 +3,9 @@
 Tensor parallelism shards a parameter first; the local tensor is then sharded again over the shard
 axis. Unsharded, the parameter has the placements that its user gave it. Sharded, it is a DTensor
 over the data-parallel axes and the others together. torch reads the placements of a DTensor from
-left to right: the leftmost axis cuts the tensor first. Here the data-parallel axes are on the left,
-and cut last. So if tensor parallelism cuts the same tensor dim as the shard axis, the placement on
-the shard axis is a ``_StridedShard``.
+left to right: the leftmost axis cuts the tensor first. But a shard axis to the left of tensor
+parallelism must cut after it. So if both cut the same tensor dim, the placement on the shard axis
+is a ``_StridedShard``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class GlobalPlacement:
 
 @dataclass(frozen=True, slots=True)
 class MissingSum:
-    """The sum over mesh axes that a gradient lacks.
+    """A sum (or mean) over mesh axes that DTensor has not yet computed for a gradient.
 
     Gradients that lack the same sum may be packed into one tensor, and added up together.
     """
@@ -71,7 +71,7 @@ class DTensorPlacement:
         return GlobalPlacement(self.mesh, tuple(placements), self.in_use.shape)
 
     def _after_others(self, axis: int, placement: Placement) -> Placement:
-        """Return ``placement`` on ``axis``, but so that it cuts after the axes further right."""
+        """Return ``placement`` on ``axis``, changed to cut after the axes to the right of it."""
         if not isinstance(placement, Shard):
             return placement
         cuts = math.prod(
@@ -95,8 +95,8 @@ class DTensorPlacement:
     def of_gradient(self, arrived: Sequence[Placement]) -> tuple[Placement, ...] | None:
         """Return the placements in which to reduce a gradient that has the placements ``arrived``.
 
-        On data-parallel axes these are ``arrived``, on the others those of the parameter. None: the
-        gradient cannot be reduced, because it is sharded along a data-parallel axis.
+        On data-parallel axes these are ``arrived``, on the others those of the parameter. Returns
+        None if the gradient is sharded along a data-parallel axis, and so cannot be reduced.
         """
         if any(not isinstance(arrived[axis], (Replicate, Partial)) for axis in self.data_axes):
             return None
@@ -108,7 +108,7 @@ class DTensorPlacement:
     def missing_sum(self, arrived: Sequence[Placement]) -> MissingSum | None:
         """Return the sum that a gradient with the placements ``arrived`` still lacks.
 
-        None: it lacks nothing, or its placements must change in other ways too.
+        Returns None if it lacks nothing, or if its placements must change in other ways too.
         """
         target = self.of_gradient(arrived)
         if target is None or target == tuple(arrived):
@@ -168,8 +168,8 @@ def compose_placement(param: DTensor, mesh_info: MeshInfo) -> DTensorPlacement:
             others=(*[Replicate()] * num_data, *placed.placements),
             data_axes=frozenset(),
         )
-    # ``flattened`` has the data-parallel axes in the order of ``mesh_info.mesh``, so the positions
-    # are counted up.
+    # ``flattened`` has the data-parallel axes in the order of ``mesh_info.mesh``. So the n-th of
+    # them has position n.
     counter = itertools.count()
     is_data = [origin is None or origin in full.data_axes for origin in full.origins]
     return DTensorPlacement(
