@@ -2,7 +2,7 @@
 
 Every rank has a segment that the others map. To *publish* a message, it writes the data to its
 segment and then the number of the message. The others wait for that number, read the data in place,
-and *acknowledge* the message, after which the memory may be reused. All ranks of a group number
+and *acknowledge* the message. After that the memory may be reused. All ranks of a group number
 their collectives alike, so a number identifies a collective. Each message has a *name*, which says
 which collective the sender runs; receivers compare it with the name of their own. Numbers, places
 and names are *words* of 8 bytes. Each word is written by one rank only, so there are no locks.
@@ -41,13 +41,13 @@ _START = aligned(_TEXTS + 2**20)
 # Operation, unit, and name of the root.
 Name = tuple[str, str, str]
 
-_EAGER = 200  # polls before the thread sleeps, because most messages come soon
-_NAPS = (5e-5, 5e-4)  # seconds of a sleep: at first, and later
+_EAGER = 200  # polls before the waiting thread sleeps, because most messages come soon
+_NAPS = (5e-5, 5e-4)  # seconds per sleep: for the first ``_NAPS_PER_CHECK`` sleeps, and later
 _NAPS_PER_CHECK = 200
 _STEPS_TO_REMEMBER = 4
 _LARGE = 2**16  # bytes
 _OPENING = "set-up of shared memory, before the first collective of these ranks"
-_SHORT = 2e-3  # seconds to wait for memory; not longer, as the other rank may wait for this one
+_SHORT = 2e-3  # seconds to wait for memory; not longer, as the other ranks may wait for this one
 
 
 @dataclass(slots=True, eq=False)
@@ -61,7 +61,7 @@ class _Allocation:
 
 
 class _Process:
-    """Another process, known by a descriptor: its number may be reused once it has ended."""
+    """Another process, watched by a pidfd: once it has ended, its process id may be reused."""
 
     def __init__(self, number: int) -> None:
         descriptor = os.pidfd_open(number)
@@ -91,9 +91,9 @@ class Channel:
             [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words] for kind in range(5)
         )
         self._texts = [segment.memory(_TEXTS, _START) for segment in segments]
-        self._num_text_bytes = 0  # of this rank
+        self._num_text_bytes = 0  # that this rank has written
         self._name_words: dict[Name, int] = {}
-        self._spoken: dict[int, str] = {}  # the name as text, by the word that stands for it
+        self._spoken: dict[int, str] = {}  # the text of each name, by its word
         # Seconds after which a wait gives up.
         self._patience = timeout_of(group, torch.device("cpu")).total_seconds()
         self._processes = {other: _Process(processes[other]) for other in self.others}
@@ -108,9 +108,9 @@ class Channel:
         }
         self._free = FirstFit(_START)
         self._allocations: dict[int, _Allocation] = {}  # of living tensors, by address
-        # Weak-reference callbacks append to it at any moment. Only _reclaim takes from it.
+        # Weak-reference callbacks append to the deque at any moment. Only _reclaim pops from it.
         self._freed: deque[_Allocation] = deque()
-        # Allocations whose tensor is freed, but whose message some rank has yet to acknowledge.
+        # Allocations whose tensor is freed, but whose message not all ranks have acknowledged.
         self._unacknowledged: list[_Allocation] = []
 
     # --- memory ----------------------------------------------------------------------------
@@ -203,13 +203,14 @@ class Channel:
     def publish(self, tensor: torch.Tensor, name: Name, *, copy: bool = False) -> int:
         """Publish ``tensor`` to all other ranks; return the number of the message.
 
-        Memory from ``allocate`` is read in place. It must not be written to again, and is reused
-        only after all ranks have acknowledged. Other memory is copied; with ``copy`` all is.
+        The others read memory from ``allocate`` in place. It must not be written to again, and is
+        reused only after all ranks have acknowledged. Other memory is copied before; with ``copy``,
+        memory from ``allocate`` is copied too.
         """
         return self._publish([tensor.view(-1)], name, copy=copy)
 
     def publish_rows(self, rows: list[torch.Tensor], name: Name) -> int:
-        """Publish to each other rank its row; those of ``allocate_rows`` are read in place."""
+        """Publish to each other rank its row. Rows of ``allocate_rows`` are read in place."""
         return self._publish([rows[other] for other in self.others], name)
 
     def _publish(self, parts: list[torch.Tensor], name: Name, *, copy: bool = False) -> int:
@@ -253,10 +254,10 @@ class Channel:
         return word
 
     def _check_names(self, message: int, other: int) -> None:
-        """Raise unless rank ``other`` has given ``message`` the name that this rank has."""
+        """Raise unless this rank and rank ``other`` gave ``message`` the same name."""
         ranks, slot = sorted((self.rank, other)), message % _MESSAGES
         if len({self._name[rank][slot] % 2**32 for rank in ranks}) == 1:
-            return  # the checksums are the same, though the texts are at other places
+            return  # the checksums are the same; only the places of the texts differ
         lines = [f"  rank {rank} of the group: {self._text_of(rank, slot)}" for rank in ranks]
         raise RuntimeError(
             f"the ranks have issued different collectives (message {message} of the group):\n"
@@ -294,7 +295,7 @@ class Channel:
                 f"{count * num_bytes}; the unit must have parameters of the same shapes and "
                 "dtypes, and the same policies, on all ranks."
             )
-        # The message of ``other`` has no row for itself, so the rows after that stand one earlier.
+        # ``other`` publishes no row for itself, so rows of later ranks are one position earlier.
         row = self.rank - (self.rank > other) if is_row else 0
         begin = self._position[other][slot] + row * num_bytes
         return self._segments[other].view(begin, numel, dtype)
@@ -302,14 +303,14 @@ class Channel:
     def receive_all(
         self, message: int, own: torch.Tensor, *, is_row: bool = False
     ) -> list[torch.Tensor]:
-        """Do ``receive`` for each rank, in rank order, where this rank's tensor is ``own``."""
+        """Return the tensors of all ranks, in rank order: ``own``, and those of ``receive``."""
         numel, dtype = own.numel(), own.dtype
         rows = [self.receive(message, each, numel, dtype, is_row=is_row) for each in self.others]
         rows.insert(self.rank, own)
         return rows
 
     def acknowledge(self, message: int) -> None:
-        """Tell the others that this rank will not read ``message`` any more, published or not."""
+        """Tell the others that this rank no longer reads ``message``, even if they publish it later."""
         self._acknowledged[self.rank][message % _MESSAGES] = message + 1
 
     # --- waiting ---------------------------------------------------------------------------
@@ -345,7 +346,7 @@ class Channel:
             if own[slot] > message:
                 return
             if count % _NAPS_PER_CHECK == 0:
-                # The word is read last, because the rank may have written it and then ended.
+                # The word is read again after ``has_ended``: the rank may have written and ended.
                 if self._processes[other].has_ended and own[slot] <= message:
                     raise RuntimeError(
                         f"rank {other} of the group has ended and will not {what}. If it did not "
@@ -388,7 +389,7 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
 
 
 def _open(process: int, descriptor: int, token: int) -> Segment | None:
-    """Return the segment of another rank; None if that cannot be opened, or the token differs."""
+    """Return the segment of another rank; None if it cannot be opened or has another token."""
     with contextlib.suppress(OSError, ValueError):
         segment = Segment.open(process, descriptor)
         if segment.words(8 * _TOKEN_WORD, 1)[0] == token:
