@@ -2,9 +2,9 @@
 
 A gather copies the shards of the other ranks from their memory into unsharded parameters, and a
 reduce-scatter adds the rows of the other ranks from where they were packed. Nothing goes through a
-socket, and no second thread takes time from compute. Results are, bit for bit, those of
-``WorkCommunicator``. This base class still serves groups across hosts, and all-reduces of more than
-two ranks, because gloo adds those up in an order of its own.
+socket, and no second thread takes time from compute. Results are, bit for bit, those of the base
+class ``WorkCommunicator``. The base class still serves groups across hosts, and all-reduces of more
+than two ranks: gloo adds those up in an order of its own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class _Receiving:
         self._message = message
         self._read: Callable[[], object] | None = read
         self._issued = None if spans.recorder is None else spans.issued()
-        self._began_to_read = 0.0  # in ``time.monotonic``; 0: it has not, or nothing records it
+        self._began_to_read = 0.0  # seconds of ``time.monotonic``; 0: not begun, or not traced
         if self._issued is not None:
             self._issued.ends_later()
 
@@ -56,7 +56,7 @@ class _Receiving:
             self.release()
 
     def _begin_to_read(self) -> None:
-        # The calling thread reads what others have published, so that is no time of compute.
+        # The calling thread reads what others have published. A trace counts this as a wait.
         if self._issued is not None and not self._began_to_read:
             self._began_to_read = time.monotonic()
 
@@ -75,7 +75,7 @@ class _Receiving:
                 if self._began_to_read:
                     self._issued.waited(self._began_to_read, time.monotonic())
 
-    abandon = release  # it need not wait, because no other rank writes to this rank's memory
+    abandon = release  # without a wait, because no other rank writes to this rank's memory
 
     def __del__(self) -> None:
         # If the collective was dropped unfinished, as when the model is deleted, this tells other
@@ -86,7 +86,7 @@ class _Receiving:
 
 
 class _Views(_Receiving):
-    """An all-gather whose rows, until ``release``, are read in the memory of the other ranks."""
+    """An all-gather whose rows are views of the memory of the other ranks, until ``release``."""
 
     def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
         self._receive = functools.partial(channel.receive_all, message, source)
@@ -105,14 +105,14 @@ def _is_candidate(group: dist.ProcessGroup) -> bool:
 class SharedMemoryCommunicator(WorkCommunicator):
     """Collectives through shared memory in groups whose ranks can share it, else through sockets.
 
-    The ranks of a group find out at its first collective. If one of them had
-    ``MESHARD_SHARED_MEMORY=0`` when its communicator was made, the group uses sockets.
+    At the first collective of a group, its ranks find out whether they can share memory. If one of
+    them had ``MESHARD_SHARED_MEMORY=0`` when its communicator was made, the group uses sockets.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._is_wanted = os.environ.get(_VARIABLE, "1") != "0"
-        # By group; None if the group uses sockets. Variants share the dict.
+        # None if the group uses sockets. Copies of this communicator share the dict.
         self._channels: dict[dist.ProcessGroup, Channel | None] = {}
 
     def _channel(self, group: dist.ProcessGroup) -> Channel | None:
@@ -127,11 +127,11 @@ class SharedMemoryCommunicator(WorkCommunicator):
         return op, label, self.root_names.get(group, "no root")
 
     def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
-        """Return the channel of ``group``, to allocate memory for a collective that is to come.
+        """Return the channel of ``group``, to allocate memory for a later collective.
 
-        None if the user's collectives run instead. Opening a channel is a collective of its own.
-        Under ``MESHARD_DEBUG=1`` no channel is opened here, because the check comes later, with the
-        collective that uses the memory.
+        Returns None if the user's collectives run instead. Under ``MESHARD_DEBUG=1`` it opens no
+        channel: opening is itself a collective, and the check that the ranks agree comes later,
+        with the collective that uses the memory.
         """
         if self._custom is not None:
             return None
