@@ -23,12 +23,12 @@ if sys.platform == "linux":
     import fcntl
 
 ALIGNMENT = 64  # bytes: a cache line
-_STEP = 2**24  # bytes of a new file at least; only pages that are touched take memory
+_STEP = 2**24  # minimal bytes of a new file; only pages that are touched take memory
 
-# Why ranks cannot share memory on this machine; empty if they can. A process that sees the number
-# of a message must also see the data, which was written before. On x86-64 it does, because stores
-# become visible in order. Other processors need fences, which Python lacks, so there all ranks send
-# through gloo.
+# Why ranks cannot share memory on this machine; empty if they can. A sender writes the data before
+# the number of the message. So a process that sees the number must also see the data. On x86-64 it
+# does, because stores become visible in order. Other processors need fences, which Python lacks, so
+# there all ranks send through gloo.
 WHY_UNSUPPORTED = ""
 if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
     WHY_UNSUPPORTED = "this system has no memfd_create or no pidfd_open (Linux has them)"
@@ -48,7 +48,7 @@ def aligned(num_bytes: int, alignment: int = ALIGNMENT) -> int:
 class Segment:
     """An anonymous file in memory that several processes map.
 
-    The segment closes ``descriptor`` when it is freed. If ``num_bytes`` is given, the file is new,
+    The segment closes ``descriptor`` when it is freed. If ``num_bytes`` is given, the file is new
     and gets this size.
     """
 
@@ -72,7 +72,7 @@ class Segment:
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def reserve(self, num_bytes: int) -> None:
-        """Grow to at least ``num_bytes``. Only the process that created it may call this."""
+        """Grow to at least ``num_bytes``. Only the process that created the file may call this."""
         if num_bytes > len(self._map):
             self._reach(num_bytes, grow_to=max(num_bytes, 2 * len(self._map)))
 
@@ -104,7 +104,7 @@ class Segment:
         return self.memory(offset, offset + 8 * count).cast("q")
 
     def memory(self, begin: int, end: int) -> memoryview:
-        """Return a range of the present map, which stays mapped when the segment grows."""
+        """Return a range of the current map. It stays valid when the segment grows."""
         return memoryview(self._map)[begin:end]
 
     def view(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
