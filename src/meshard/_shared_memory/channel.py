@@ -310,7 +310,7 @@ class Channel:
         return rows
 
     def acknowledge(self, message: int) -> None:
-        """Tell the others that this rank no longer reads ``message``, even if they publish it later."""
+        """Tell the others that this rank has read ``message``, or that it never will."""
         self._acknowledged[self.rank][message % _MESSAGES] = message + 1
 
     # --- waiting ---------------------------------------------------------------------------
