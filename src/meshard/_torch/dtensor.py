@@ -1,6 +1,6 @@
-"""Private attributes of DTensor, read and written without a dispatch.
+"""Private attributes of DTensor, read and written without the dispatcher.
 
-``DTensor.from_local`` costs 24 us and ``to_local`` enters autograd. A step wraps every sharded
+``DTensor.from_local`` costs 24 us, and ``to_local`` enters autograd. A step wraps every sharded
 gradient once, so both are avoided: ``DTensor(local, spec, requires_grad=False)`` costs 2.5 us.
 """
 
@@ -30,8 +30,8 @@ def make_dtensor(
     key = (id(mesh), placements, shape, local.dtype)
     spec = _specs.get(key)
     if spec is None:
-        # from_local would move a shard that lives on the host to the device of the mesh. It does
-        # not move a meta tensor.
+        # The spec is taken from a DTensor over a meta tensor. Given a shard in host memory,
+        # from_local would copy it to the device of the mesh.
         meta = DTensor.from_local(
             torch.empty_strided(local.shape, local.stride(), dtype=local.dtype, device="meta"),
             mesh,
@@ -44,11 +44,11 @@ def make_dtensor(
     return _made_over(local, spec)
 
 
-# The specs of DTensors that are alive. The keys have the id of a mesh, because equal meshes may
-# have different process groups. A spec keeps its mesh alive, so no other mesh gets that id
-# meanwhile.
+# The specs of DTensors that are alive. A key contains the id of the mesh, not the mesh, because
+# equal meshes may have different process groups. While an entry exists, its spec keeps the mesh
+# alive, so no other mesh gets the same id.
 _specs: weakref.WeakValueDictionary[Any, Any] = weakref.WeakValueDictionary()
-# Emptied at exit. To remove a spec that is freed later, the dictionary would hash its key, and a
+# Cleared at exit. Otherwise, when a spec is freed later, the dictionary hashes its key. A
 # _StridedShard in the key cannot be hashed while the interpreter clears its modules.
 atexit.register(_specs.clear)
 
@@ -128,7 +128,7 @@ def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
 
 
 def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of ``tensor`` on its mesh. Like that of a Parameter, it has no grad."""
+    """Return a deep copy of ``tensor`` on its mesh, without ``.grad``, as for a Parameter."""
     spec = tensor._spec  # type: ignore[attr-defined]  # private
     memo[id(spec)] = spec
     memo[id(spec.mesh)] = spec.mesh
@@ -142,7 +142,7 @@ def copy_dtensor(tensor: torch.Tensor, memo: dict[int, Any]) -> Any:
 
 
 def gradient_dtype(param: torch.Tensor) -> torch.dtype:
-    """Return the dtype of ``.grad``: the user's ``grad_dtype``, or else that of the parameter."""
+    """Return the dtype of ``.grad``: the user's ``grad_dtype``, or else the parameter's dtype."""
     return param.grad_dtype or param.dtype
 
 
@@ -173,17 +173,15 @@ class ScalarReads(threading.local):
     """Whether ``item()``, ``float()`` and ``bool()`` of a DTensor read a value over all ranks.
 
     torch reads the local tensor. If the DTensor is a sum or a norm, that is only this rank's part
-    (https://github.com/pytorch/pytorch/issues/166638), and an optimizer that reads it would step by
-    another number on each rank. So reads are **collective** inside the step of an optimizer, which
-    all ranks run. Elsewhere they are as in torch, because one rank alone may print a number. torch
-    calls no hook after a step that has raised, so each read checks that the step is still on the
-    stack.
+    (https://github.com/pytorch/pytorch/issues/166638). An optimizer that reads it would step by a
+    different number on each rank. So reads are **collective** inside the step of an optimizer,
+    which all ranks run. Elsewhere they are as in torch, because one rank alone may print a number.
+    torch calls no hook after a step that has raised, so each read checks that the step is still on
+    the stack.
     """
 
-    # How many nested steps were running when ``begin_step`` was called. 0: reads are not collective
-    # because of it.
-    _depth = 0
-    _num_inside = 0
+    _depth = 0  # how many nested steps of optimizers ran at ``begin_step``; 0: no call is active
+    _num_inside = 0  # how many ``inside_step`` blocks are active
 
     def begin_step(self) -> None:
         """Make reads collective until the present step of an optimizer returns or raises."""
@@ -191,7 +189,7 @@ class ScalarReads(threading.local):
         self._depth = self._depth or num_running_steps()
 
     def end_step(self) -> None:
-        """End the ``begin_step`` of the present step, or of one inside it that has raised."""
+        """End the ``begin_step`` of the current step, or of a nested step that has raised."""
         if self._depth and self._depth >= num_running_steps():
             self._depth = 0
 
