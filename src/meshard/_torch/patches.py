@@ -23,7 +23,7 @@ from meshard._torch.private import skip_dynamo
 _holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of pending gradients
 _finish_copies: Callable[[list[torch.Tensor]], None] | None = None
 _clear: Callable[[list[torch.Tensor]], None] | None = None
-_replaced: dict[type, tuple[Any, Any]] = {}  # by class: its own zero_grad, and ours
+_replaced: dict[type, tuple[Any, Any]] = {}  # by class: its original zero_grad, and ours
 
 
 def patch_zero_grad(
@@ -45,7 +45,7 @@ def patch_zero_grad(
 
 
 def unpatch_zero_grad() -> None:
-    """Put torch's methods back. A method that somebody else has replaced since stays as it is."""
+    """Restore the original methods, except where other code has replaced ours since."""
     for owner, (own, ours) in _replaced.items():
         if vars(owner).get("zero_grad") is ours:
             setattr(owner, "zero_grad", own)  # noqa: B010  # mypy refuses the assignment
@@ -70,9 +70,9 @@ def params_in(optimizer: Optimizer) -> list[torch.Tensor]:
 def patch_new_optimizers() -> None:
     """Replace the ``zero_grad`` of each class of optimizers that has one of its own.
 
-    Such a method need not clear at every call: that of accelerate does nothing within a window. To
-    find classes that were defined since, this is called at the beginning of each backward, after
-    which gradients may be pending.
+    Such a method need not clear gradients at every call: accelerate's does nothing until the last
+    microbatch. Every backward calls this function as it begins, to find new classes: gradients may
+    be pending after the backward.
     """
     if not _replaced:
         return  # unpatch_zero_grad was called
@@ -111,9 +111,9 @@ def _replace(
 
 
 class _Witness:
-    """One of the parameters, whose ``.grad`` shows whether a call of ``zero_grad`` has cleared.
+    """A parameter whose ``.grad`` shows whether a call of ``zero_grad`` has cleared gradients.
 
-    If it has no ``.grad``, it is lent one of zeros for the call.
+    If the parameter has no ``.grad``, it gets one of zeros during the call.
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
@@ -127,7 +127,7 @@ class _Witness:
         self._versions = _versions(self._grad)
 
     def was_cleared(self) -> bool:
-        """Return whether its ``.grad`` was removed or written to. Takes a lent one back."""
+        """Return whether ``.grad`` was removed or written to. Removes a ``.grad`` of zeros."""
         if self._param is None:
             return False
         is_same = self._param.grad is self._grad
