@@ -1,8 +1,8 @@
 """Private names of torch, and names that differ between its supported versions.
 
-``import meshard`` works without any private name. If one is gone, either a slower way is taken, or
-its first use raises an AttributeError that names it. ``tests/torch/test_missing_names.py`` removes
-each name and checks that.
+``import meshard`` works without any private name. If one is gone, meshard either takes a slower
+way, or raises an AttributeError with the name at its first use.
+``tests/torch/test_missing_names.py`` removes each name to check this.
 """
 
 from __future__ import annotations
@@ -90,9 +90,9 @@ skip_dynamo_once = functools.partial(skip_dynamo, recursive=False)
 
 
 def before_compiling(function: Callable[[Any], None]) -> None:
-    """Call ``function`` from now on before ``torch.compile`` looks at the tensors of a frame.
+    """Make ``torch.compile`` call ``function`` each time before it looks at a frame's tensors.
 
-    It must be called again after ``torch._dynamo.reset()``, which forgets it.
+    ``torch._dynamo.reset()`` undoes this call, so it must be repeated after a reset.
     """
     handler = getattr(sys.modules.get("torch._dynamo"), "callback_handler", None)
     if handler is not None and function not in handler.start_callbacks:
@@ -124,9 +124,9 @@ def running_node() -> int:
 def accumulates_any(params: Iterable[torch.Tensor]) -> bool:
     """Whether the present graph task adds to the ``.grad`` of any leaf in ``params``.
 
-    True also where it is not certain. ``torch.autograd.grad``, and a backward with ``inputs``,
-    execute only a part of the graph. So the answer is False only if the graph task executes none of
-    these leaves, and leaves out some node of its graph.
+    The answer is True also where it is uncertain. It is False only if the graph task executes none
+    of these leaves, and skips at least one node of the graph. This is the case for
+    ``torch.autograd.grad`` and for a backward with ``inputs``, which execute a part of the graph.
     """
     with torch.enable_grad():
         for param in params:
@@ -138,12 +138,12 @@ def accumulates_any(params: Iterable[torch.Tensor]) -> bool:
 def _runs(node: Any) -> bool:
     try:
         return _will_execute(node)
-    except RuntimeError:  # a leaf whose gradient torch.autograd.grad returns
+    except RuntimeError:  # torch raises for a leaf whose gradient torch.autograd.grad returns
         return False
 
 
 def _leaves_out_any(start: Any) -> bool:
-    """Whether the present graph task leaves out some node that ``start`` leads to."""
+    """Whether the present graph task skips any node that is reachable from ``start``."""
     seen, stack = {start}, [start]
     while stack:
         for node, _ in stack.pop().next_functions:
@@ -162,17 +162,17 @@ _run_backward = _find("torch.autograd.graph._engine_run_backward")
 class BackwardCall:
     """The call of the user, in any thread, that runs the present backward.
 
-    The object is made inside the backward. If the backward raises, autograd's thread of a device
-    may drop the callbacks of the backward only after the user has the exception. Therefore
-    ``has_returned`` looks whether the call is still on the stack of the thread that made it.
+    The object is made inside the backward. If the backward raises, its queued callbacks never run,
+    and a device thread of autograd may free them only after the user has caught the exception. So
+    ``has_returned`` checks if the call is still on the stack of the thread that made it.
     """
 
     def __init__(self) -> None:
         found = _innermost_backward(sys._getframe())
         self._frames = {} if found is None else {threading.get_ident(): found}
         if found is None:
-            # This is a thread of autograd, which works for a call in some other thread. Nothing
-            # tells in which, so the backward calls of all other threads are taken.
+            # This is a thread of autograd, which works for a backward call in another thread. It is
+            # unknown in which, so the backward calls of all other threads are recorded.
             for thread, frame in _other_threads().items():
                 if (found := _innermost_backward(frame)) is not None:
                     self._frames[thread] = found
@@ -189,7 +189,7 @@ class BackwardCall:
 def _other_threads() -> dict[int, FrameType]:
     """Return the innermost frames of the other threads.
 
-    The frame of this thread is left out: a variable in it that refers to it would make a cycle.
+    The frame of this thread is left out, because a local variable that refers to it is a cycle.
     """
     frames = sys._current_frames()
     frames.pop(threading.get_ident())
@@ -273,8 +273,8 @@ def has_backward_optimizer(param: torch.Tensor) -> bool:
 
 
 def is_reduced_by_ddp(module: nn.Module) -> bool:
-    """Whether ``module`` is in a DistributedDataParallel that runs, and reduces all parameters."""
-    # With threads, torch may name one here that runs no longer.
+    """Whether a running DistributedDataParallel contains ``module`` and reduces all parameters."""
+    # With threads, this attribute of torch may hold one that no longer runs.
     ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None or ddp.parameters_to_ignore:
         return False
@@ -287,7 +287,7 @@ _is_wrapped = _find("torch._C._functorch.is_functorch_wrapped_tensor") or (lambd
 _inside_of = _or_error("torch._C._functorch.get_unwrapped")
 _transforms = _find("torch._C._functorch.get_interpreter_stack") or (lambda: None)
 _suspend_transforms = _or_error("torch._functorch.pyfunctorch.temporarily_clear_interpreter_stack")
-# Transforms that run no backward themselves. The user may run one on what they return.
+# Transforms that run no backward themselves. The user may run a backward on their outputs.
 _FORWARD_ONLY = ("TransformType.Vmap", "TransformType.Jvp")
 _num_modes = _find("torch._C._len_torch_dispatch_stack") or (lambda: 0)
 _mode_at = _or_error("torch._C._get_dispatch_stack_at")
@@ -317,8 +317,8 @@ def is_in_transform() -> bool:
 def without_modes(function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
     """Call ``function`` outside of modes that must not see operations of the engine.
 
-    These are ``torch.vmap`` and ``torch.func.jvp``, inside of which tensors have no memory; and
-    selective checkpoints, which count operations and expect the same ones when they recompute.
+    These modes are ``torch.vmap`` and ``torch.func.jvp``, inside of which tensors have no memory;
+    and selective checkpoints, which count operations and expect the same ones when they recompute.
     Inside any other transform, such as ``torch.func.grad``, nothing is suspended.
     """
     if _num_modes() and any(isinstance(_mode_at(i), _SELECTIVE) for i in range(_num_modes())):
@@ -356,7 +356,7 @@ def keeping_version(*tensors: torch.Tensor) -> AbstractContextManager[None]:
 
 # A context in which torch does not look up ``__torch_function__`` for each attribute of a DTensor.
 # The look-up takes twice as long as reading the attribute, and the method of DTensor does nothing.
-# For loops over many tensors that call no code of users.
+# Only for loops that call no user code.
 without_torch_function: Callable[[], AbstractContextManager[None]] = (
     _find("torch._C.DisableTorchFunctionSubclass") or contextlib.nullcontext
 )
@@ -410,7 +410,10 @@ def is_faking() -> bool:
 
 
 def foreach_devices() -> list[tuple[Any, str, Callable[[], list[str]]]]:
-    """Return where torch looks up on which devices optimizers step lists of tensors at once."""
+    """Return all places of the torch function that lists the devices of foreach optimizers.
+
+    Each place is a module, a name in it, and the function found there.
+    """
     name = "_get_foreach_kernels_supported_devices"
     # Not _find: ``torch.optim`` hides its module ``optimizer``.
     modules = map(sys.modules.get, ("torch.utils._foreach_utils", "torch.optim.optimizer"))
@@ -421,7 +424,7 @@ _device_constructors = _find("torch.utils._device._device_constructors") or froz
 
 
 def default_device_of(func: Callable[..., Any]) -> torch.device | None:
-    """Return the default device, if the script has set one and ``func`` makes tensors there."""
+    """Return the default device, if the user has set one and ``func`` makes tensors on it."""
     device: torch.device | None = _find("torch.utils._device.CURRENT_DEVICE")
     return device if device is not None and func in _device_constructors() else None
 
@@ -432,7 +435,7 @@ _FAKE_PG = "torch.testing._internal.distributed.fake_pg"  # takes 0.1 s, so impo
 def fake_store() -> Any:
     """Return the store of a process group of the backend ``fake``, which never communicates.
 
-    Tensors of other ranks are missing in such a group. The import registers the backend.
+    Its collectives leave their outputs unfilled. The import registers the backend.
     """
     return importlib.import_module(_FAKE_PG).FakeStore()
 
@@ -444,7 +447,7 @@ _contract = sys.modules.get("torch.distributed._composable.contract")
 _registry = getattr(_contract, "REGISTRY_KEY", None)
 
 
-# torch's own function, also if ``patch_torch`` was called. Pipelines call its ``state(module)``.
+# torch's own function, even after ``patch_torch()``. Pipelines call its ``state(module)``.
 _fully_shard: Any = torch.distributed.fsdp.fully_shard
 state_of = getattr(_fully_shard, "state", lambda _: None)
 # The key in a module's ``__dict__`` under which ``state_of`` looks.
@@ -517,15 +520,14 @@ else:
 
 _METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
-# torch has this class since 2.12. Before, it is (), which isinstance takes for a type without
-# instances.
+# torch has this class since 2.12. For older versions this is (): isinstance(x, ()) is False.
 TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
 
 
 def start_all_gather_on(
     group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
 ) -> dist.Work:
-    """Start an all-gather without the checks of arguments that torch's function repeats."""
+    """Start an all-gather without the argument checks of torch's public function."""
     if _METHODS_ARE_RENAMED:
         return group.all_gather_single(output, source)
     return group._allgather_base(output, source)
@@ -534,7 +536,7 @@ def start_all_gather_on(
 def start_all_to_all_on(
     group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor, sizes: list[int]
 ) -> dist.Work:
-    """Start an all-to-all without torch's checks; ``sizes`` by rank, empty for equal sizes."""
+    """Start an all-to-all without torch's checks. ``sizes`` is empty if all are equal."""
     if _METHODS_ARE_RENAMED:
         return group.all_to_all_single(output, source, sizes, sizes)
     return group.alltoall_base(output, source, sizes, sizes)
@@ -567,5 +569,5 @@ def constant_of(name: str) -> Any:
 
 
 def dcp_storage_info(file: str, begin: int, size: int) -> Any:
-    """Return what torch's checkpoints record of an item: its file, and the bytes it takes there."""
+    """Return a torch checkpoint's record of where an item lies: its file, and the bytes in it."""
     return _or_error("torch.distributed.checkpoint.filesystem._StorageInfo")(file, begin, size)
