@@ -1,4 +1,4 @@
-"""The user's code that called: its line, for warnings, and the modules in its variables."""
+"""The user's code on the call stack: its line, for warnings, and the modules in its variables."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
 # Files of frames between a context manager of ours and the ``with`` of the user.
 _HELPERS = (contextlib.__file__,)
-# Where Python and installed packages are, such as transformers. Users cannot change their lines.
+# Paths of Python, and of installed packages such as transformers: users cannot change their lines.
 _PYTHON = (f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen ")
-# A process may import from several such folders: its own, that of the user, and Debian's.
+# Only names of folders, as a process may import from several: of its venv, of the user, of Debian.
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
@@ -43,7 +43,8 @@ def user_frame(frame: FrameType | None) -> FrameType | None:
 def warn_user(text: str) -> None:
     """Warn at the line of the user's code from which the present call came.
 
-    On a thread of autograd there is no such line, and the warning points at the caller of this.
+    On a thread of autograd there is no such line. The warning then points at the code that called
+    ``warn_user``.
     """
     frame = user_frame(sys._getframe())
     if frame is None:
@@ -62,7 +63,7 @@ def warn_user(text: str) -> None:
 def modules_of_callers() -> Iterator[nn.Module]:
     """Iterate over the modules in variables of the calling functions, or in attributes of ``self``.
 
-    The functions of torch and of this library are left out.
+    Functions of torch and of this library are left out.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
