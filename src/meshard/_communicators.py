@@ -16,13 +16,13 @@ from meshard._comm.streams import StreamCommunicator
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
 
 _EXIT_SECONDS = 0.05  # see _wait_at_exit
-# Makes the communicators, while a block of ``communicators_from`` runs.
+# The function that makes communicators inside a ``communicators_from`` block; else None.
 _instead: Callable[[torch.device], Communicator] | None = None
 
 
 @contextlib.contextmanager
 def communicators_from(make: Callable[[torch.device], Communicator]) -> Iterator[None]:
-    """Let ``make`` make the communicators of all roots whose first step begins inside."""
+    """Inside the block, call ``make`` for each new communicator, such as that of a root."""
     global _instead
     before, _instead = _instead, make
     try:
@@ -37,8 +37,8 @@ def _wait_at_exit() -> None:
 
     A thread of gloo takes the GIL to free the tensors of its last collective, after the thread that
     waited for this collective goes on. An interpreter that is ending refuses the GIL, and then the
-    process aborts ("terminate called without an active exception"), also where the user destroyed
-    the process groups: a mesh or a sharded module keeps their threads alive.
+    process aborts ("terminate called without an active exception"). This happens even if the user
+    has destroyed the process groups, because a mesh or a sharded module keeps their threads alive.
     """
     atexit.register(time.sleep, _EXIT_SECONDS)
 
@@ -46,8 +46,8 @@ def _wait_at_exit() -> None:
 def make_communicator(device: torch.device, *, share_memory: bool = True) -> Communicator:
     """Return a communicator for tensors on ``device``.
 
-    Without ``share_memory`` CPU tensors are sent through sockets, and groups are spared the two
-    all-gathers by which ranks find out whether they share a host.
+    Without ``share_memory`` CPU tensors are sent through sockets. This saves each group the two
+    all-gathers by which its ranks find out whether they can share memory.
     """
     if _instead is not None:
         return _instead(device)
