@@ -20,7 +20,7 @@ from meshard._params.replicated_params import ReplicatedParams
 from meshard.policies import GradientSync, check_bool, check_iterable
 
 Batch = TypeVar("Batch")
-_END: Any = object()  # marks the end of an iterator, whose length need not be known
+_END: Any = object()  # follows the last batch of an iterator
 
 # --- how far each backward reduces ---------------------------------------------------------------
 
@@ -29,7 +29,7 @@ _END: Any = object()  # marks the end of an iterator, whose length need not be k
 def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
     """Inside the context, reduce gradients of all units in ``module`` as far as ``mode`` says.
 
-    On exit each unit gets back the mode that it had before.
+    On exit, restore the previous mode of each unit.
 
     Raises:
         TypeError: ``mode`` is not a ``GradientSync``.
@@ -58,7 +58,8 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
 def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate unsharded gradients without any collective: ``gradient_sync`` with NONE.
 
-    Each rank needs memory for all gradients; under ``GradientSync.REDUCE_SCATTER``, a shard.
+    Each rank then keeps all gradients unsharded in memory. Under ``GradientSync.REDUCE_SCATTER`` it
+    keeps only its shard of them.
     """
     return gradient_sync(module, GradientSync.NONE)
 
@@ -69,16 +70,16 @@ def microbatches(
     *,
     until_last: GradientSync = GradientSync.REDUCE_SCATTER,
 ) -> Iterator[Batch]:
-    """Iterate over the microbatches of one step, reducing fully after the last only.
+    """Iterate over the microbatches of one step. Only the last one reduces gradients fully.
 
     The sync mode (``until_last`` before the last batch) and ``set_is_last_backward`` are set before
     each batch is yielded, and restored when the loop ends. ``batches`` is read one batch ahead.
 
-    If a forward or backward raises, what the window has accumulated is dropped. So the loop does
-    not go on after an exception that its body has caught: let it end the loop.
+    If a forward or backward raises, the gradients that the loop has accumulated are dropped. Do not
+    catch the exception inside the loop: the next iteration would raise a RuntimeError.
 
     Raises:
-        RuntimeError: Later, from the loop: gradients of the window were dropped.
+        RuntimeError: After an iteration in which accumulated gradients were dropped.
         TypeError: ``until_last`` is not a ``GradientSync``.
         ValueError: There is no unit in ``module``.
 
@@ -101,7 +102,7 @@ def _microbatches(
     lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
     for lifecycle in lifecycles:
-        abort_if_interrupted(lifecycle)  # what has failed before this window does not count
+        abort_if_interrupted(lifecycle)  # a failure before this loop does not count
     voided_before = [lifecycle.failure.num_voided for lifecycle in lifecycles]
     windows = [unit.gradients.window for unit in units]
     try:
@@ -129,9 +130,9 @@ def _microbatches(
 
 
 def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> bool:
-    """Whether gradients were dropped since, or will be: those of a backward that has raised."""
+    """Whether gradients were dropped since, or will be because a backward has raised."""
     if any(lifecycle.failure.has_happened() for lifecycle in lifecycles):
-        return True  # and nothing is cleaned up yet, so that optimizers refuse to step
+        return True  # not cleaned up here: until a clean-up, optimizers refuse to step
     for lifecycle in lifecycles:
         abort_if_interrupted(lifecycle)
     return [lifecycle.failure.num_voided for lifecycle in lifecycles] != voided_before
@@ -145,8 +146,8 @@ class PendingGradients(dict[str, DTensor | None]):
 
     The value of a parameter is its partial sum, a DTensor ``(Partial("avg"), Shard(dim))`` that is
     reduced over the shard group; None if its gradients have not been reduced at all. ``bool()`` of
-    the mapping says whether gradients are pending. It is the same on all ranks, even on one where
-    the mapping is empty.
+    the mapping says whether gradients are pending. ``bool()`` is the same on all ranks, even on a
+    rank where the mapping is empty.
     """
 
     def __init__(self, partials: dict[str, DTensor | None], *, is_open: bool) -> None:
@@ -181,8 +182,8 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
         is_open = is_open or unit.gradients.is_pending
         for index, partial in unit.gradients.pending_of_params().items():
             param = unit.group.params[index]
-            # Modules hold its sharded or its unsharded tensor. The parameter may also be in another
-            # module of the unit, and then has no name in this one.
+            # Modules hold the parameter's sharded or unsharded tensor. The parameter has no name in
+            # ``module`` if another module of the unit holds it.
             name = names.get(id(param.sharded)) or names.get(id(param.unsharded)) or param.fqn
             partials[name] = partial
     return PendingGradients(partials, is_open=is_open)
@@ -223,22 +224,22 @@ def uneven_batches(
 ) -> Iterator[Batch | None]:
     """Iterate over this rank's batches, and then over None until every rank has used up its own.
 
-    A rank without a batch takes part in the reductions of the others with a gradient of zero, and
-    gradients are divided by the number of ranks that had a batch when they were reduced (unless
-    ``set_gradient_divide_factor`` was called). ``.grad`` is there also where the batch is None, so
-    every rank steps its optimizer every time, and ranks stay equal: call ``step()`` for None too,
-    and ``zero_grad()`` only after it.
+    A rank without a batch takes part in the reductions of the others with a gradient of zero.
+    Gradients are divided by the number of ranks that had a batch when they were reduced (unless
+    ``set_gradient_divide_factor`` was called). ``.grad`` is set even if the batch is None. So every
+    rank must step its optimizer in every iteration, to keep the ranks equal: call ``step()`` also
+    if the batch is None, and call ``zero_grad()`` only after it.
 
     Each batch needs a backward. At most one backward per iteration may reduce fully. Under
-    ``no_sync`` none does; ranks with a batch must enter it in the same iterations, and the ranks
-    without one follow them.
+    ``no_sync`` none does. Ranks with a batch must enter ``no_sync`` in the same iterations; the
+    ranks without a batch follow them.
 
     **Collective:** every rank of the mesh, twice in each iteration. Each rank sends a number when
-    the iteration begins, and one when gradients are reduced, or else when the iteration ends.
-    Collectives of your own come after the second. With ``broadcast_buffers``, buffers are sent once
-    per iteration, from the first rank that had a batch in the iteration before. If a rank leaves
-    the loop (``break``) before it reduces, the loop ends on ranks without a batch, and raises on
-    others. If one rank alone leaves the loop after it has reduced, all others wait for it.
+    the iteration begins, and a second one when gradients are reduced, or else when the iteration
+    ends. Your own collectives must come after the second one. With ``broadcast_buffers``, buffers
+    are sent once per iteration, from the first rank that had a batch in the previous iteration. If
+    a rank leaves the loop (``break``) before it reduces, the loop ends on ranks without a batch,
+    and raises on others. If one rank alone leaves it after it has reduced, all others wait for it.
 
     Args:
         module: The module that ``replicate`` was applied to.
@@ -301,7 +302,7 @@ def _uneven_batches(
             has_batch = batch is not _END
             loop.begin(has_batch=has_batch)
             buckets.prepare(module)
-            loop.count_steps_from_here()  # preparing may have made the parameter groups anew
+            loop.count_steps_from_here()  # prepare() may have made new groups, which count from 0
             if not loop.having:
                 return
             if has_batch:
@@ -336,7 +337,7 @@ class _Report(enum.IntEnum):
     LEFT = enum.auto()  # it had a batch, and has left the loop before any reduction
 
 
-_BASE = 16  # more than the largest report: a report is sent in one number with a count of steps
+_BASE = 16  # larger than any report: ranks send ``report + _BASE * steps`` as one number
 
 
 class _UnevenLoop:
@@ -386,7 +387,7 @@ class _UnevenLoop:
     def _exchange(self, report: _Report, steps: int = 0) -> dict[_Report, list[int]]:
         """Return the ranks by what they report; raise if one has failed, or stepped alone.
 
-        ``steps`` are those of the last iteration.
+        ``steps`` is the number of optimizer steps of this rank in the last iteration.
         """
         own = torch.tensor([report + _BASE * steps], dtype=torch.int32, device=self._device)
         numbers = gather_from_all(own, self._pg, label="(uneven batches)").view(-1).tolist()
@@ -411,7 +412,7 @@ class _UnevenLoop:
         return ranks
 
     def _exchange_mode(self, report: _Report) -> GradientSync | None:
-        """Return how far ranks with a batch reduce in this iteration; None: one has left the loop.
+        """Return how far ranks with a batch reduce in this iteration; None if one left the loop.
 
         **Collective:** all ranks.
         """
@@ -430,7 +431,7 @@ class _UnevenLoop:
         return GradientSync.FULL if reducing else GradientSync.NONE
 
     def _raise(self, problem: str) -> NoReturn:
-        self._problem = problem  # to raise it again, if the user catches it and goes on
+        self._problem = problem  # raised again, if the user catches the error and goes on
         raise RuntimeError(problem)
 
     def before_reduction(self) -> None:
