@@ -1,6 +1,6 @@
 """Gradient norms and clipping.
 
-All arithmetic is on local tensors: an operator on a DTensor costs more than the arithmetic.
+All arithmetic is on local tensors, because a DTensor operator costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def clip_grad_norm_(
 
 def clip_coefficient(total_norm: torch.Tensor, max_norm: float) -> torch.Tensor:
     """Return the factor that limits the norm of gradients to ``max_norm``."""
-    # The same as in torch. The small number avoids a division by zero. Gradients are multiplied
-    # even by 1.0, because the host would have to wait to find out whether to clip.
+    # The same formula as in torch. The small number avoids a division by zero. Gradients are
+    # multiplied even by 1.0, because the host would have to wait to find out whether to clip.
     return torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
 
 
@@ -183,7 +183,7 @@ def _as_number(name: str, value: Any) -> float:
 
 
 def _sharded_over(tensor: torch.Tensor) -> Groups:
-    """Return the groups over which a tensor is spread, one per mesh axis that cuts it."""
+    """Return the groups over which a tensor is sharded, one per mesh axis that cuts it."""
     if not isinstance(tensor, DTensor):
         return ()
     groups = []
@@ -193,7 +193,7 @@ def _sharded_over(tensor: torch.Tensor) -> Groups:
                 f"cannot take the norm of a partial sum (placements {placement}); call "
                 "meshard.finalize_gradients(module), or reduce it first."
             )
-        # Not isinstance(placement, Shard), of which a strided shard is no subclass.
+        # Not isinstance(placement, Shard): a strided shard is no subclass of Shard.
         if not isinstance(placement, Replicate) and tensor.device_mesh.size(axis) > 1:
             groups.append(tensor.device_mesh.get_group(axis))
     return tuple(groups)
