@@ -7,9 +7,9 @@ by ``R``. This also holds if a group has one rank:
     partial = partial + sum over the shard group of gradients / (c / R)
     result  = sum over the replicas of partial / R
 
-So a partial always means the same (by default the mean over the shard group), and the result is the
-sum over all microbatches and ranks, divided by ``c``. The partial is added after the reduce-scatter
-and before the all-reduce. If it were added later, replicas would differ.
+So a partial always has the same meaning (by default the mean over the shard group). The result is
+the sum over all microbatches and ranks, divided by ``c``. The old partial is added between the two
+collectives. If it were added after the all-reduce, replicas would differ.
 
 ``foreach_reduce`` is the whole reduction as one blocking call. The engine runs the same stages one
 by one: see ``Reduction``.
@@ -51,16 +51,17 @@ def foreach_reduce(
 ) -> list[torch.Tensor | None]:
     """Reduce the unsharded gradients of one unit to this rank's shards, as training does.
 
-    No module has to be sharded. Calls with ``all_reduce=False`` for some microbatches of a window,
-    and one without it for the last, give what one call with the sum of all microbatches gives. The
-    arguments are neither changed nor kept; the shards are views of a new tensor.
+    No module has to be sharded. Calls for several microbatches give the same result as one call
+    with their sum, if all but the last have ``all_reduce=False``, and each but the first gets the
+    previous result as ``partial``. The arguments are neither changed nor kept; the shards are views
+    of a new tensor.
 
     **Collective:** all ranks of ``shard_group``; then, with ``all_reduce``, of ``replicate_group``;
     all with the same options, and gradients of the same shapes. On CPU tensors the call blocks;
     elsewhere the result may be used on the current stream.
 
     Args:
-        gradients: Of each parameter, ``[rows, ...]`` on one device. None: not used on this rank.
+        gradients: One per parameter, ``[rows, ...]`` on one device. None: not used on this rank.
         shard_group: Rank ``r`` owns chunk ``r`` of ``torch.chunk`` along dim 0, or nothing.
         replicate_group: Ranks that own the same shard, one per replica. None: one replica.
         shapes: Shape of each parameter; required where a gradient is None.
@@ -69,7 +70,7 @@ def foreach_reduce(
         reduce_dtype: dtype in which gradients are sent.
         accumulate_dtype: dtype of sums, partials and the result.
         all_reduce: False: stop before the all-reduce and return the partial.
-        device: Where gradients are on other ranks, if all are None on this one. None: torch's
+        device: The device of the gradients, read only if all are None on this rank. None: torch's
             default device.
 
     Returns:
@@ -186,7 +187,7 @@ class Divisors(NamedTuple):
     after_all_reduce: Fraction
 
     def after(self, divided_by: int, shard_count: int) -> Divisors:
-        """Return what is left to divide by if packing has divided by ``divided_by``."""
+        """Return the divisors that are left, given that packing has divided by ``divided_by``."""
         if shard_count > 1:
             return self._replace(after_scatter=self.after_scatter / divided_by)
         return self._replace(after_all_reduce=self.after_all_reduce / divided_by)
@@ -198,10 +199,10 @@ def resolve_divisors(
 ) -> Divisors:
     """Return the divisors of a reduction for ``S`` shards, ``R`` replicas and divide factor ``c``.
 
-    Their product is ``c``, exactly: ``c / R`` around the reduce-scatter and ``R`` around the
-    all-reduce. float16 overflows at 65504, so there the share of each group is split around its
-    collective: a power of two near its square root before, the rest after. Other dtypes divide
-    once, after the sum, and so round once. ``early_divisor`` is the exception.
+    Their product is ``c``, exactly: ``c / R`` for the reduce-scatter and ``R`` for the all-reduce.
+    float16 overflows at 65504, so in float16 both numbers are split: a power of two near the square
+    root divides before the collective, the rest divides after it. In other dtypes the whole number
+    divides after the sum, which rounds only once; ``early_divisor`` is the exception.
 
     >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
     [1.0, 8.0, 1.0, 4.0]
@@ -230,13 +231,14 @@ def early_divisor(divisors: Divisors, shard_count: int) -> int:
 
 
 def _near_root(divisor: Fraction) -> Fraction:
-    # Half of the exponent is rounded to an integer, and x.5 is rounded up: then more is divided
-    # before the sum than after it. An overflow spoils the step; an underflow loses small values.
+    # Half of the exponent is rounded to an integer. x.5 is rounded up, so that the larger factor
+    # divides before the sum. This risks underflow, which loses small values only, rather than
+    # overflow, which spoils the step.
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
 def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype that holds both."""
+    """Return the dtype that holds the values of both."""
     return one if one is other else torch.promote_types(one, other)
 
 
@@ -249,9 +251,9 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         # The reciprocal is exact: the divisor is a power of two, or a fraction such as 1 / 7.
         tensor.mul_(as_operand(denominator / numerator, tensor))
     else:
-        # Multiplying by the reciprocal would round twice. Devices do so if the divisor is a Python
-        # number, so there it is a tensor. That has one dim, because a 0-d tensor would be rounded
-        # to the dtype of ``tensor`` first, which may be bfloat16.
+        # Multiplying by the reciprocal would round twice. Devices multiply if the divisor is a
+        # Python number, so on a device the divisor is a tensor. It has one dim, because torch would
+        # round a 0-d tensor to the dtype of ``tensor``, which may be bfloat16.
         quotient = numerator / denominator
         if tensor.is_cpu:
             tensor.div_(as_operand(quotient, tensor))
@@ -261,13 +263,13 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
 
 
 class ReducePlan(NamedTuple):
-    """How one reduction goes, decided before it starts."""
+    """The dtypes, groups and divisors of one reduction, decided before it starts."""
 
     wire_dtype: torch.dtype  # in which gradients are sent
     accumulate_dtype: torch.dtype  # of sums over microbatches, the partial and the result
     shard_group: dist.ProcessGroup  # ranks that each own a row of the buffer
     replicate_group: dist.ProcessGroup | None  # ranks that own the same row; None: no all-reduce
-    replicate_count: int  # replicas of the mesh, even if this reduction is not over them
+    replicate_count: int  # replicas of the mesh, even without an all-reduce in this reduction
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
     divided_by: int = 1  # what packing divides by: see ``early_divisor``
@@ -276,14 +278,14 @@ class ReducePlan(NamedTuple):
 
     @property
     def divisors(self) -> Divisors:
-        """What gradients are divided by in all, including ``divided_by`` of packing."""
+        """All divisors of the gradients, including ``divided_by`` of packing."""
         return resolve_divisors(
             self.shard_group.size(), self.replicate_count, self.divide_factor, self.wire_dtype
         )
 
 
 def is_narrowed_late(gradients: Sequence[torch.Tensor | None], wire_dtype: torch.dtype) -> bool:
-    """Whether gradients are divided before they are cast to float16, in which they may overflow."""
+    """Whether to divide gradients before they are cast to float16, where they may overflow."""
     return wire_dtype == torch.float16 and any(
         gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
     )
@@ -299,10 +301,10 @@ class Reduced(NamedTuple):
 class Reduction:
     """A reduction in flight.
 
-    Where waits block the host, it goes on by one stage per ``advance``. Elsewhere all stages are
-    queued when it is made. ``rows`` are one block ``[shard_count, shard_numel]``, or from
-    ``Communicator.send_rows``. They are cast to the wire dtype before they are sent. The reduction
-    consumes them.
+    Where waits block the host (CPU), each ``advance`` runs one stage. On a device ``__init__``
+    queues all stages. ``rows`` are one block ``[shard_count, shard_numel]``, or from
+    ``Communicator.send_rows``. They are cast to the wire dtype before they are sent. The caller
+    must not use them afterwards.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the
@@ -330,7 +332,7 @@ class Reduction:
         # The wider dtype, because marks are read from these sums: in the narrower one, a small
         # negative sum might be rounded to -0.0, which is the mark.
         self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
-        self._ends: list[InFlight] = []  # the last work on each stream
+        self._ends: list[InFlight] = []  # the last work of the scatter, and of the all-reduce
         self._unused: torch.Tensor | None = None
         self._stages_left = 0
         is_alone = comm.is_alone(plan.shard_group)
@@ -342,14 +344,14 @@ class Reduction:
             self._queue_all(rows, is_alone=is_alone)
 
     def _made_ready(self, rows: Rows, *, is_alone: bool) -> Rows:
-        """Return the rows in the wire dtype, with marks, divided by what comes before the sum."""
+        """Return the rows in the wire dtype, with marks, divided by ``before_scatter``."""
         plan, marks = self._plan, self._marks
         for block in rows:
             divide_(block, self._divisors.before_scatter)
         if rows[0].dtype != plan.wire_dtype and plan.shard_group.size() > 1:
             rows = self._narrowed(rows)
         if is_alone and marks.all_used:
-            return rows  # marks are written later, before anybody reads them
+            return rows  # nothing is sent; ``marks.write`` sets the marks before they are read
         for block in rows:
             marks.mark_sent(block)
         return rows
@@ -365,8 +367,9 @@ class Reduction:
     def _queue_all(self, rows: Rows, *, is_alone: bool) -> None:
         """Queue all stages on streams.
 
-        Entering a stream takes the host as long as several kernels do, so each is entered once. A
-        shard group of one rank sends nothing, so it needs no stream beside that of the all-reduce.
+        To enter a stream takes the host as long as to launch several kernels, so each stream is
+        entered only once. If the shard group has one rank, the reduce-scatter sends nothing, and
+        its work is queued on the stream of the all-reduce.
         """
         is_across = self._plan.replicate_group is not None
         is_on_one = is_across and is_alone
@@ -387,9 +390,9 @@ class Reduction:
         return self._stages_left > 0
 
     def advance(self) -> None:
-        """Go on by one stage, which blocks the host until the one before is over."""
+        """Run the next stage, which blocks the host until the previous stage is over."""
         self._stages_left -= 1
-        if self._ends:  # that of the scatter: the all-reduce has been started
+        if self._ends:  # the scatter is over, so the all-reduce has been started
             self._after_all_reduce()
             return
         self._after_scatter()
@@ -397,7 +400,7 @@ class Reduction:
             self._start_all_reduce()
 
     def free_if_sent(self) -> bool:
-        """Free what was sent, if all ranks have received it. Return whether that is done."""
+        """Free the send buffer if the reduce-scatter is done. Return whether it has been freed."""
         return self._scattered.free_if_sent()
 
     def _start_scatter(self, rows: Rows) -> None:
@@ -422,7 +425,7 @@ class Reduction:
             if self._unused is not None:
                 self._unused = self._unused & marks.is_marked(self._partial)
             # With one rank in the shard group, packing has already divided the new gradients by
-            # a divisor of the all-reduce. The partial has yet to be divided by it.
+            # a divisor of the all-reduce. The old partial is divided by it only here.
             divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
             self._result.add_(self._partial, alpha=1 / divided_by)
         if self._sum_dtype != plan.accumulate_dtype:
@@ -465,13 +468,13 @@ class Reduction:
             self.advance()
         for end in self._ends:
             end.wait()
-        # Inputs are freed only here, where the current stream comes after every use of them.
+        # Inputs are freed only now, because the current stream now waits for every use of them.
         del self._scattered, self._partial
         if self._plan.replicate_group is None:
             return Reduced(self._result, self._marks.used_after(self._unused))
         return Reduced(self._reduced, self._marks.used_after(self._unused_anywhere))
 
     def abandon(self) -> None:
-        """Give up what was started, without starting another collective."""
+        """Give up the collectives that were started, and start no other one."""
         for each in (self._pending, *self._ends):
             each.abandon()
