@@ -35,24 +35,25 @@ def register_reduce_hook(
     """Register ``hook`` on the reduction of gradients, or send them in ``wire_dtype``, or both.
 
     A hook has at least one of these methods, which change their tensor in place and must not keep
-    it. ``remove()`` of what is returned undoes the call.
+    it. ``remove()`` of the returned handle undoes the call.
 
     * ``arrived(unsharded)``: the unsharded gradients of one backward of one unit,
       ``[shard_count, shard_numel]``, before they are added to anything. Called per microbatch.
-    * ``before(unsharded)``: what is about to be sent, of the same shape, before any division.
-    * ``after(shard)``: what is about to be added to ``.grad``, ``[shard_numel]`` in
+    * ``before(unsharded)``: the gradients about to be sent, of the same shape, before any division.
+    * ``after(shard)``: the reduced gradients about to be added to ``.grad``, ``[shard_numel]`` in
       ``accumulate_dtype``.
 
-    Hooks form a chain: ``after`` runs in the opposite order of registration. **Collective:** hooks
-    run in the same order on all ranks, so they may communicate. **Stream:** the current one.
+    ``arrived`` and ``before`` run in the order of registration, ``after`` in the opposite order.
+    **Collective:** hooks run in the same order on all ranks, so they may communicate. **Stream:**
+    the current one.
 
     Args:
         module: A module with units, or a unit.
         hook: An object with the methods above. None: only ``wire_dtype`` is registered.
-        wire_dtype: The dtype in which gradients are sent, whatever ``reduce_dtype`` says. Bytes and
-            numbers are those of ``reduce_dtype=wire_dtype``: sums are still added up in
-            ``accumulate_dtype``. Of several registrations the first one with a dtype counts.
-        recurse: Also on the units inside ``module``.
+        wire_dtype: The dtype in which gradients are sent, instead of ``reduce_dtype``. The bytes
+            sent and the results are the same as with ``reduce_dtype=wire_dtype``: sums are still
+            added up in ``accumulate_dtype``. Of several registrations, the first dtype counts.
+        recurse: Also register on the units inside ``module``.
 
     Raises:
         TypeError: ``hook`` has none of the methods; or, in backward, one of them returns something.
