@@ -2,8 +2,8 @@
 
 A bucket is all-reduced once its last gradient has arrived, so it should hold gradients that arrive
 at about the same time. Before the first backward the order of arrival is unknown, and buckets are
-filled in the reverse of the order in which the module lists its parameters. The second iteration
-rebuilds them in the order in which gradients have arrived on the first rank.
+filled in the reverse order of ``module.parameters()``. The second iteration rebuilds them in the
+order in which gradients have arrived on the first rank.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication st
 def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
     """Cut a list of parameters into buckets of one dtype each: lists of positions.
 
-    A bucket has at most ``cap`` bytes, and the first one at most ``_FIRST_CAP``. A parameter that
-    has more is a bucket of its own.
+    A bucket has at most ``cap`` bytes, and the first one at most ``_FIRST_CAP``. A larger parameter
+    gets a bucket of its own.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -77,7 +77,7 @@ def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
 
 
 def join_two(buckets: list[list[int]], dtypes: Sequence[torch.dtype]) -> None:
-    """Join the last two buckets of equal dtype, or if all dtypes differ, the last two."""
+    """Join the last two buckets of equal dtype, or just the last two if all dtypes differ."""
     seen: dict[torch.dtype, int] = {}
     for number in range(len(buckets) - 1, -1, -1):
         later = seen.setdefault(dtypes[buckets[number][0]], number)
@@ -117,14 +117,14 @@ class Buckets:
         self._are_views = are_views
         self._sends_buffers = sends_buffers
         count = max(1, len(partition([param.sharded for param in reversed(params)], cap)))
-        # The outermost unit first, each of the others inside the one before.
+        # The outermost unit comes first. Each other unit is nested in the one before it.
         self.units = [Unit([module], UnitSettings(), policy) for _ in range(count)]
         nest(self.units)
         for number, unit in enumerate(reversed(self.units)):
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
         self._fill(list(reversed(range(len(params)))))
-        # The recorders write the order of arrival in the first backward to ``_arrivals``. The
-        # buckets are rebuilt once in that order, and are final then.
+        # In the first backward the recorders write the order of arrival to ``_arrivals``. The
+        # buckets are then rebuilt in this order, once, and ``_is_final`` is set.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders = [
@@ -136,7 +136,7 @@ class Buckets:
         ]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
-        """Return buckets for the copied units. Those buckets are never rebuilt."""
+        """Return buckets for the copied units. The copied buckets are never rebuilt."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
         copied.is_looped, copied.buffers_from = False, 0
@@ -190,20 +190,20 @@ class Buckets:
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Call ``prepare`` if the forward records a graph. Runs before the units' own hooks."""
-        # Not in a recomputation, whose backward has begun with the present buckets.
+        # Not in a recomputation: its backward has begun with the current buckets.
         is_in_backward = self.units[0].lifecycle.phase is Phase.BACKWARD
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
 
     def prepare(self, module: nn.Module) -> None:
-        """Rebuild the buckets if the first backward has been recorded, and send buffers.
+        """Rebuild the buckets, once, after the first backward. Broadcast the module's buffers.
 
         **Collective:** all ranks of the mesh.
         """
         # has_reduced is the same on all ranks, even if some have raised an error.
         is_late = not self._is_final and self.units[0].gradients.has_reduced
-        # As in DDP, communication hooks may keep state per bucket from their third window on, so
-        # the buckets must not change any more.
+        # As in DDP, communication hooks may keep state per bucket from their third reduction on, so
+        # the buckets must not change after that.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
             without_modes(self._rebuild)
@@ -219,7 +219,8 @@ class Buckets:
         for unit in self.units:
             assert isinstance(unit.group.unit_params, ReplicatedParams)
             unit.group.unit_params.unhook()
-        # Any of them may step parameters of any new bucket; ``find_overlapped`` looks which do.
+        # Each of these optimizers may step parameters of any new bucket, so each new bucket gets
+        # all of them. ``find_overlapped`` finds out which optimizer steps a given parameter.
         overlapped = {each for unit in self.units for each in unit.group.overlapped}
         self._fill(order)
         for unit in self.units:
@@ -249,7 +250,7 @@ class Buckets:
 
 
 def _is_in_use(unit: Unit) -> bool:
-    """Whether a graph, a window, a reduction or an optimizer refers to the present buckets."""
+    """Whether a graph, accumulated gradients, a reduction or an optimizer uses this bucket."""
     grads = unit.gradients
     is_reduced = grads.window.is_open or grads.num_in_flight > 0
     return unit.step.awaits_gradients or bool(unit.on_reduced) or is_reduced
@@ -281,15 +282,16 @@ class ReplicateModule(GradientSetters):
     def register_comm_hook(self: Any, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let a communication hook of DDP average the gradients, instead of an all-reduce.
 
-        ``hook(state, bucket)`` runs once per window on every bucket, and returns a future of the
-        mean over ranks. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so hooks of
-        ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged; ``buffer()`` is ``[n]`` in
-        the reduce dtype, the sum of the window on this rank. A ``copy.deepcopy`` of the module has
-        no hook.
+        ``hook(state, bucket)`` runs each time that a bucket is fully reduced, and returns a future
+        of the mean over ranks. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so
+        hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged. ``buffer()`` is
+        ``[n]`` in the reduce dtype: this rank's gradients, summed over microbatches. A
+        ``copy.deepcopy`` of the module has no hook.
 
         **Collective:** hooks run in the same order on all ranks.
-        **Stream:** that of all-reduces, which waits for the future; on CPU tensors the host does.
-        **Lifetime:** the buffer is used again in the next window.
+        **Stream:** the stream of all-reduces. It waits for the future; for CPU tensors the host
+        waits.
+        **Lifetime:** the buffer is used again in the next reduction.
 
         Raises:
             TypeError: ``hook`` is not callable; in backward: it returned no future of one tensor.
@@ -416,7 +418,7 @@ def replicate(
     unit = buckets.units[0]
     adopt_module(module, unit, ReplicateModule, "Replicated")
     module.__dict__["_meshard_buckets"] = buckets
-    for each in reversed(with_siblings(unit)):  # the one registered last, the outermost, runs first
+    for each in reversed(with_siblings(unit)):  # prepended, so those of the outermost run first
         register_hooks(each)
     adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)
