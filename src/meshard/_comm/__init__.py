@@ -1,1 +1,1 @@
-"""Tensors in flight."""
+"""Communication: collectives, and tensors in flight."""
