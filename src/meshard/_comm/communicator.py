@@ -59,7 +59,7 @@ class Pending(Protocol):
     """Work that has been started."""
 
     def wait(self) -> None:
-        """Order all that the caller does next after this work. May be called repeatedly."""
+        """Make all that the caller does next run after this work. May be called repeatedly."""
 
     def poll(self) -> bool:
         """Return whether the work is done, without blocking. If so, also do what ``wait`` does."""
@@ -334,7 +334,7 @@ class Communicator:
         pending.wait()
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep tensors of other streams alive until the work on the current stream is done."""
+        """Keep tensors that other streams allocated until the current stream's work is done."""
 
     # --- memory ----------------------------------------------------------------------------
 
