@@ -245,7 +245,7 @@ class GradientLayout:
     def marks_for(self, used: frozenset[int]) -> UnusedParamMarks:
         """Return the marks of a rank that has gradients for ``used``. They are cached per set."""
         if used not in self._marks:
-            if len(self._marks) >= _MAX_MARKS:  # with experts, almost every step uses a new set
+            if len(self._marks) >= _MAX_MARKS:  # a mixture of experts has many different sets
                 self._marks.clear()
             # An empty range has no element for a mark. It counts as used on every rank.
             empty = self.ranges.keys() - {each.index for each in self._all_ranges}
@@ -338,7 +338,7 @@ def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
 
 
 def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
-    """Return ``numbers`` on ``device``, without waiting: with experts, each step calls this."""
+    """Return ``numbers`` on ``device``. The host does not wait: this may be called in each step."""
     is_pinned = device.type not in ("cpu", "meta")
     host = torch.tensor(numbers, dtype=torch.long, device="cpu", pin_memory=is_pinned)
     return host.to(device, non_blocking=True)
@@ -375,7 +375,7 @@ class UnusedParamMarks:
         return buffer.numel() <= small or buffer.size(-1) <= _FEW * self._used_columns.numel()
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return which ranges start with ``-0.0``. ``flat`` is ``[n]``, or ``first_elements``."""
+        """Return which ranges start with ``-0.0``. ``flat`` is ``[n]``, or its first elements."""
         # If there are as many elements as ranges, they are the first elements.
         first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
         return torch.signbit(first) & (first == 0)
