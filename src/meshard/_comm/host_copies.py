@@ -20,7 +20,7 @@ class HostCopies:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._reading: RecordedWork = DONE  # the last copy from host memory
-        self._writing: RecordedWork = DONE  # the last copy to it
+        self._writing: RecordedWork = DONE  # the last copy to host memory
 
     def fetch(self, shard: torch.Tensor, comm: Communicator, *, label: str) -> torch.Tensor:
         """Return a copy of ``shard`` on the device; ``shard`` must not change until ``wait``.
