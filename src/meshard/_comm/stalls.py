@@ -26,8 +26,8 @@ from meshard._torch.user_line import user_frame
 
 _VARIABLE = "MESHARD_STALL_SECONDS"
 _DEFAULT_SECONDS = 30.0
-_IS_CAPTURING = "is_current_stream_capturing"  # of torch.cuda, but not of every such module
-_EVENTS = 1024  # collectives of a device that are remembered
+_IS_CAPTURING = "is_current_stream_capturing"  # torch.cuda has it, not every device module
+_EVENTS = 1024  # how many collectives of a device are remembered at most
 _logger = logging.getLogger("meshard")
 
 # An operation and the name of its unit. Other collectives have a purpose instead, as in "(norm)".
@@ -69,7 +69,7 @@ class Waiting:
         group: dist.ProcessGroup | None = None,
         missing: Callable[[], list[int]] | None = None,
     ) -> None:
-        """``missing`` returns the ranks that have not arrived; None if they cannot be known."""
+        """``missing`` returns the ranks that have not arrived. Pass None if that is unknown."""
         self._what, self._group, self._missing = what, group, missing
         self._is_reported = False
 
