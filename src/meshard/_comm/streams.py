@@ -58,7 +58,7 @@ class _EventInFlight:
         self.event = event
         self._keep = keep  # rule 3: dropped only after compute has waited for the comm stream
         self._compute = compute  # the stream from which the comm stream was entered
-        self.issued: spans.Issued | None = None  # the collective before the event, if recorded
+        self.issued: spans.Issued | None = None  # a trace's record of the collective before it
 
     def wait(self) -> None:
         stream = self._device_module.current_stream()
