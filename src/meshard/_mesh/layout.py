@@ -3,8 +3,8 @@
 A parameter of shape ``[prefix..., rows, suffix...]`` is sharded along its shard dim into
 ``shard_count`` chunks of ``chunk_rows = ceil(rows / shard_count)`` rows, like ``torch.chunk``: the
 last ranks may own fewer rows, or none. In the flat shard of every rank the parameter has a
-**range** of the size of a full chunk. If the rank owns less, the rest of the range is padding,
-which is never read.
+**range** of the size of a full chunk. If the rank owns less, the rest of the range is padding: no
+parameter gets these values.
 """
 
 from __future__ import annotations
