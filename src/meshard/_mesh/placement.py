@@ -44,7 +44,7 @@ class MissingSum:
     placements: tuple[Placement, ...]  # Partial on the axes to sum over, Replicate on others
 
     def add_up(self, local: torch.Tensor) -> torch.Tensor:
-        """Return the sum of ``local``, of any shape, over the axes. **Collective:** their ranks."""
+        """Sum ``local``, which may have any shape, over the axes. **Collective:** their ranks."""
         partial = DTensor.from_local(local, self.mesh, self.placements, run_check=False)
         return partial.redistribute(placements=[Replicate()] * self.mesh.ndim).to_local()
 
