@@ -145,7 +145,7 @@ class FlatParams(ShardedUnitParams):
         return super().take_replacements() or self._count_methods() != self._num_methods
 
     def _count_methods(self) -> int:
-        """Return on how many local tensors users have set all-gather methods."""
+        """Return the number of local tensors on which users have set all-gather methods."""
         if not any(self.flat_shard.attributes):
             return 0
         return sum(map(has_own_methods, self.locals))
