@@ -92,7 +92,7 @@ class UnitParam(abc.ABC):
 
     sharded: nn.Parameter  # what modules hold outside of the unit's forward and backward
     unsharded: nn.Parameter  # what modules hold during these
-    needs_conversion: bool  # its gradient must go through ``plain_gradient``
+    needs_conversion: bool  # whether its gradient must go through ``plain_gradient``
     extent: Extent | None = None  # of the parameter that fully_shard replaced
 
     def __init__(
@@ -305,7 +305,7 @@ class ShardedParam(UnitParam):
         if placement is None or not isinstance(gradient, DTensor):
             return None
         if gradient.device_mesh != placement.in_use.mesh:
-            return None  # plain_gradient raises an error
+            return None  # ``plain_gradient`` raises the error for this case
         return placement.missing_sum(gradient.placements)
 
 
