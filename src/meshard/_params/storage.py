@@ -1,7 +1,7 @@
 """Memory of sharded and unsharded parameters.
 
 Each unit has one buffer, laid out by a ``FlatLayout``. The local tensors of its sharded parameters
-are views of the buffer, so an all-gather sends the buffer as it is.
+are views of the buffer. So an all-gather sends the buffer itself, or a copy in another dtype.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from meshard._mesh.layout import FlatLayout
 
 @dataclass(frozen=True, slots=True)
 class MemoryLocation:
-    """A kind of memory."""
+    """A device, and whether memory there is pinned."""
 
     device: torch.device  # the device of the mesh, the CPU, or meta
     is_pinned: bool = False  # page-locked host memory: copies to and from a device are asynchronous
