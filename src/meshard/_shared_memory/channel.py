@@ -45,7 +45,7 @@ _EAGER = 200  # polls before the waiting thread sleeps, because most messages co
 _NAPS = (5e-5, 5e-4)  # seconds per sleep: for the first ``_NAPS_PER_CHECK`` sleeps, and later
 _NAPS_PER_CHECK = 200
 _STEPS_TO_REMEMBER = 4
-_LARGE = 2**16  # bytes
+_LARGE = 2**16  # bytes: from this size on, ``allocate`` waits for memory before it takes more
 _OPENING = "set-up of shared memory, before the first collective of these ranks"
 _SHORT = 2e-3  # seconds to wait for memory; not longer, as the other ranks may wait for this one
 
@@ -99,7 +99,7 @@ class Channel:
         self._processes = {other: _Process(processes[other]) for other in self.others}
         self._next = 0  # number of the next message
         self._released_at = 0  # ``_next`` at the last release_cached_memory()
-        self._is_bare = False  # whether that release was tight
+        self._is_bare = False  # whether that release had ``is_tight``
         self._reach = 0  # the end of the highest range used in this phase of the step
         self._phase = StepPhase.FORWARD
         self._reached: dict[StepPhase, deque[int]] = {
@@ -203,9 +203,9 @@ class Channel:
     def publish(self, tensor: torch.Tensor, name: Name, *, copy: bool = False) -> int:
         """Publish ``tensor`` to all other ranks; return the number of the message.
 
-        The others read memory from ``allocate`` in place. It must not be written to again, and is
-        reused only after all ranks have acknowledged. Other memory is copied before; with ``copy``,
-        memory from ``allocate`` is copied too.
+        The other ranks read memory from ``allocate`` in place. It must not be written to again, and
+        is reused only after all ranks have acknowledged the message. A tensor in other memory is
+        copied to such memory first; with ``copy`` every tensor is.
         """
         return self._publish([tensor.view(-1)], name, copy=copy)
 
@@ -225,7 +225,7 @@ class Channel:
         slot = message % _MESSAGES
         if message >= _MESSAGES:
             if self._acknowledged[self.rank][slot] <= message - _MESSAGES:
-                raise RuntimeError(  # this rank would wait for itself
+                raise RuntimeError(  # otherwise, this rank would wait for itself
                     f"a collective has not been waited for, and {_MESSAGES} have been started "
                     "since: wait for the handles of unshard(async_op=True), or set "
                     "MESHARD_SHARED_MEMORY=0."
