@@ -129,9 +129,9 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
         """Return the channel of ``group``, to allocate memory for a later collective.
 
-        Returns None if the user's collectives run instead. Under ``MESHARD_DEBUG=1`` it opens no
-        channel: opening is itself a collective, and the check that the ranks agree comes later,
-        with the collective that uses the memory.
+        Returns None if the user has set any collective of their own. Under ``MESHARD_DEBUG=1`` it
+        opens no channel: opening is itself a collective, and the check that the ranks agree comes
+        later, with the collective that uses the memory.
         """
         if self._custom is not None:
             return None
