@@ -1,1 +1,1 @@
-"""Private parts of torch."""
+"""Private names of torch, and workarounds for it."""
