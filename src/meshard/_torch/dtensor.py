@@ -70,7 +70,7 @@ def plain_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
-    """Make ``local`` the local tensor of a DTensor, which stays the same object."""
+    """Make ``local`` the local tensor of a DTensor. The DTensor stays the same object."""
     tensor._local_tensor = local  # type: ignore[attr-defined]  # private
 
 
