@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from meshard._torch.dtensor import gradient_dtype, place_like, plain_of
 from meshard._torch.private import skip_dynamo
 
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()  # of pending gradients
+_holders: weakref.WeakSet[Any] = weakref.WeakSet()  # may have pending gradients
 _finish_copies: Callable[[list[torch.Tensor]], None] | None = None
 _clear: Callable[[list[torch.Tensor]], None] | None = None
 _replaced: dict[type, tuple[Any, Any]] = {}  # by class: its original zero_grad, and ours
@@ -71,8 +71,8 @@ def patch_new_optimizers() -> None:
     """Replace the ``zero_grad`` of each class of optimizers that has one of its own.
 
     Such a method need not clear gradients at every call: accelerate's does nothing until the last
-    microbatch. Every backward calls this function as it begins, to find new classes: gradients may
-    be pending after the backward.
+    microbatch. This function is called as each backward begins, because new classes may have been
+    defined, and gradients may be pending after the backward.
     """
     if not _replaced:
         return  # unpatch_zero_grad was called
