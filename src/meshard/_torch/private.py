@@ -109,14 +109,14 @@ queue_backward_callback: Callable[[Callable[[], None]], None] = _or_error(
 graph_task_id: Callable[[], int] = _or_error("torch._C._current_graph_task_id")
 # Whether the backward that is running has ``retain_graph`` or ``create_graph``.
 keeps_graph: Callable[[], bool] = _or_error("torch._C._autograd._get_current_graph_task_keep_graph")
-# The number that the next autograd node of this thread will have. Numbers count up.
+# The sequence number that the next autograd node of this thread will get. Numbers count up.
 next_node: Callable[[], int] = _or_error("torch._C._autograd._get_sequence_nr")
 _running_node: Callable[[], Any] = _or_error("torch._C._current_autograd_node")
 _will_execute: Callable[[Any], bool] = _or_error("torch._C._will_engine_execute_node")
 
 
 def running_node() -> int:
-    """Return the number of the autograd node that this thread runs; -1 outside of a backward."""
+    """Return the sequence number of the node that this thread runs; -1 outside of a backward."""
     node = _running_node()
     return -1 if node is None else int(node._sequence_nr())
 
@@ -163,7 +163,7 @@ class BackwardCall:
     """The call of the user, in any thread, that runs the present backward.
 
     The object is made inside the backward. If the backward raises, its queued callbacks never run,
-    and a device thread of autograd may free them only after the user has caught the exception. So
+    and autograd's device thread may free them too late: after the user has caught the exception. So
     ``has_returned`` checks if the call is still on the stack of the thread that made it.
     """
 
@@ -217,7 +217,7 @@ def _is_frame_of(frame: FrameType, code: CodeType) -> bool:
 
 
 def number_of(tensor: torch.Tensor) -> int:
-    """Return the number of the autograd node that made ``tensor``; -1 if none did."""
+    """Return the sequence number of the autograd node that made ``tensor``; -1 if none did."""
     node = tensor.grad_fn
     return -1 if node is None else node._sequence_nr()
 
@@ -341,7 +341,7 @@ def tangents_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 # The version of a tensor, which grows with every edit in place.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
-# The tensor that a tensor is a view of, to autograd; None if it is no view.
+# The tensor of which a tensor is a view, according to autograd; None if it is no view.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
 
 
