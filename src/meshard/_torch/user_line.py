@@ -27,7 +27,7 @@ _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist
 def user_frame(frame: FrameType | None) -> FrameType | None:
     """Return the innermost frame at or around ``frame`` that is in neither meshard nor torch.
 
-    A frame of a program is preferred to one of Python or of an installed package.
+    A frame of the user's program is preferred to one of Python or of an installed package.
     """
     installed = None
     while frame is not None:
