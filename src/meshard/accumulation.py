@@ -130,7 +130,7 @@ def _microbatches(
 
 
 def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> bool:
-    """Whether gradients were dropped since, or will be because a backward has raised."""
+    """Whether gradients were dropped since ``voided_before``, or will be after a failure."""
     if any(lifecycle.failure.has_happened() for lifecycle in lifecycles):
         return True  # not cleaned up here: until a clean-up, optimizers refuse to step
     for lifecycle in lifecycles:
@@ -332,7 +332,7 @@ class _Report(enum.IntEnum):
     FAILED = enum.auto()  # may also be sent instead of one of the reports below
     # Sent when the first unit is reduced, or else at the end of the iteration:
     REDUCES = enum.auto()
-    KEEPS = enum.auto()  # its backward has reduced nothing
+    KEEPS = enum.auto()  # its backward has accumulated, and reduced nothing
     JOINS = enum.auto()  # it has no batch, and will take part in the reductions of the others
     LEFT = enum.auto()  # it had a batch, and has left the loop before any reduction
 
@@ -385,7 +385,7 @@ class _UnevenLoop:
         self._began_at, self._reduces_in = self.lifecycle.backward_number, None
 
     def _exchange(self, report: _Report, steps: int = 0) -> dict[_Report, list[int]]:
-        """Return the ranks by what they report; raise if one has failed, or stepped alone.
+        """Return the ranks by what they report. Raise if one has failed, or if only some stepped.
 
         ``steps`` is the number of optimizer steps of this rank in the last iteration.
         """
@@ -448,8 +448,8 @@ class _UnevenLoop:
     def join(self, module: nn.Module) -> bool:
         """Run a backward that uses no parameter, but issues the collectives of the other ranks.
 
-        If the others reduce nothing but accumulate gradients, this rank accumulates a zero.
-        Returns whether the other ranks are still in the loop.
+        If the others only accumulate gradients, this rank accumulates a zero. Returns whether the
+        other ranks are still in the loop.
         """
         mode = self._exchange_mode(_Report.JOINS)
         if mode is None:
