@@ -224,7 +224,7 @@ def unit_clip(
 ) -> Callable[[Sequence[torch.Tensor]], None] | None:
     """Return a function that clips the gradients of a unit in place; None if there is no limit.
 
-    **Collective:** the function, with ``max_unit_norm``: as ``get_total_norm``.
+    **Collective:** the returned function, if ``max_unit_norm`` is given: as ``get_total_norm``.
     """
     check_limit("max_unit_norm", max_unit_norm)
     check_limit("clip_value", clip_value)
