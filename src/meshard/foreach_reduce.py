@@ -1,8 +1,8 @@
 """Reduction of one unit's gradients: reduce-scatter, accumulate, all-reduce.
 
-With ``S`` ranks in the shard group, ``R`` replicas and divide factor ``c`` (default ``S * R``),
-what goes through the reduce-scatter is divided by ``c / R``, and what goes through the all-reduce
-by ``R``. This also holds if a group has one rank:
+With ``S`` ranks in the shard group, ``R`` replicas and divide factor ``c`` (default ``S * R``), the
+reduce-scatter divides its sum by ``c / R``, and the all-reduce divides its sum by ``R``. This also
+holds if a group has one rank:
 
     partial = partial + sum over the shard group of gradients / (c / R)
     result  = sum over the replicas of partial / R
@@ -226,7 +226,7 @@ def early_divisor(divisors: Divisors, shard_count: int) -> int:
     """
     share = divisors.after_scatter if shard_count > 1 else divisors.after_all_reduce
     is_power = share.denominator == 1 and share.numerator & (share.numerator - 1) == 0
-    is_split = divisors.before_scatter != 1 or divisors.before_all_reduce != 1  # for float16
+    is_split = divisors.before_scatter != 1 or divisors.before_all_reduce != 1  # in float16
     return share.numerator if is_power and not is_split else 1
 
 
@@ -307,9 +307,9 @@ class Reduction:
     must not use them afterwards.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
-    **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` orders the
-    caller's stream after the last.
-    **Lifetime:** holds all tensors that are in use until ``finish``.
+    **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` makes the
+    caller's stream wait for the last one.
+    **Lifetime:** the object keeps all tensors in use alive until ``finish``.
     """
 
     def __init__(
@@ -317,7 +317,7 @@ class Reduction:
         plan: ReducePlan,
         rows: Rows,
         marks: UnusedParamMarks,  # which parameters this rank has used
-        partial: torch.Tensor | None,  # [shard_numel] in the accumulate dtype, over the shard group
+        partial: torch.Tensor | None,  # of earlier microbatches, [shard_numel], accumulate dtype
         comm: Communicator,
     ) -> None:
         self._plan = plan
