@@ -58,7 +58,7 @@ _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication st
 
 
 def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
-    """Cut a list of parameters into buckets of one dtype each: lists of positions.
+    """Cut ``params`` into buckets of one dtype each. Return each bucket as a list of positions.
 
     A bucket has at most ``cap`` bytes, and the first one at most ``_FIRST_CAP``. A larger parameter
     gets a bucket of its own.
@@ -266,8 +266,9 @@ def _record_arrival(arrivals: dict[int, None], index: int, _: Any) -> None:
 class ReplicateModule(GradientSetters):
     """Methods of replicated modules.
 
-    A replicated module is an instance of this and of its own class; its parameters, their names
-    and its ``state_dict`` stay the same. It has the setters of ``FSDPModule`` for gradients.
+    A replicated module is an instance of this class and of its original class. Its parameters,
+    their names and its ``state_dict`` stay the same. It has the setters of ``FSDPModule`` for
+    gradients.
 
     >>> import torch, meshard
     >>> layer = meshard.replicate(torch.nn.Linear(4, 4))
