@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 _DEFAULT_SECONDS = 60.0
 # A rank first waits this long for the verdict of its exchange. After that it polls for the verdict
-# and for errors of other groups. It polls because torch logs each wait that times out.
+# and for errors of other groups. It does so because torch logs each wait that times out.
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
