@@ -85,8 +85,8 @@ class _EventInFlight:
     def __del__(self) -> None:
         if self._keep:
             # The caller has dropped the work without a wait, for example with the model. Rule 3
-            # needs one. It must not be a wait of the current stream: the garbage collector may call
-            # this at any time, even while the current stream is captured.
+            # still requires a wait. The current stream must not wait: the garbage collector may
+            # call this at any time, even while the current stream is captured.
             self._order(self._compute)
 
 
