@@ -39,8 +39,8 @@ class MeshInfo:
     shard_group: dist.ProcessGroup
     shard_count: int
     shard_rank: int
-    replicate_group: dist.ProcessGroup | None  # None on a 1D mesh
-    replicate_count: int  # 1 on a 1D mesh
+    replicate_group: dist.ProcessGroup | None  # None if no axis replicates
+    replicate_count: int  # 1 if no axis replicates
     full: FullMesh | None = None  # the mesh from which the axes were chosen by name, if they were
 
     @classmethod
