@@ -247,7 +247,7 @@ class ShardedUnitParams(UnitParams):
         return copied
 
     def _check_not_meta(self, device: torch.device) -> None:
-        # If only some are on meta, to_empty on the root would drop the values of the others.
+        # If only some shards are on meta, to_empty on the root would drop the others' values.
         which = "the module that holds it" if self.is_partly_meta else "the root module"
         for param in self.params:
             if local_of(param.sharded).is_meta:
