@@ -91,7 +91,7 @@ class Channel:
             [each[kind * _MESSAGES : (kind + 1) * _MESSAGES] for each in words] for kind in range(5)
         )
         self._texts = [segment.memory(_TEXTS, _START) for segment in segments]
-        self._num_text_bytes = 0  # that this rank has written
+        self._num_text_bytes = 0  # how many bytes of names this rank has written
         self._name_words: dict[Name, int] = {}
         self._spoken: dict[int, str] = {}  # the text of each name, by its word
         # Seconds after which a wait gives up.
@@ -346,7 +346,7 @@ class Channel:
             if own[slot] > message:
                 return
             if count % _NAPS_PER_CHECK == 0:
-                # The word is read again after ``has_ended``: the rank may have written and ended.
+                # ``own[slot]`` is read after ``has_ended``, as the rank may have written it before.
                 if self._processes[other].has_ended and own[slot] <= message:
                     raise RuntimeError(
                         f"rank {other} of the group has ended and will not {what}. If it did not "
