@@ -171,8 +171,8 @@ class BackwardCall:
         found = _innermost_backward(sys._getframe())
         self._frames = {} if found is None else {threading.get_ident(): found}
         if found is None:
-            # This is a thread of autograd, which works for a backward call in another thread. It is
-            # unknown in which, so the backward calls of all other threads are recorded.
+            # This is a thread of autograd. The backward call was made in another thread. It is
+            # unknown in which one, so the backward calls of all other threads are recorded.
             for thread, frame in _other_threads().items():
                 if (found := _innermost_backward(frame)) is not None:
                     self._frames[thread] = found
