@@ -501,7 +501,11 @@ def watch_outputs(output: Any, watched: Watched) -> None:
 @skip_dynamo
 def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
     unit, gradient = watched.unit(), gradients[index]
-    if unit is None or watched.call.begun_in == unit.lifecycle.backward_number or gradient is None:
+    if (
+        unit is None
+        or watched.call.reached_in == unit.lifecycle.backward_number
+        or gradient is None
+    ):
         return None
     used = _output_hook(watched, True, gradient)
     return None if used is None else (*gradients[:index], used, *gradients[index + 1 :])

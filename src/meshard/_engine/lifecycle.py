@@ -147,7 +147,8 @@ class Lifecycle:
         self.retained = RetainedUnits()
         # The divide factor of units for which the user has not set one. None: the number of ranks.
         self.usual_divide_factor: float | None = None
-        # Set by ``meshard.uneven_batches``: called before each reduction over replicas.
+        # Set by ``meshard.uneven_batches``: called before each reduction over all ranks (``FULL``),
+        # also on a mesh without replicas.
         self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
@@ -513,8 +514,8 @@ class Lifecycle:
     ) -> None:
         """Begin the backward of ``call``: end units that are over, unshard ``unit``, prefetch."""
         # If the call has several outputs, another one may have got its gradient before.
-        has_begun = call.begun_in == self._num_backwards
-        call.begun_in = self._num_backwards
+        has_begun = call.reached_in == self._num_backwards
+        call.reached_in = self._num_backwards
         self._end_units_over(
             run, forward_pass, lambda first: first.first_inside > call.exit_position
         )

@@ -84,8 +84,9 @@ class _Gather:
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
     # Whether this rank may keep a post-forward shard of the result. False if the user's unshard()
-    # uses this gather: ranks may wait for its handle at different points of a step. Then only some
-    # ranks would keep a shard, and their next gather would be over another group.
+    # uses this gather. Such a gather is finished by the wait for the handle, which keeps no shard,
+    # or by a forward, which would. Which of them comes first may differ between ranks, and their
+    # next gathers would then be over different groups.
     may_keep_shard: bool
 
 

@@ -31,7 +31,7 @@ class ForwardCall:
     # len(ForwardPass.exits) when the call began: the index of the first call that ends inside it.
     first_inside: int = 0
     exit_position: int = -1  # index in ForwardPass.exits; -1: it has not ended
-    begun_in: int = -1  # number of the last backward that reached it
+    reached_in: int = -1  # number of the last backward that reached it
     began_at: int = -1  # ``next_node()`` when it began: nodes made before have lower numbers
     may_collect: bool = False  # it may store tensors in an argument, such as a list
     is_watched: bool = False  # one of its outputs has a hook that tells when its backward begins
@@ -50,9 +50,10 @@ class ForwardPass:
     # ``StepSchedule._window``.
     earlier: frozenset[int] = frozenset()
     window: int = -1
-    # How far the backward of this pass has come. The first ``num_open`` calls in ``first_entries``
-    # are not known to be over. The first ``num_to_begin`` calls in ``exits`` are not known to have
-    # begun. Both counts are valid only in backward number ``open_in``.
+    # How far the backward of this pass has come. It goes through both lists from the end. Of the
+    # first ``num_open`` calls in ``first_entries`` the backward may not be over. Of the first
+    # ``num_to_begin`` calls in ``exits`` it may not have begun; ``reached_in`` of a call tells
+    # whether it has. Both counts are valid only in backward number ``open_in``.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1
@@ -69,7 +70,7 @@ class ForwardPass:
         if self.open_in != backward or self.num_to_begin <= call.first_inside:
             return False
         is_last = self.num_to_begin == call.first_inside + 1
-        return not is_last or self.exits[call.first_inside].begun_in != backward
+        return not is_last or self.exits[call.first_inside].reached_in != backward
 
     def next_in_backward(self, call: ForwardCall) -> int | None:
         return self.exits[call.exit_position - 1].unit if call.exit_position > 0 else None
@@ -94,7 +95,7 @@ class ForwardPass:
         while self.num_to_begin and is_next(self.exits[self.num_to_begin - 1]):
             self.num_to_begin -= 1
             call = self.exits[self.num_to_begin]
-            if call.begun_in != self.open_in and call.has_graph:
+            if call.reached_in != self.open_in and call.has_graph:
                 yield call
 
 

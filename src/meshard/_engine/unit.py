@@ -207,8 +207,8 @@ class Unit:
     def note_open(self) -> None:
         """Let ``has_open_children`` of the units around this one search again."""
         around = self.parent() if self.parent is not None else None
-        # A search sets ``_is_over_inside`` of a unit after that of all units inside it. So if the
-        # flag of one unit is False, those of the units around it are False too.
+        # The loop may end at the first unit whose flag is False: the flags of all units around it
+        # are False too, because a search sets the flag of a unit after those of the units inside.
         while around is not None and around._is_over_inside:
             around._is_over_inside = False
             around = around.parent() if around.parent is not None else None

@@ -243,8 +243,8 @@ class GradientAccumulator:
         self._release_if_settled()
 
     def _release_if_settled(self) -> None:
-        # While a window is open, zero_grad() must still call ``clear``, which closes the window,
-        # even if all gradients are in .grad.
+        # After release_pending(), zero_grad() no longer calls ``clear``. An open window needs that
+        # call even when nothing is pending: it closes the window.
         if not self.window.is_open and not self.num_in_flight and not self.is_pending:
             release_pending(self)
 

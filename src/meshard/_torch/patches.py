@@ -58,7 +58,7 @@ def hold_pending(holder: object) -> None:
 
 
 def release_pending(holder: object) -> None:
-    """Record that ``holder`` has no pending gradients any more."""
+    """Record that ``zero_grad()`` has nothing to clear in ``holder`` any more."""
     _holders.discard(holder)
 
 
