@@ -13,12 +13,7 @@ from torch.func import functional_call
 
 import meshard
 from meshard import CommLedger, unsharded_params
-from tests.support.against_plain import (
-    check_gradients,
-    inputs_of,
-    mean_square,
-    sharded_and_plain,
-)
+from tests.support.against_plain import check_gradients, inputs_of, mean_square, sharded_and_plain
 from tests.support.models import Made, MlpStack
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
@@ -104,21 +99,6 @@ def test_gradients_of_unsharded_parameters_are_reduced(mode, inside, mesh_shape)
             case.loss(plain(case.batch(5, rank))).backward()
     assert_same(full_grads(model), full_grads(plain), bitwise=True, what="gradient")
     assert not meshard.pending_gradients(model)
-
-
-@on_threads(2)
-def test_one_backward_may_come_from_several_blocks_of_unsharded_parameters():
-    case, model, plain = sharded_case("integer")
-    rank, losses = dist.get_rank(), []
-    model.set_gradient_divide_factor(1.0)
-    for step in range(2):
-        with unsharded_params(model):
-            losses.append(case.loss(model(case.batch(step, rank))))
-    sum(losses).backward()
-    for step in range(2):
-        for r in range(2):
-            case.loss(plain(case.batch(step, r))).backward()
-    assert_same(full_grads(model), full_grads(plain), bitwise=True)
 
 
 @on_threads(2)
