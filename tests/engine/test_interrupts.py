@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,20 +9,23 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import meshard
+from tests import ROOT
 from tests.engine.interrupts import KINDS
 from tests.support import insides
 from tests.support.against_plain import sharded_and_plain
 from tests.support.ranks import on_fake_ranks
 
-_ROOT = Path(__file__).parents[2]
 
-
-def interrupt(kind, first, stride):
-    """Interrupt every ``stride``-th line of a step, in a process that may crash."""
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_interrupt_at_a_line_leaves_no_wrong_number(kind):
+    """Every line of the first kind, and others of each other kind, which do mostly the same."""
+    first = KINDS.index(kind)
+    stride = 19 if first else 1
     command = [sys.executable, "-W", "ignore", "-m", "tests.engine.interrupts"]
-    done = subprocess.run(
+    done = subprocess.run(  # it may crash
         [*command, kind, str(first), str(stride)],
-        cwd=_ROOT,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=280,
@@ -35,14 +37,6 @@ def interrupt(kind, first, stride):
     assert not wrong, "\n".join(wrong)
     assert done.returncode == 0, f"ended by {done.returncode} at: {last}\n{done.stderr[-2000:]}"
     assert int(last.split()[0]) > 0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_interrupt_at_a_line_leaves_no_wrong_number(kind):
-    """Every line of the first kind, and others of each other kind, which do mostly the same."""
-    first = KINDS.index(kind)
-    interrupt(kind, *((0, 1) if first == 0 else (first, 19)))
 
 
 @on_fake_ranks(1)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard._comm import cpu
@@ -37,18 +36,14 @@ def block(width):
     return Made(forward, layers=[nn.Linear(width, width, bias=False) for _ in range(LAYERS)])
 
 
-def net(width, units):
+def sharded(width, units, reshards):
     """Return units of four weights, and one weight in the root."""
     torch.manual_seed(0)
-    return nn.Sequential(*(block(width) for _ in range(units)), nn.Linear(width, width, bias=False))
-
-
-def sharded(width, units, reshards):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model = net(width, units)
-    for unit in model[:-1]:
-        meshard.fully_shard(unit, mesh, reshard_after_forward=reshards)
-    return meshard.fully_shard(model, mesh, reshard_after_forward=reshards)
+    blocks = [block(width) for _ in range(units)]
+    model = nn.Sequential(*blocks, nn.Linear(width, width, bias=False))
+    for unit in (*blocks, model):
+        meshard.fully_shard(unit, reshard_after_forward=reshards)
+    return model
 
 
 def batch(width, rank):

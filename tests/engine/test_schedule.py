@@ -196,6 +196,15 @@ def test_it_may_change_between_steps_and_recurses_on_request_only():
     assert counts == [6, 5, 6, 6, 5]
 
 
+def around():
+    """Return a unit with a parameter of its own around a unit."""
+    members = {"inner": nn.Linear(6, 6), "scale": nn.Parameter(torch.empty(6))}
+    return Made(lambda m, x, is_scaled=True: m.inner(x * m.scale if is_scaled else x), **members)
+
+
+AROUND = ("blocks.0.inner", "blocks.1.inner", "blocks")
+
+
 @on_threads(2)
 def test_a_unit_around_others_is_reduced_at_its_last_gradient():
     """Before backward goes on to what was computed before the unit."""
@@ -205,15 +214,9 @@ def test_a_unit_around_others_is_reduced_at_its_last_gradient():
         x.register_hook(lambda _: sent.append([event.unit for event in ledger.events]))
         return model.blocks[1](x)
 
-    def block():
-        members = {"inner": nn.Linear(6, 6), "scale": nn.Parameter(torch.empty(6))}
-        return Made(lambda m, x: m.inner(x * m.scale), **members)
-
     sent = []
-    inner = [f"blocks.{number}.inner" for number in range(2)]
-    model, _ = sharded_and_plain(
-        Made(forward, blocks=[block(), block()]), (*inner, "blocks"), reshard_after_forward=False
-    )
+    plain = Made(forward, blocks=[around(), around()])
+    model, _ = sharded_and_plain(plain, AROUND, reshard_after_forward=False)
     loss = model(torch.ones(3, 6)).sum()
     with CommLedger(model) as ledger:
         loss.backward()
@@ -224,17 +227,12 @@ def test_a_unit_around_others_is_reduced_at_its_last_gradient():
 def test_a_unit_around_others_is_reduced_before_earlier_units_if_it_lacks_a_gradient():
     """The other rank reduces it at its last gradient, so both send in the same order."""
 
-    def block():
-        members = {"inner": nn.Linear(6, 6), "scale": nn.Parameter(torch.empty(6))}
-        return Made(lambda m, x, is_scaled: m.inner(x * m.scale if is_scaled else x), **members)
-
     def step(model, rank):
-        x = model.blocks[0](inputs_of(rank), True)
+        x = model.blocks[0](inputs_of(rank))
         return model.blocks[1](x, rank == 0).square().mean()
 
-    inner = [f"blocks.{number}.inner" for number in range(2)]
-    plain = Made(step, blocks=[block(), block()])
-    ledger = check_gradients(*sharded_and_plain(plain, (*inner, "blocks")), lambda m, r: m(r))
+    plain = Made(step, blocks=[around(), around()])
+    ledger = check_gradients(*sharded_and_plain(plain, AROUND), lambda m, r: m(r))
     reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
     assert reduced == ["blocks.1.inner", "blocks.1", "blocks.0.inner", "blocks.0"]
 

@@ -131,18 +131,14 @@ def test_a_module_that_returns_its_parameter_gets_no_hooks_on_it():
     check_gradients(*sharded_and_plain(plain, (), reshard_after_forward=False), step)
 
 
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
 @on_threads(2)
 @pytest.mark.parametrize(("reshard", "recompute"), [(True, False), (True, True), (False, False)])
 def test_a_parametrization_may_come_and_go_in_a_forward(reshard, recompute):
     """PEFT adds one for each forward of an adapter for experts."""
 
     def forward(module, x):
-        parametrize.register_parametrization(module.layer, "weight", Doubled())
+        doubled = Made(lambda m, weight: 2 * weight)
+        parametrize.register_parametrization(module.layer, "weight", doubled)
         try:
             return module.layer(x)
         finally:
