@@ -18,6 +18,7 @@ from tests.support.models import Made, MlpStack, TransformerBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state, train
 from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.sharding import shard_blocks
+from tests.support.spread import mostly_slow
 
 STEPS = 4
 
@@ -138,15 +139,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        "model.compile",
-        pytest.param("torch.compile", marks=slow),
-        pytest.param("inside", marks=slow),
-        "checkpoints inside blocks",
-    ],
-)
+@pytest.mark.parametrize("form", mostly_slow(FORMS, "model.compile", "checkpoints inside blocks"))
 @on_ranks(2)
 def test_compiling_around_and_inside_units(form):
     assert check_compiled(**FORMS[form])["stats"]["unique_graphs"] >= 1
@@ -205,7 +198,7 @@ class Scoring(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "form", ["method", *(pytest.param(f, marks=slow) for f in ("function", "registered", "direct"))]
+    "form", mostly_slow(["method", "function", "registered", "direct"], "method")
 )
 @on_ranks(2)
 def test_torch_modules_and_methods_are_compiled(form):

@@ -213,9 +213,7 @@ def test_a_moving_average_follows_and_is_evaluated(use_buffers, multi, reshard_a
     averages = [
         AveragedModel(each, use_buffers=use_buffers, **average_fn) for each in (model, plain)
     ]
-    optimizers = [
-        torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (model, plain)
-    ]
+    optimizers = [sgd(each.parameters()) for each in (model, plain)]
     for step in range(4):
         x = inputs_of(0, step)  # of both ranks: BatchNorm sees a whole batch
         for each, optimizer, averaged in zip((model, plain), optimizers, averages, strict=True):

@@ -299,11 +299,9 @@ def test_a_flag_set_on_the_copy_reaches_the_shard_and_a_step_shards_modules_agai
 @pytest.mark.parametrize("thaws", [True, False])
 def test_flags_set_after_a_forward_without_backward_count(thaws, how):
     """As when a layer is thawed after an evaluation that has forgotten no_grad."""
-    plain = seeded(MlpStack())
+    plain = MlpStack()
     plain.blocks[1].requires_grad_(not thaws)
-    model = copy.deepcopy(plain)
-    for unit in (*model.blocks, model):
-        meshard.fully_shard(unit, reshard_after_forward=how == "unshard")
+    model, plain = sharded_and_plain(plain, reshard_after_forward=how == "unshard")
     x = torch.ones(2, 6)
     if how == "kept":
         model(x)
@@ -312,5 +310,5 @@ def test_flags_set_after_a_forward_without_backward_count(thaws, how):
     for each in (plain, model):
         each.blocks[1].requires_grad_(thaws)
         each(x).sum().backward()
-    assert_same(full_grads(model), {n: p.grad for n, p in plain.named_parameters()})
+    assert_same(full_grads(model), full_grads(plain))
     assert model.blocks[1].up.weight.requires_grad is thaws
