@@ -1,5 +1,7 @@
 """Layouts: every element has one owner, and one position on the wire."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given
@@ -49,11 +51,7 @@ def shards_of(whole, params, rank):
     ]
 
 
-class Alone:
-    """A group of one rank."""
-
-    def size(self):
-        return 1
+ALONE = SimpleNamespace(size=lambda: 1)  # a group of one rank
 
 
 @given(data=st.data(), count=st.integers(1, 6), num_params=st.integers(1, 5))
@@ -79,7 +77,7 @@ def test_gather_restores_every_parameter_and_never_reads_padding(data, count, nu
         for own, shard in zip(storage.locals, shards_of(whole, params, rank), strict=True):
             own.copy_(shard)
         started = plan.start(
-            storage.buffer, storage.segments, comm=WorkCommunicator(), group=Alone(), label="unit"
+            storage.buffer, storage.segments, comm=WorkCommunicator(), group=ALONE, label="unit"
         )
         rows.extend(started.rows())
     targets = [torch.full(p.shape, 5).to(dtype) for p, dtype in zip(params, compute, strict=True)]
