@@ -2,7 +2,6 @@
 
 import pytest
 
-from meshard._comm.streams import StreamCommunicator
 from meshard._params.subclass_params import PackedGather
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as
 from tests.support.fake_device import FakeDevice
@@ -56,21 +55,3 @@ def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
     monkeypatch.setattr(PackedGather, "pack", pack_elsewhere)
     run(monkeypatch, kind, (4,), device)
     assert device.races
-
-
-@pytest.mark.slow
-def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
-    device, start = FakeDevice(), StreamCommunicator._start_all_gather
-    started = []  # alive: what is dropped orders the stream that queued it
-
-    class Never:
-        def wait(self):
-            pass
-
-    def start_all_gather(self, *args):
-        started.append(start(self, *args))
-        return Never()
-
-    monkeypatch.setattr(StreamCommunicator, "_start_all_gather", start_all_gather)
-    run(monkeypatch, Int8OnWire, (4,), device)
-    assert any("split_with_sizes_copy" in race for race in device.races)
