@@ -35,7 +35,6 @@ def own_batches():
 
 
 def ranks_with(number):
-    """Return the ranks that have a batch in an iteration."""
     return [rank for rank, count in enumerate(COUNTS) if number < count]
 
 

@@ -259,7 +259,6 @@ def test_a_failed_determinism_check_leaves_the_next_step_right():
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 @on_ranks(2)
 def test_autocast_computes_as_it_does_on_one_process(param_dtype, is_checkpointed):
-    """Compare with the plain model under the same autocast."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
     if is_checkpointed:
         model, plain = build("plain", "outside", mp_policy=policy)

@@ -202,7 +202,6 @@ class Scoring(nn.Module):
 )
 @on_ranks(2)
 def test_torch_modules_and_methods_are_compiled(form):
-    """Modules of torch, registered methods, forward called directly: all are compiled."""
     torch_layer = functools.partial(
         nn.TransformerEncoderLayer, 8, 2, dim_feedforward=8, dropout=0.0, batch_first=True
     )

@@ -37,7 +37,6 @@ def sgd(params):
     ],
 )
 def test_a_copy_trains_by_itself(case_name, mesh_shape):
-    """Train, copy, train both on different data: both are like plain models and their copies."""
     case, num_ranks = CASES[case_name], torch.Size(mesh_shape).numel()
 
     @on_threads(num_ranks)

@@ -33,7 +33,6 @@ def in_thread(function, *args):
 
 
 def check_trains(model, number):
-    """Check the gradients of a step against those of a plain model."""
     plain = seeded(MlpStack())
     model.zero_grad()
     for each in (model, plain):

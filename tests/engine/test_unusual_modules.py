@@ -248,8 +248,6 @@ FORWARD_MODE = {
 @pytest.mark.parametrize("kind", FORWARD_MODE)
 @on_ranks(2)
 def test_losses_of_forward_derivatives(kind):
-    """``torch.func.jvp`` through units of every kind."""
-
     def step(model, rank):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "`torch.jit.script`")  # torch's own, at its first use

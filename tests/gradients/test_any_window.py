@@ -31,8 +31,6 @@ MAX_MICROBATCHES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Param:
-    """One parameter of a window."""
-
     shape: tuple[int, ...]
     dim: int = 0  # that is sharded
     dtype: torch.dtype = torch.float32

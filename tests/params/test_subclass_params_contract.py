@@ -26,8 +26,6 @@ from tests.support.ranks import on_fake_ranks, on_ranks
 
 
 class Listening(Wrapper):
-    """Remembers what it is told."""
-
     def fsdp_pre_all_gather(self, mesh, outer_size, outer_stride, module, mp_policy):
         Listening.told = (mesh.shape, mesh.mesh_dim_names, outer_size, outer_stride)
         Listening.mesh, Listening.module, Listening.mp_policy = mesh, module, mp_policy
@@ -83,8 +81,6 @@ def _bytes_of(tensor):
 
 
 class Watched(Int8OnWire):
-    """Remembers what was gathered."""
-
     def fsdp_post_all_gather(self, all_gather_outputs, *args, out=None):
         Watched.outputs = all_gather_outputs
         return super().fsdp_post_all_gather(all_gather_outputs, *args, out=out)
@@ -162,8 +158,6 @@ def test_an_answer_must_be_a_bool(monkeypatch):
 
 
 class Telling(Int8OnWire):
-    """Passes metadata on."""
-
     def fsdp_pre_all_gather(self, *args):
         metadata = {torch.ones(8)}
         Telling.told = weakref.ref(next(iter(metadata)))
