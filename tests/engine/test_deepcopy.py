@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import meshard
@@ -114,11 +113,10 @@ def test_a_unit_is_copied_out_of_its_root():
 
 @on_threads(2)
 def test_units_of_several_modules_are_copied():
-    mesh = init_device_mesh("cpu", (2,))
     plain = seeded(nn.Sequential(nn.Linear(6, 6), MlpBlock(6, 8), nn.Tanh(), nn.Linear(6, 6)))
     model = copy.deepcopy(plain)
-    meshard.fully_shard(model[1].up, mesh)  # a unit inside one of the list
-    meshard.fully_shard([model[0], model[3], model[1]], mesh)
+    meshard.fully_shard(model[1].up)  # a unit inside one of the list
+    meshard.fully_shard([model[0], model[3], model[1]])
     copied = copy.deepcopy(model)
     del model
     assert check_gradients(copied, plain).counts["reduce_scatter"] == 2

@@ -19,12 +19,7 @@ from torch.utils.checkpoint import (
 import meshard
 from tests.support import insides
 from tests.support.against_plain import check_gradients, check_training, inputs_of
-from tests.support.integer_model import (
-    IntegerModel,
-    integer_batch,
-    integer_loss,
-    ternary,
-)
+from tests.support.integer_model import IntegerModel, integer_batch, integer_loss, ternary
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_grads, own_grads
 from tests.support.ranks import on_ranks, on_threads

@@ -8,11 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from tests.support.against_plain import (
-    check_gradients,
-    inputs_of,
-    sharded_and_plain,
-)
+from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
 from tests.support.models import Made, MlpBlock, MlpStack, seeded
 from tests.support.ranks import on_threads
 

@@ -4,7 +4,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from tests.support.models import MlpStack, seeded
@@ -16,7 +15,7 @@ BATCHES = [torch.arange(12.0).view(2, 6) / 12 - shift for shift in (0.0, 0.5)]
 
 
 def sharded():
-    return shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", (1,)))
+    return shard_blocks(seeded(MlpStack()))
 
 
 def loss_of(model, number=0):

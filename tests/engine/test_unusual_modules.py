@@ -7,7 +7,6 @@ import warnings
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -257,7 +256,7 @@ def test_losses_of_forward_derivatives(kind):
 
     if kind == "replicated":
         model, plain = seeded(MlpStack()), seeded(MlpStack())
-        meshard.replicate(model, init_device_mesh("cpu", (2,)), bucket_cap_mb=1e-3)
+        meshard.replicate(model, bucket_cap_mb=1e-3)
     else:
         model, plain = sharded_and_plain(MlpStack(), **FORWARD_MODE[kind])
     dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32

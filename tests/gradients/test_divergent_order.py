@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
@@ -53,7 +52,7 @@ def test_two_forwards_and_one_backward_of_ranks_that_use_different_parameters(pa
         return x
 
     model = Made(forward, own=nn.Parameter(torch.zeros(4)), blocks=[choice(), choice()])
-    shard_blocks(model, init_device_mesh("cpu", (2,)))
+    shard_blocks(model)
     with meshard.CommLedger(model) as ledger:
         first, second = pattern[dist.get_rank()]
         (model(first) + model(second)).backward()

@@ -85,7 +85,7 @@ def test_the_all_reduce_hook_of_a_root_reaches_the_units_inside():
 
 @on_threads(2)
 def test_bad_hooks_are_refused():
-    model = meshard.fully_shard(Ones(), init_device_mesh("cpu", (2,)))
+    model = make((2,))
     for hook in ({}, {"hook": lambda tensor: None}, {"hook": 3, "wire_dtype": torch.bfloat16}):
         with pytest.raises(TypeError, match=r"needs a method arrived, before or after"):
             meshard.register_reduce_hook(model, **hook)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from meshard import replicate
 from tests.support.models import MlpStack, seeded
@@ -15,7 +14,7 @@ X = torch.arange(12.0).view(2, 6) / 12
 
 
 def sharded():
-    return shard_blocks(seeded(MlpStack()), init_device_mesh("cpu", (1,)))
+    return shard_blocks(seeded(MlpStack()))
 
 
 def replace(model):

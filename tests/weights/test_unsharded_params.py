@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import meshard
@@ -67,13 +66,12 @@ def test_edits_reach_shards_replicas_forwards_and_optimizers(
 
 @on_ranks(2)
 def test_masters_are_not_rounded_to_the_compute_dtype():
-    mesh = init_device_mesh("cpu", (2,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, cast_forward_inputs=True)
     placement = {"shard_placement_fn": lambda p: Shard(p.dim() - 1), "mp_policy": policy}
     table = nn.Parameter(torch.arange(6).view(2, 3), requires_grad=False)
     forward = lambda m, x: m.wide(x) + m.table[0].to(x.dtype)  # noqa: E731
     plain = seeded(Made(forward, wide=nn.Linear(5, 3), table=table))
-    model = meshard.fully_shard(copy.deepcopy(plain), mesh, **placement)
+    model = meshard.fully_shard(copy.deepcopy(plain), **placement)
     with unsharded_params(model):
         assert [p.dtype for p in model.parameters()] == [p.dtype for p in plain.parameters()]
         assert_same(full_state(model), full_state(plain), bitwise=True)
