@@ -332,15 +332,6 @@ def test_an_error_that_the_body_catches_ends_the_loop_all_the_same():
 
 
 @on_ranks(2)
-def test_a_loop_in_a_loop_is_refused():
-    model = replicated()
-    for _ in meshard.uneven_batches(model, [1]):
-        with pytest.raises(RuntimeError, match="is under way"):
-            next(meshard.uneven_batches(model, [1]))
-        loss_of(model, batch_of(0, 0)).backward()
-
-
-@on_ranks(2)
 def test_a_copy_made_in_the_loop_divides_as_a_module_of_its_own():
     model, plain = replicated(), net()
     for number, batch in enumerate(meshard.uneven_batches(model, own_batches())):
@@ -399,8 +390,12 @@ def test_early_termination_raises_on_every_rank():
 
 
 @on_ranks(2)
-def test_bad_options_and_other_modules_are_refused():
+def test_a_loop_in_a_loop_bad_options_and_other_modules_are_refused():
     model = replicated()
+    for _ in meshard.uneven_batches(model, [1]):
+        with pytest.raises(RuntimeError, match="is under way"):
+            next(meshard.uneven_batches(model, [1]))
+        loss_of(model, batch_of(0, 0)).backward()
     with pytest.raises(TypeError, match="throw_on_early_termination must be a bool"):
         meshard.uneven_batches(model, [], throw_on_early_termination=1)
     assert list(meshard.uneven_batches(model, [])) == []
