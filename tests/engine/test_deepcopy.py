@@ -2,7 +2,6 @@
 
 import copy
 import io
-import pickle
 
 import pytest
 import torch
@@ -138,13 +137,7 @@ def test_a_copy_in_the_middle_of_something_is_refused():
         copy.deepcopy(model)
     meshard.finalize_gradients(model)
     copied = copy.deepcopy(model)
-    for wrong in (lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
-        with pytest.raises(TypeError, match=r"unit '.*' cannot be pickled here.* state_dict"):
-            wrong()
-    with pytest.raises(TypeError, match=r"Sequential needs copy\.deepcopy"):
-        copy.copy(model)
-    with pytest.raises(TypeError, match=r"inside meshard\.unsharded_params"):
-        pickle.dumps(meshard.fully_shard(nn.Sequential(nn.Linear(2, 2)))[0])
+
     copied(x).sum().backward()  # nothing of this left a trace
 
 
