@@ -231,8 +231,3 @@ def test_frozen_and_cast_weights_are_read():
         each(given).float().square().mean().backward()
     expected = {name: None if g is None else g.float() for name, g in full_grads(plain).items()}
     assert_same(full_grads(model), expected, torch.bfloat16)
-
-
-def test_nothing_but_a_flag_is_accepted():
-    with pytest.raises(TypeError, match="unshard_on_access must be a bool"):
-        meshard.fully_shard(nn.Linear(2, 2), unshard_on_access="weight")

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from tests.support.models import Made, Ones, seeded
+from tests.support.models import Made, seeded
 from tests.support.ones import make, run, values
 from tests.support.ranks import on_threads
 from tests.support.sharding import shard_blocks
@@ -89,19 +89,11 @@ def test_bad_hooks_are_refused():
     for hook in ({}, {"hook": lambda tensor: None}, {"hook": 3, "wire_dtype": torch.bfloat16}):
         with pytest.raises(TypeError, match=r"needs a method arrived, before or after"):
             meshard.register_reduce_hook(model, **hook)
-    with pytest.raises(TypeError, match="hook must be callable or None, got 3"):
-        model.set_all_reduce_hook(3)
-    for dtype, error in (
-        ("half", TypeError),
-        (torch.int32, ValueError),
-        (torch.float8_e4m3fn, ValueError),
-    ):
-        with pytest.raises(error, match="wire_dtype"):
+    for dtype in (torch.int32, torch.float8_e4m3fn):
+        with pytest.raises(ValueError, match="wire_dtype"):
             meshard.register_reduce_hook(model, wire_dtype=dtype)
     with pytest.raises(TypeError, match="after of a reduce hook must be a method, got 3"):
         meshard.register_reduce_hook(model, SimpleNamespace(after=3))
-    with pytest.raises(ValueError, match="no unit in this Ones"):
-        meshard.register_reduce_hook(Ones(), wire_dtype=torch.bfloat16)
 
 
 @on_threads(4)
