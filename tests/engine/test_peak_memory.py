@@ -22,6 +22,7 @@ from tests.benchmarks.rounds import on_ranks
 from tests.support.memory_formula import Sizes, peaks
 from tests.support.models import Made, Transformer, TransformerBlock
 from tests.support.ranks import fake_group
+from tests.support.spread import mostly_slow
 
 ROWS, LAYERS = 2, 4  # so few rows that activations are nothing beside weights
 PHASES = ("forward", "backward", "optimizer")
@@ -141,11 +142,7 @@ ROW = re.compile(r"^\| (\d+ blocks of width \d+, \d+ tokens) \| (.+) \|$", re.MU
 
 @pytest.mark.parametrize(
     ("row", "num_ranks", "offloads"),
-    [
-        (0, 8, False),
-        pytest.param(1, 128, False, marks=pytest.mark.slow),
-        pytest.param(2, 256, True, marks=pytest.mark.slow),
-    ],
+    mostly_slow([(0, 8, False), (1, 128, False), (2, 256, True)], (0, 8, False)),
 )
 def test_the_table_of_states_at_scale_is_what_the_modules_take(row, num_ranks, offloads):
     rows = ROW.findall((ROOT / "docs" / "explanation" / "memory.md").read_text())

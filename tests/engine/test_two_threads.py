@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from tests.support.against_plain import check_gradients
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks
@@ -22,8 +23,8 @@ def loss_of(model, number=0):
     return model(BATCHES[number]).square().mean()
 
 
-def train(model, number=0):
-    loss_of(model, number).backward()
+def train(model):
+    loss_of(model).backward()
 
 
 def in_thread(function, *args):
@@ -32,11 +33,7 @@ def in_thread(function, *args):
 
 
 def check_trains(model, number):
-    plain = seeded(MlpStack())
-    model.zero_grad()
-    for each in (model, plain):
-        train(each, number)
-    assert_same(full_grads(model), full_grads(plain))
+    check_gradients(model, seeded(MlpStack()), lambda each, rank: loss_of(each, number), times=1)
 
 
 @pytest.mark.parametrize("way", ["all", "forward", "backward", "evaluation", "interrupted"])

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from meshard import replicate
+from tests.support.against_plain import check_gradients, check_training
 from tests.support.models import MlpStack, seeded
-from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks
 from tests.support.sharding import shard_blocks
 
@@ -15,6 +15,10 @@ X = torch.arange(12.0).view(2, 6) / 12
 
 def sharded():
     return shard_blocks(seeded(MlpStack()))
+
+
+def loss_of(model, rank=0):
+    return model(X).square().mean()
 
 
 def replace(model):
@@ -34,27 +38,22 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_backward_whose_parameters_are_gone_is_refused_and_named(change):
     model, plain = sharded(), seeded(MlpStack())
-    loss = model(X).square().mean()
+    loss = loss_of(model)
     CHANGES[change](model)
     with pytest.raises(RuntimeError, match="were cast, moved or replaced between its"):
         loss.backward()
     model.float()
     CHANGES[change](plain)
     plain.float()
-    for each in (model, plain):
-        each.zero_grad()
-        each(X).square().mean().backward()
-    assert_same(full_grads(model), full_grads(plain))
+    check_gradients(model, plain, loss_of)
 
 
 @on_fake_ranks(1)
 @pytest.mark.parametrize("shard", [sharded, lambda: replicate(seeded(MlpStack()))])
 def test_a_cast_that_changes_nothing_may_come_between_forward_and_backward(shard):
-    model, plain = shard(), seeded(MlpStack())
-    for each in (model, plain):
-        loss = each(X).square().mean()
-        each.float().cpu().to(torch.float32)
-        loss.backward()
-    assert_same(full_grads(model), full_grads(plain))
-    torch.optim.SGD(model.parameters(), lr=0.1).step()
-    model(X).square().mean().backward()
+    def step(model, rank):
+        loss = loss_of(model)
+        model.float().cpu().to(torch.float32)
+        return loss
+
+    check_training(shard(), seeded(MlpStack()), step)
