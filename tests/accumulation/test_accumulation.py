@@ -62,22 +62,6 @@ def test_unused_parameters_get_zeros_on_request():
 
 
 @on_threads(4)
-@pytest.mark.parametrize(
-    ("schedule", "text"), [("N", "not reduced yet"), ("FR", "not reduced across the replicas yet")]
-)
-def test_a_step_in_an_open_window_is_refused(schedule, text):
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters())
-    run(model, schedule, 1.0, 1.0)
-    message = rf"unit '\(root\)' holds gradients that are {text}.*finalize_gradients"
-    with pytest.raises(RuntimeError, match=message):
-        optimizer.step()
-    meshard.finalize_gradients(model)
-    optimizer.step()
-    assert values(model)["a"] == len(schedule)
-
-
-@on_threads(4)
 def test_a_partial_is_the_mean_over_the_shard_group():
     model = make()
     rank = dist.get_rank()

@@ -12,7 +12,7 @@ import meshard
 from meshard import GradientSync
 from tests.support import insides
 from tests.support.models import MlpStack, seeded
-from tests.support.ones import make, values
+from tests.support.ones import make, run, values
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_threads
 from tests.support.sharding import shard_blocks
@@ -49,7 +49,7 @@ HELD = {
 
 @on_threads(4)
 @spread(until_last=list(GradientSync), asks=[False, True])
-def test_a_step_inside_the_loop_says_where_it_belongs(until_last, asks):
+def test_a_step_in_an_open_window_is_refused_and_told_to_come_after_the_loop(until_last, asks):
     model = make()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loop = meshard.microbatches(model, [1.0, 2.0], until_last=until_last)
@@ -66,11 +66,14 @@ def test_a_step_inside_the_loop_says_where_it_belongs(until_last, asks):
     optimizer.step()
     # Elsewhere nothing is said of a loop.
     optimizer.zero_grad()
-    with meshard.no_sync(model):
-        model(1.0, None).backward()
-    with pytest.raises(RuntimeError, match="holds gradients that are") as error:
+    run(model, "FR", 1.0, None)
+    text = rf"unit '\(root\)' {HELD[GradientSync.REDUCE_SCATTER]}.*finalize_gradients"
+    with pytest.raises(RuntimeError, match=text) as error:
         optimizer.step()
     assert "loop" not in str(error.value)
+    meshard.finalize_gradients(model)
+    optimizer.step()
+    assert values(model)["a"] == 2.0
 
 
 @on_threads(4)
