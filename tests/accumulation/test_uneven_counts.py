@@ -30,19 +30,15 @@ def wrapped(layout, numel):
     return model
 
 
-def run_window(model, own):
-    """Accumulate all but the last microbatch of this rank, and reduce with the last."""
-    for factors in own[:-1]:
-        with meshard.gradient_sync(model, GradientSync.NONE):
-            model(**factors).backward()
-    model(**own[-1]).backward()
-    return full_grads(model)
-
-
 def check(model, windows):
     num_ranks = dist.get_world_size()
     for window in windows:
-        gradients = run_window(model, window[dist.get_rank()])
+        *first, last = window[dist.get_rank()]
+        for factors in first:
+            with meshard.gradient_sync(model, GradientSync.NONE):
+                model(**factors).backward()
+        model(**last).backward()
+        gradients = full_grads(model)
         for name in NAMES:
             used = [f[name] for own in window for f in own if name in f]
             expected = sum(used) / num_ranks if used else None

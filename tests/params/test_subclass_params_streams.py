@@ -1,21 +1,13 @@
 """Tensor subclasses with a custom all-gather: order of streams."""
 
+from functools import partial
+
 import pytest
 
 from meshard._params.subclass_params import PackedGather
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as
 from tests.support.fake_device import FakeDevice
 from tests.support.stream_steps import MIXED, run_steps
-
-
-def run(monkeypatch, kind, mesh_shape, device=None, **kwargs):
-    return run_steps(
-        monkeypatch,
-        mesh_shape,
-        device,
-        prepare=lambda model: with_matrices_as(model, kind),
-        **kwargs,
-    )
 
 
 @pytest.mark.parametrize(
@@ -30,10 +22,10 @@ def run(monkeypatch, kind, mesh_shape, device=None, **kwargs):
     ],
 )
 def test_a_step_has_no_race(monkeypatch, kind, mesh_shape, reshard_after_forward):
-    device, recorder = run(
+    device, recorder = run_steps(
         monkeypatch,
-        kind,
         mesh_shape,
+        prepare=partial(with_matrices_as, kind=kind),
         mp_policy=MIXED,
         reshard_after_forward=reshard_after_forward,
     )
@@ -53,5 +45,5 @@ def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
             return pack(self, [part + 0 for part in parts])
 
     monkeypatch.setattr(PackedGather, "pack", pack_elsewhere)
-    run(monkeypatch, kind, (4,), device)
+    run_steps(monkeypatch, (4,), device, partial(with_matrices_as, kind=kind))
     assert device.races
