@@ -1,5 +1,6 @@
 """Gradients of gradients, and autograd calls on sharded parameters: hooks, penalties."""
 
+import contextlib
 import warnings
 
 import pytest
@@ -286,6 +287,20 @@ def test_several_backwards_over_one_graph(reshard, gathers):
     pair = sharded_and_plain(MlpStack(), reshard_after_forward=reshard)
     ledger = check_gradients(*pair, step)
     assert ledger.counts == {"all_gather": gathers, "reduce_scatter": 12}
+
+
+@pytest.mark.parametrize("place", ["on shards", "on whole parameters"])
+@on_threads(2)
+def test_a_penalty_on_weights(place):
+    def step(model, rank):
+        is_unsharded = place != "on shards" and isinstance(model, meshard.FSDPModule)
+        with meshard.unsharded_params(model) if is_unsharded else contextlib.nullcontext():
+            penalty = model[1].weight.square().sum()
+            penalty = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
+            (model(inputs_of(rank)).square().mean() + 0.1 * penalty).backward()
+
+    plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3))
+    check_training(*sharded_and_plain(plain, ("0", "1")), step)
 
 
 @on_fake_ranks(2)
