@@ -162,6 +162,24 @@ def test_half_a_microbatch_is_never_handed_out(mode, use):
     assert {grad[0].item() for grad in full_grads(model).values()} == {1.0}
 
 
+@on_threads(4)
+@on_flat_and_hybrid
+@pytest.mark.parametrize("mode", ["N", "R", "F"])
+def test_a_window_begins_again_after_a_forward_that_failed(mesh_shape, mode):
+    model = make(mesh_shape)
+    model.set_is_last_backward(False)
+    run(model, mode, 1.0, 1.0)
+    meshard.pending_gradients(model)  # leaves nothing in flight
+    handle = model.register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        run(model, mode, 1.0, 1.0)
+    handle.remove()
+    run(model, mode, 1.0, 1.0)
+    model.set_is_last_backward(True)
+    run(model, "F", 1.0, 1.0)
+    assert values(model)["a"] == 2.0
+
+
 # --- state dicts in a window ----------------------------------------------------------------------
 
 
