@@ -330,7 +330,8 @@ class _Report(enum.IntEnum):
     NO_BATCH = enum.auto()
     HAS_BATCH = enum.auto()
     FAILED = enum.auto()  # may also be sent instead of one of the reports below
-    # Sent when the first unit is reduced, or else at the end of the iteration:
+    # Sent when the rank reduces its first unit, or else when the body of the loop ends; by a rank
+    # without a batch, at once:
     REDUCES = enum.auto()
     KEEPS = enum.auto()  # its backward has accumulated, and reduced nothing
     JOINS = enum.auto()  # it has no batch, and will take part in the reductions of the others
@@ -442,7 +443,9 @@ class _UnevenLoop:
             self._reduces_in = self.lifecycle.backward_number
             self._exchange_mode(_Report.REDUCES)
         elif self._reduces_in != self.lifecycle.backward_number:
-            # The other ranks are in begin() of the next iteration, and wait for a report.
+            # A second backward of this iteration reduces, which is an error. Ranks that have run
+            # only one are in begin() of the next iteration, and wait for a report. This one makes
+            # all ranks raise.
             self._exchange(_Report.FAILED)
 
     def join(self, module: nn.Module) -> bool:

@@ -231,9 +231,10 @@ def early_divisor(divisors: Divisors, shard_count: int) -> int:
 
 
 def _near_root(divisor: Fraction) -> Fraction:
-    # Half of the exponent is rounded to an integer. x.5 is rounded up, so that the larger factor
-    # divides before the sum. This risks underflow, which loses small values only, rather than
-    # overflow, which spoils the step.
+    """Return a power of two near the square root of ``divisor``; 1 if that is below 1."""
+    # The caller divides by it before the sum, and by the rest after the sum. If the rest cannot be
+    # equal, as for 8 = 4 * 2, the larger factor comes first: that risks underflow, which loses small
+    # values only, rather than overflow, which spoils the step.
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
@@ -443,7 +444,8 @@ class Reduction:
         divide_(self._result, self._divisors.before_all_reduce)
         self._wire = self._result.to(plan.wire_dtype)
         self._marks.write(self._wire, self._unused)
-        # ``average`` may overwrite the marks, so the all-reduce then sums a copy of them.
+        # If there is an ``average``, it averages the gradients instead of the all-reduce, and may
+        # overwrite the marks. So the all-reduce sums a copy of the marks, and nothing else.
         average = plan.average
         self._marked = self._wire if average is None else self._marks.first_elements(self._wire)
         self._pending = self._comm.all_reduce(

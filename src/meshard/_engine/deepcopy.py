@@ -40,7 +40,8 @@ from meshard._torch.private import composable_keys
 # ``register_fsdp_forward_method``. The value is the method that the user had set on the module
 # itself; None: the method is that of the class.
 FORWARD_METHODS = "_meshard_forward_methods"
-# The names of those attributes of a module that are dicts from ids to hooks.
+# The names of those attributes of a module that are dicts by the ids of hooks. The values are the
+# hooks, or True in ``_forward_hooks_with_kwargs`` and its like.
 _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 

@@ -308,12 +308,14 @@ class Lifecycle:
             self._end_forward(failed=failed)
         return call
 
-    # Callers test ``spans.recorder`` first: without a trace, a call would cost more than the test.
+    # Callers of the next two methods test ``spans.recorder`` first: without a trace, a call would
+    # cost more than the test.
 
     def _enter_phase(self, phase: str, unit: Unit | None) -> None:
         """Record for a trace that a phase of ``unit`` begins; None: outside of units."""
-        if spans.recorder is not None:
-            spans.recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
+        recorder = spans.recorder
+        assert recorder is not None
+        recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
 
     def _enter_phase_around(self) -> None:
         """Record for a trace that a forward or backward ends; a forward may run around it."""
@@ -425,8 +427,8 @@ class Lifecycle:
             weakref.ref(end, functools.partial(_backward_raised, me)),
             weakref.ref(end, self.failure.marks.append),
         ]
-        # Last: if a line above raises, the traceback keeps ``end`` alive, so neither callback runs.
-        # Only the mark "begun" then records the failure.
+        # The mark "begun" must stay until here. If a line above raises, the traceback keeps ``end``
+        # alive, so neither callback runs, and only the mark records the failure.
         self.failure.marks.clear()
         return run
 
@@ -579,9 +581,10 @@ class Lifecycle:
                 return False
             if first.has_graph:
                 return True
-            # The call ran without grad, in a reentrant checkpoint, so its node number tells
-            # nothing. If the backward of this call has begun, the checkpoint ran it in a nested run
-            # of the autograd engine, which has ended by now.
+            # The call ran without grad, inside a reentrant checkpoint, whose own node is older than
+            # the call. So ``node`` may be that checkpoint, about to run the call again. But if the
+            # backward of the call has begun, the checkpoint ran it in a nested run of the autograd
+            # engine. That run has ended by now: its nodes are newer than the call.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 

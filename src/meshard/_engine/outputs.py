@@ -210,7 +210,7 @@ _TEXT_OF_TORCH = "got mixed torch.Tensor and DTensor"
 _ABOUT_DTYPES = re.compile("dtype|(scalar|data|input|weight|bias) ?type", re.IGNORECASE)
 _ABOUT_META = re.compile(r"\bmeta\b", re.IGNORECASE)
 _EXPLAINED = "_meshard_is_explained"
-_PASSED = "_meshard_passed"  # ids of the units whose forward the error has left, unexplained
+_PASSED = "_meshard_passed"  # ids of the units through whose forward the error came up
 _Sharded = dict[int, tuple[Unit, UnitParam]]  # by id of the sharded parameter
 _REMEDIES = (
     "Parameters are unsharded inside their unit's own forward and backward. What helps:\n"
@@ -262,7 +262,8 @@ def _add_to_message(error: BaseException, text: str) -> None:
 
 def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: Any) -> str:
     outermost = _outermost(module, unit)
-    # Units whose forward the error has left are no suspects: they were unsharded when it came.
+    # If the error came up through the forward of a unit, that unit was unsharded when the error was
+    # raised. So its parameters cannot be the cause.
     passed = getattr(error, _PASSED, ())
     units = [each for each in units_in(outermost) if id(each) not in passed]
     sharded, frames = _sharded_of(units), _frames_of(error)

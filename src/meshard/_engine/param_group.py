@@ -490,9 +490,9 @@ class ParamGroup:
         self.forget_stale()  # ends ``present``
         self.start_unshard(may_keep_shard=False)
         if present is not None and present.installed is None:
-            self.manual_unshard = present  # the handle of that call was not waited for yet
+            self.manual_unshard = present  # its handle was not waited for yet, so it goes on
             return present
-        # ``forget_stale`` has ended ``present``, so this call needs a record of its own.
+        # ``forget_stale`` has ended ``present`` for good if modules held its parameters.
         manual = self.manual_unshard = ManualUnshard(self.label, self.params)
         if present is not None and self.state is ParamState.INSTALLED:
             self.finish_manual_unshard(manual)  # the copy was not stale, and is still installed
@@ -581,8 +581,8 @@ def register_manually_unsharded(owner: ParamGroup) -> None:
     """Record that modules hold unsharded parameters of ``owner`` outside of a forward."""
     for param in owner.params:
         _manually_unsharded[id(param.unsharded)] = owner
-    # Meanwhile module.zero_grad() finds the unsharded parameters on the modules. With this record
-    # meshard's patch of zero_grad() clears .grad of the sharded parameters too.
+    # While modules hold unsharded parameters, module.zero_grad() finds only these. meshard's patch
+    # of zero_grad() clears .grad of the sharded ones too, but only of groups that are held pending.
     hold_pending(owner)
 
 

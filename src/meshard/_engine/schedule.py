@@ -50,10 +50,11 @@ class ForwardPass:
     # ``StepSchedule._window``.
     earlier: frozenset[int] = frozenset()
     window: int = -1
-    # How far the backward of this pass has come. It goes through both lists from the end. Of the
-    # first ``num_open`` calls in ``first_entries`` the backward may not be over. Of the first
-    # ``num_to_begin`` calls in ``exits`` it may not have begun; ``reached_in`` of a call tells
-    # whether it has. Both counts are valid only in backward number ``open_in``.
+    # How far backward number ``open_in`` has come in this pass; in another one the counts mean
+    # nothing. It goes through ``first_entries`` and ``exits`` from the end. The backward of the
+    # units of ``first_entries[num_open:]`` is over. That of the calls ``exits[num_to_begin:]`` has
+    # begun, or autograd has left it out; of those before, some may have begun too: see
+    # ``reached_in``.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1

@@ -337,8 +337,8 @@ def joined(prefix: str, name: str) -> str:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # ``adopt_module`` made the class of a module that has a unit, so skip that class. After it come
-    # ``base``, which is no subclass of nn.Module, and then the original class.
+    # The class of a module that has a unit was made by ``adopt_module``: skip it. Its bases are
+    # FSDPModule or ReplicateModule, which are no subclasses of nn.Module, and the original class.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 

@@ -64,7 +64,7 @@ def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None
     yield
     for inner, name, before in held:
         buffer = inner._buffers.get(name)
-        # Tensors that are not ordinary, such as fake ones, have no values to look at.
+        # Fake and meta tensors have no values, and inference tensors have no version.
         if type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_inference():
             continue
         if not hasattr(buffer, _MARK):  # the same function, for an inner unit, may have marked it
