@@ -178,7 +178,7 @@ class StreamClock:
         return self._device_module.current_stream().record_event(event)
 
     def bytes_alive(self) -> int:
-        # ``memory_allocated()`` returns the same number, but flattens and sorts all statistics first.
+        # ``memory_allocated()`` returns the same number, but flattens and sorts all statistics.
         stats = self._device_module.memory_stats_as_nested_dict()
         return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
 

@@ -101,8 +101,8 @@ class StreamCommunicator(Communicator):
     def __init__(self, device_module: Any) -> None:
         super().__init__()
         self._device_module = device_module
-        # Copies (``with_custom``, ``shared_with``) are shallow: they share the containers and objects
-        # below. Only ``_entry`` and ``_compute`` are each copy's own.
+        # Copies (``with_custom``, ``shared_with``) are shallow: they share the containers and
+        # objects below. Only ``_entry`` and ``_compute`` are each copy's own.
         self._streams: dict[CommStream, Any] = {}
         self.clock = spans.StreamClock(device_module, self._streams)
         self._gather_after: list[Any] = []  # at most one event

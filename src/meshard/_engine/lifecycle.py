@@ -313,9 +313,8 @@ class Lifecycle:
 
     def _enter_phase(self, phase: str, unit: Unit | None) -> None:
         """Record for a trace that a phase of ``unit`` begins; None: outside of units."""
-        recorder = spans.recorder
-        assert recorder is not None
-        recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
+        if spans.recorder is not None:  # another thread may have ended the trace since
+            spans.recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
 
     def _enter_phase_around(self) -> None:
         """Record for a trace that a forward or backward ends; a forward may run around it."""
