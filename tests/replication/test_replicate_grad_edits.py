@@ -81,15 +81,6 @@ def test_a_sparse_gradient_of_the_user_is_added():
     pair.compare()
 
 
-@on_ranks(1)
-def test_arrivals_keep_their_first_order():
-    model = meshard.replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    buckets = model._meshard_buckets
-    for index in (2, 0, 2, 1, 0):
-        buckets._arrivals.setdefault(index)
-    assert buckets._agreed_order() == [2, 0, 1, 3]
-
-
 @on_ranks(2)
 @pytest.mark.parametrize("dtype", [torch.int16, torch.bool, torch.float8_e4m3fn, torch.bfloat16])
 def test_buffers_of_any_dtype_start_from_the_first_rank(dtype):

@@ -315,18 +315,6 @@ def test_a_module_around_a_replicated_one_may_be_copied():
     pair.steps(range(3, 5))
 
 
-@on_ranks(2)
-def test_parts_of_a_model_may_be_replicated_by_themselves():
-    model = IntegerModel()
-    for block in model.blocks[:2]:
-        meshard.replicate(block)
-    run(model, integer_batch(0, dist.get_rank()))
-    for block in model.blocks[:2]:
-        weight = block.linear.weight.grad.clone()
-        dist.broadcast(weight, 0)
-        assert torch.equal(weight, block.linear.weight.grad)
-
-
 @on_threads(2)
 def test_a_recomputation_does_not_rebuild_buckets():
     """The first backward recorded the order; the next forward is one that a backward runs again."""
