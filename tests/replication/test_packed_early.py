@@ -4,6 +4,7 @@ That is so in large buckets only; here, in all of them.
 """
 
 import contextlib
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -76,36 +77,14 @@ def test_gradients_may_arrive_in_parts(mode):
 
 @on_ranks(2)
 @large_from(1)
-def test_sparse_gradients_become_dense_where_they_are_packed():
-    def forward(m, x):  # the batch chooses the rows
-        return m.first(x) + m.table(x[:, 0].long() + 2)  # the gradient of the table comes first
-
-    table, first = nn.Embedding(10, 3, sparse=True), nn.Linear(7, 3, bias=False)
-    for layer in (table, first):
-        nn.init.ones_(layer.weight)
-    pair = Pair(Made(forward, table=table, first=first), bucket_cap_mb=25)
-    pair.plain.table.sparse = False
-    for number in range(3):
-        with pair.ours.no_sync():
-            pair.backward(2 * number)
-        pair.step(2 * number + 1)
-
-
-@on_ranks(2)
-@large_from(1)
 def test_hooks_of_parameters_and_on_arrived_gradients_see_those_of_one_microbatch():
     pair = Pair(bucket_cap_mb=25)
     of_params, of_bucket = [], []
     for param in pair.ours.parameters():
         param.register_post_accumulate_grad_hook(lambda p: of_params.append(p.grad.sum().item()))
-
-    class Sum:
-        @staticmethod
-        def arrived(flat):
-            of_bucket.append(flat.sum().item())
-
+    hook = SimpleNamespace(arrived=lambda flat: of_bucket.append(flat.sum().item()))
     for has_hook in (False, True):
-        handle = meshard.register_reduce_hook(pair.ours, Sum()) if has_hook else None
+        handle = meshard.register_reduce_hook(pair.ours, hook) if has_hook else None
         for number in range(4):
             alone = IntegerModel()
             alone.load_state_dict(pair.plain.state_dict())
@@ -129,17 +108,13 @@ def test_hooks_of_parameters_and_on_arrived_gradients_see_those_of_one_microbatc
 def test_parameters_that_are_used_late_in_a_window():
     model = meshard.replicate(Table([(4,), (5,), (6,)]))
     seen = []
-
-    class See:
-        @staticmethod
-        def before(flat):
-            seen.append(flat.clone())
+    hook = SimpleNamespace(before=lambda flat: seen.append(flat.clone()))
+    meshard.register_reduce_hook(model, hook)
 
     def backward(*used):
         ones = [torch.ones_like(p) if i in used else None for i, p in enumerate(model.params)]
         model(torch.zeros((), requires_grad=True), ones).backward()
 
-    meshard.register_reduce_hook(model, See())
     for _ in range(2):
         with model.no_sync():
             backward(0)

@@ -12,10 +12,11 @@ from torch.nn import functional
 
 import meshard
 from tests.support.against_plain import check_training
+from tests.support.insides import large_from
 from tests.support.integer_model import IntegerModel, integer_batch, ternary
 from tests.support.models import Made, seeded
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.replicated import SMALL, Pair, run
+from tests.support.replicated import SMALL, Pair
 from tests.support.spread import spread
 
 
@@ -100,26 +101,6 @@ def test_a_replacement_of_another_shape_is_refused():
         model(integer_batch(0, 0))
 
 
-def run_double(model, x):
-    run(model, x.double())
-
-
-@on_threads(2)
-@spread(when=[0, 1, 2], keep_grads=[True, False])
-def test_modules_may_be_cast(when, keep_grads):
-    pair = Pair()
-    for number in range(4):
-        if number == when:
-            for model in pair.both:
-                model.to(torch.float64)
-        way = run if number < when else run_double
-        pair.backward(number, way, way)
-        pair.compare()
-        if not keep_grads:
-            pair.update()
-    pair.assert_views()
-
-
 @on_threads(2)
 @spread(when=[0, 1, 3], as_views=[True, False])
 def test_deep_copies_train_by_themselves(when, as_views):
@@ -178,29 +159,41 @@ def test_parameters_that_share_memory_stay_so():
     assert torch.equal(model[0].weight, model[1].weight.t())
 
 
-@on_threads(2)
-def test_sparse_gradients_become_dense():
-    """An embedding with sparse gradients, of which each rank uses other rows."""
-    model = nn.Sequential(nn.Embedding(10, 3, sparse=True), nn.Linear(3, 2, bias=False))
-    for number, layer in enumerate(model, 1):
-        nn.init.constant_(layer.weight, float(number))
-    pair = Pair(model)
-    pair.plain[0].sparse = False
+@on_ranks(2)
+@pytest.mark.parametrize("are_packed_early", [False, True])
+def test_sparse_gradients_become_dense(are_packed_early):
+    def forward(m, x):  # the batch chooses the rows
+        return m.first(x) + m.table(x[:, 0].long() + 2)  # the gradient of the table comes first
 
-    def way(model, x):  # the batch chooses the rows
-        model(x[:, 0].long() + 2).sum().backward()
-
-    for number in range(3):
-        pair.backward(number, way, way)
-        pair.compare()
+    table, first = nn.Embedding(10, 3, sparse=True), nn.Linear(7, 3, bias=False)
+    for layer in (table, first):
+        nn.init.ones_(layer.weight)
+    with large_from(1 if are_packed_early else 2**60):
+        pair = Pair(Made(forward, table=table, first=first), bucket_cap_mb=25)
+        pair.plain.table.sparse = False
+        for window in range(3):
+            with pair.ours.no_sync():
+                pair.backward(3 * window)
+            for number in (1, 2):  # the second is added to what is there
+                pair.backward(3 * window + number)
+                pair.compare()
+            pair.update()
 
 
 @on_ranks(2)
+@pytest.mark.parametrize("part", ["", "blocks.1"])
 @pytest.mark.parametrize(
     ("when", "keep_grads", "cap"),
-    [(1, False, SMALL), (1, True, 25), (3, False, 25), (3, True, SMALL)],
+    [
+        (0, True, SMALL),
+        (1, False, SMALL),
+        (1, True, 25),
+        (2, False, SMALL),
+        (3, False, 25),
+        (3, True, SMALL),
+    ],
 )
-def test_a_submodule_may_be_cast(when, keep_grads, cap):
+def test_modules_and_their_parts_may_be_cast(part, when, keep_grads, cap):
     def forward(model, x):
         for block in model.blocks:
             x = block(x.to(block.linear.weight.dtype))
@@ -211,12 +204,14 @@ def test_a_submodule_may_be_cast(when, keep_grads, cap):
     for number in range(5):
         if number == when:
             for model in pair.both:
-                model.blocks[1].double()
+                model.get_submodule(part).double()
         # Gradients that are there are cast too, by torch; so they are others now.
         pair.backward(number)
         pair.compare()
         if not keep_grads:
             pair.update()
+    if part == "":
+        pair.assert_views()
 
 
 @on_threads(2)
@@ -275,7 +270,6 @@ def test_modules_without_trainable_parameters():
 
 @on_threads(2)
 def test_ignored_parameters_are_left_alone():
-    """What is ignored is left as it is: not sent at first, nor its gradient reduced."""
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     nn.init.constant_(model[1].weight, float(rank))
