@@ -357,8 +357,6 @@ def test_a_hook_must_return_a_future_of_a_tensor_as_large_as_the_bucket():
 @on_ranks(1)
 def test_a_second_hook_is_refused():
     layer = meshard.replicate(nn.Linear(2, 2))
-    with pytest.raises(TypeError, match=r"callable as hook\(state, bucket\), got None"):
-        layer.register_comm_hook(None, None)
     layer.register_comm_hook(None, allreduce)
     with pytest.raises(RuntimeError, match="was called before"):
         layer.register_comm_hook(None, default_hooks.fp16_compress_hook)
@@ -446,8 +444,6 @@ def test_a_custom_all_reduce(is_sharded):
         assert (ledger.counts["all_reduce"] == 1) is is_sharded
     assert_same(*grads, bitwise=True)
     assert sum(numels) == 3 * sum(param.numel() for param in model.parameters())
-    with pytest.raises(TypeError, match=r"a callable like torch\.distributed\.all_reduce"):
-        model.set_custom_all_reduce(3)
     unit = insides.units(model)[0]
     for undo in (dist.all_reduce, None):
         model.set_custom_all_reduce(counted)

@@ -1,6 +1,8 @@
 """Replicated modules with other features: meshes, sharding, tools, optimizers."""
 
 import copy
+import os
+from unittest import mock
 
 import pytest
 import torch
@@ -91,13 +93,9 @@ def test_replicated_parameters_beside_sharded_ones(how, shape, schedule):
             assert torch.equal(pair.ours(x), pair.plain(x))
 
 
-@pytest.fixture
-def debug(monkeypatch):
-    monkeypatch.setenv("MESHARD_DEBUG", "1")
-
-
 @on_ranks(2)
-def test_under_debug(debug):
+@mock.patch.dict(os.environ, MESHARD_DEBUG="1")
+def test_under_debug():
     pair = Pair()
     pair.steps(range(3))
     with pair.ours.no_sync():
@@ -160,7 +158,6 @@ def test_what_cannot_be_replicated_is_refused():
     ("kwargs", "error", "text"),
     [
         ({"bucket_cap_mb": 0}, ValueError, "bucket_cap_mb must be positive"),
-        ({"bucket_cap_mb": -1.0}, ValueError, "bucket_cap_mb must be positive"),
         ({"bucket_cap_mb": "25"}, TypeError, "bucket_cap_mb must be a number"),
         ({"gradient_as_bucket_view": 1}, TypeError, "gradient_as_bucket_view must be a bool"),
         ({"mesh": (1, 1, 1)}, ValueError, "replicate needs a mesh of one or two axes"),
