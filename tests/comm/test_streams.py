@@ -68,21 +68,15 @@ def test_exchanges_with_owners_have_no_race(monkeypatch, mesh_shape):
 
 
 def test_matrices_that_are_used_before_they_have_arrived_are_found_out(monkeypatch):
-    monkeypatch.setattr(StreamCommunicator, "all_to_all", without_wait(Communicator.all_to_all))
-    device = steps_of_owners(monkeypatch, (4,))
-    assert any("_foreach_copy_" in race for race in device.races)
-
-
-def without_wait(start):
-    """Return ``start``, with a result that is taken for done."""
+    start, kept = Communicator.all_to_all, []
 
     def start_and_forget(self, *args, **kwargs):
-        started = start(self, *args, **kwargs)
-        kept.append(started)
-        return started._replace(pending=DONE)
+        kept.append(start(self, *args, **kwargs))
+        return kept[-1]._replace(pending=DONE)
 
-    kept = []
-    return start_and_forget
+    monkeypatch.setattr(StreamCommunicator, "all_to_all", start_and_forget)
+    device = steps_of_owners(monkeypatch, (4,))
+    assert any("_foreach_copy_" in race for race in device.races)
 
 
 def test_a_shard_group_of_one_rank_gathers_nothing(monkeypatch):
@@ -92,23 +86,6 @@ def test_a_shard_group_of_one_rank_gathers_nothing(monkeypatch):
     )
     device, _ = run_steps(monkeypatch, (2, 1), mp_policy=MIXED)
     assert gathered == []
-    assert device.races == []
-
-
-@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
-def test_replicated_gradients_are_reduced_in_their_bucket(monkeypatch, mp_policy):
-    device = FakeDevice()
-    insides.use_communicator(monkeypatch, lambda _: StreamCommunicator(device))
-    with fake_group(4):
-        model = meshard.replicate(make_model(), mp_policy=mp_policy)
-        with Recorder(device):
-            for _ in range(3):
-                model(torch.ones(2, 5)).sum().backward()
-                buckets = [unit.gradients.sharded for unit in model._meshard_buckets.units]
-                memory = {each._bucket.untyped_storage()._cdata for each in buckets}
-                for param in model.parameters():
-                    assert param.grad.untyped_storage()._cdata in memory
-                model.zero_grad()
     assert device.races == []
 
 
@@ -215,20 +192,27 @@ def mean_of_four(state, bucket):
 
 
 @pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
-def test_a_hook_on_a_stream_causes_no_race(monkeypatch, mp_policy):
+@pytest.mark.parametrize("hook", [None, mean_of_four])
+def test_replicated_gradients_are_reduced_in_their_bucket_without_a_race(
+    monkeypatch, hook, mp_policy
+):
     device = FakeDevice()
     insides.use_communicator(monkeypatch, lambda _: StreamCommunicator(device))
     with fake_group(4):
         model = make_model()
         model.register_parameter("unused", nn.Parameter(torch.ones(8)))
         meshard.replicate(model, bucket_cap_mb=1e-4, mp_policy=mp_policy)
-        model.register_comm_hook(None, mean_of_four)
+        if hook is not None:
+            model.register_comm_hook(None, hook)
         with Recorder(device) as recorder:
             for _ in range(3):
                 model(torch.ones(2, 5)).sum().backward()
+                units = [unit for unit in model._meshard_buckets.units if unit.params]
+                memory = {each.gradients.sharded._bucket.untyped_storage()._cdata for each in units}
                 with torch.no_grad():
-                    for param in model.parameters():
-                        if param.grad is not None:
+                    for name, param in model.named_parameters():
+                        if name != "unused":
+                            assert param.grad.untyped_storage()._cdata in memory
                             param.sub_(param.grad, alpha=0.01)
                 model.zero_grad()
     assert device.races == []
