@@ -139,22 +139,17 @@ def test_parameters_that_do_not_fit_the_axes(world):
 # --- results of shard_placement_fn ---------------------------------------------------------
 
 
-@pytest.mark.parametrize("result", [Partial(), 1, (Shard(0), None)])
-def test_results_that_are_no_placement(world, result):
-    text = re.escape(f"shard_placement_fn returned {result!r} for parameter 'weight'; return")
-    refused(text, nn.Linear(4, 4), shard_placement_fn=lambda _: result)
-
-
 def test_results_that_do_not_fit(world):
     three = init_device_mesh("cpu", (2, 2, 2))
     meta = DeviceMesh("meta", torch.arange(8))
-    for result, text in (
-        ((Partial(), world["dp"]), "shard_placement_fn returned"),
-        ((Shard(2), world["dp"]), "for parameter 'weight', which has only 2 dims"),
-        ((Shard(0), three), "for parameter 'weight': fully_shard needs a 1D mesh"),
-        ((Shard(0), meta), "returned .* for parameter 'weight', .* meshes of one device type"),
+    on = ShardPlacementResult
+    for given, text in (
+        ((Shard(0), None), "shard_placement_fn returned .* for parameter 'weight'; return"),
+        (on(Partial(), world["dp"]), "shard_placement_fn returned"),
+        (on(Shard(2), world["dp"]), "for parameter 'weight', which has only 2 dims"),
+        (on(Shard(0), three), "for parameter 'weight': fully_shard needs a 1D mesh"),
+        (on(Shard(0), meta), "returned .* for parameter 'weight', .* meshes of one device type"),
     ):
-        given = ShardPlacementResult(*result)
         refused(text, nn.Linear(4, 4), shard_placement_fn=lambda _, given=given: given)
 
 
