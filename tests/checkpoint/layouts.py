@@ -34,7 +34,7 @@ def lay_out(name):
     """Return the sharded model and the plain one with the same values."""
     if name == "tensor_parallel":
         plain = tensor_parallel.build()
-        dp, tp, _ = tensor_parallel.meshes("dp")
+        dp, tp = tensor_parallel.meshes("dp")
         model = tensor_parallel.cut(copy.deepcopy(plain), tp, "tensor")
         return shard_blocks(model, dp), plain
     case, kwargs = LAYOUTS[name]

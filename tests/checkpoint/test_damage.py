@@ -40,12 +40,6 @@ def assert_refused(folder, text, **options):
     assert sorted(folder.rglob("*")) == files
 
 
-def flip(path, position):
-    data = bytearray(path.read_bytes())
-    data[position] ^= 4
-    path.write_bytes(data)
-
-
 FILES = {"manifest.json": r"manifest\.json", "__0_0.distcp": r"__0_0\.distcp"}
 
 
@@ -57,7 +51,9 @@ def test_a_flipped_bit_is_named_and_refused(tmp_path, file, part):
     if file != "manifest.json":  # behind the tensors are objects for torch only
         found = Checkpointer(tmp_path).manifest()
         size = max(c.blob.begin + c.blob.size for e in found.tensors.values() for c in e.chunks)
-    flip(path, part * (size - 1) // 23)
+    data = bytearray(path.read_bytes())
+    data[part * (size - 1) // 23] ^= 4
+    path.write_bytes(data)
     assert_refused(tmp_path, FILES[file])
     assert [each.file for each in Checkpointer(tmp_path).verify()] == [file]
 

@@ -1,5 +1,7 @@
 """Copies of gathered rows into unsharded parameters."""
 
+from types import SimpleNamespace
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,16 +14,6 @@ from meshard._params.storage import FlatShard, MemoryLocation, UnshardedMemoryPo
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-class Several:
-    """A group of some ranks."""
-
-    def __init__(self, count):
-        self._count = count
-
-    def size(self):
-        return self._count
 
 
 class Told(WorkCommunicator):
@@ -56,7 +48,7 @@ def gathered(whole, params, count):
             storages[0].buffer,
             storages[0].segments,
             comm=Told([storage.buffer for storage in storages]),
-            group=Several(count),
+            group=SimpleNamespace(size=lambda: count),
             label="unit",
         )
         memory.allocate()

@@ -78,10 +78,10 @@ def batch_of(rank, number=0):
 
 
 def meshes(kind):
-    """Return the data-parallel mesh, that of tensor parallelism, and this rank's place in data."""
+    """Return the data-parallel mesh, and that of tensor parallelism."""
     if kind == "hsdp":
         world = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-        return world["replicate", "shard"], world["tp"], dist.get_rank() // 2
+        return world["replicate", "shard"], world["tp"]
     shape = (dist.get_world_size() // 2, 2)
     world = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
-    return world["dp"], world["tp"], dist.get_rank() // 2
+    return world["dp"], world["tp"]

@@ -14,17 +14,13 @@ from tests.support import insides
 from tests.support.ranks import fake_group, on_ranks
 
 
-def timeout_of(group):
-    return group._get_backend(torch.device("cpu")).options._timeout
-
-
 @on_ranks(2)
 def test_they_wait_as_long_as_the_groups_of_the_mesh():
     patience = timedelta(seconds=77)
     own = dist.new_group(backend="gloo", timeout=patience)
     mesh_info = MeshInfo.of(DeviceMesh.from_group(own, "cpu"))
     for group in (post_forward_pg(mesh_info, 1), separate_reduce_scatter_pg(mesh_info)):
-        assert timeout_of(group) == patience
+        assert group._get_backend(torch.device("cpu")).options._timeout == patience
 
 
 def test_they_have_the_backend_of_the_mesh():

@@ -28,7 +28,7 @@ def sharded_and_plain(kind):
     if kind == "several":
         model = several.shard(several.build(), "flat")
     else:
-        data, tp, _ = cut.meshes("dp")
+        data, tp = cut.meshes("dp")
         model = shard_blocks(cut.cut(cut.build(), tp, "tensor"), data)
     batch = KINDS[kind].batch_of(0)
     return model, KINDS[kind].build(), lambda each, rank: each(batch).square().mean()
@@ -120,7 +120,7 @@ def test_materialized_values_are_those_of_a_model_on_one_process(kind):
     with torch.device("meta"):
         model = build()
     if kind == "cut":
-        data, tp, _ = cut.meshes("dp")
+        data, tp = cut.meshes("dp")
         cut.parallelize_module(model, tp, cut.tensor_plan())
         meshard.fully_shard(model, data)
     else:

@@ -25,7 +25,7 @@ NONE, SCATTER, FULL = GradientSync.NONE, GradientSync.REDUCE_SCATTER, GradientSy
 
 
 def sharded(kind="dp", plan="tensor", **kwargs):
-    data, tp, _ = meshes(kind)
+    data, tp = meshes(kind)
     return shard_blocks(cut(build(), tp, plan), data, **kwargs)
 
 
@@ -70,7 +70,7 @@ def test_mixed_precision_computes_in_the_narrow_dtype_and_keeps_the_wide_one():
 def test_compiled_blocks_may_be_cut():
     # What other tests compiled in this process makes torch try symbolic shapes here, and recurse.
     torch.compiler.reset()
-    data, tp, _ = meshes("dp")
+    data, tp = meshes("dp")
     model = cut(build(), tp, "tensor")
     for block in model.blocks:
         block.compile(backend="aot_eager")
@@ -139,7 +139,7 @@ def test_every_schedule_of_microbatches_gives_the_gradient_of_all(plan, schedule
 
 @on_ranks(4)
 def test_norms_over_cut_sharded_and_plain_parameters_are_those_of_the_whole():
-    (data, tp, _), plain = meshes("dp"), build()
+    (data, tp), plain = meshes("dp"), build()
     model = cut(build(), tp, "sequence")
     shard_blocks(model, data, ignored_params={model.outlet.weight})
     for each in (model, plain):
