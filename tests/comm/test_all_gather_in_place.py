@@ -9,32 +9,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import meshard
 from tests.support import insides
-from tests.support.models import seeded
+from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks
 from tests.support.strategies import MODES
 
 
-class Chain(nn.Module):
-    """Layers of one parameter each, by default: 8 rows are cut evenly among 2 ranks and 4."""
+def chain(rows, *, bias):
+    """Layers of one parameter each, without bias; 8 rows are cut evenly among 2 ranks and 4."""
 
-    def __init__(self, rows=8, *, bias=False):
-        super().__init__()
-        self.table = nn.Embedding(8, 6)
-        self.layers = nn.ModuleList(
-            [nn.Linear(6, rows, bias=bias), nn.Linear(rows, 6, bias=bias).bfloat16()]
-        )
+    def forward(m, ids):
+        x = m.layers[0](m.table(ids))
+        return m.layers[1](x.bfloat16()).float()
 
-    def forward(self, ids):
-        x = self.layers[0](self.table(ids))
-        return self.layers[1](x.bfloat16()).float()
+    layers = [nn.Linear(6, rows, bias=bias), nn.Linear(rows, 6, bias=bias).bfloat16()]
+    return seeded(Made(forward, table=nn.Embedding(8, 6), layers=layers))
 
 
 def sent_between(mesh, rows=8, *, reshard=None, bias=False):
     """Return a model whose units send through sockets, and the plain one."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MESHARD_SHARED_MEMORY", "0")
-        model, plain = (seeded(Chain(rows, bias=bias)) for _ in range(2))
+        model, plain = (chain(rows, bias=bias) for _ in range(2))
         for layer in (model.table, *model.layers):
             meshard.fully_shard(layer, mesh, reshard_after_forward=reshard)
         meshard.fully_shard(model, mesh, reshard_after_forward=reshard)
