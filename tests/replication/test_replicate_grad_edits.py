@@ -42,19 +42,6 @@ def test_a_replaced_gradient_is_taken_over():
         pair.compare()
 
 
-@on_threads(2)
-def test_a_published_gradient_may_be_replaced_by_a_sparse_one():
-    model = nn.Embedding(4, 2)
-    meshard.replicate(model)
-    for _ in range(2):
-        model(torch.tensor([1])).sum().backward()
-        expected = model.weight.grad * 2
-        model.weight.grad = model.weight.grad.to_sparse()
-        model(torch.tensor([1])).sum().backward()
-        assert torch.equal(model.weight.grad, expected)
-        model.zero_grad()
-
-
 @on_ranks(2)
 def test_a_gradient_of_an_earlier_step_may_come_back():
     pair = Pair()
@@ -72,13 +59,18 @@ def test_a_gradient_of_an_earlier_step_may_come_back():
 
 
 @on_ranks(2)
-def test_a_sparse_gradient_of_the_user_is_added():
+@pytest.mark.parametrize("replaces_ours", [False, True])
+def test_a_sparse_gradient_of_the_user_is_added(replaces_ours):
     pair = Pair()
-    for model in pair.both:
-        model.shift.grad = torch.tensor([0.0, 3.0, 0.0, 1.0])
-    pair.ours.shift.grad = pair.ours.shift.grad.to_sparse()
-    pair.backward(0)
-    pair.compare()
+    for number in range(2):
+        if replaces_ours:
+            pair.backward(10 + number)
+        for model in pair.both:
+            model.shift.grad = torch.tensor([0.0, 3.0, 0.0, 1.0])
+        pair.ours.shift.grad = pair.ours.shift.grad.to_sparse()
+        pair.backward(number)
+        pair.compare()
+        pair.zero_grad()
 
 
 @on_ranks(2)
