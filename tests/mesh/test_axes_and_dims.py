@@ -13,14 +13,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import meshard
 from meshard import DataParallelMeshDims, GradientSync
-from tests.support.against_plain import (
-    check_gradients,
-    check_training,
-    inputs_of,
-)
+from tests.support.against_plain import check_gradients, check_training, inputs_of
 from tests.support.models import seeded
 from tests.support.ranks import fake_group, on_fake_ranks, on_threads
-from tests.support.spread import spread
+from tests.support.spread import mostly_slow
 from tests.support.threads import run_threads
 
 TorchDims = getattr(torch.distributed.fsdp, "DataParallelMeshDims", None)
@@ -100,22 +96,19 @@ def train_cut(dims, cut):
     check_training(model, linear(), step, steps=2)
 
 
-@spread(dims=[{"shard": "dp"}, {"replicate": "dp"}], cut=[Shard(0), Shard(1)])
-def test_two_axes_compute_like_one_process(dims, cut):
-    run_threads(train_cut, 4, dims, cut)
+TWO_AXES = [(4, {"shard": "dp"}, Shard(0)), (4, {"replicate": "dp"}, Shard(1))]
+THREE_AXES = [
+    (8, {"shard": "dp", "replicate": "nodes"}, Shard(0)),
+    (8, {"shard": ("nodes", "dp")}, Shard(0)),
+    (8, {"replicate": ("nodes", "dp")}, Shard(0)),
+]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "dims",
-    [
-        {"shard": "dp", "replicate": "nodes"},
-        {"shard": ("nodes", "dp")},
-        {"replicate": ("nodes", "dp")},
-    ],
+    ("num_ranks", "dims", "cut"), mostly_slow(TWO_AXES + THREE_AXES, *TWO_AXES)
 )
-def test_three_axes_compute_like_one_process(dims):
-    run_threads(train_cut, 8, dims, Shard(0))
+def test_named_axes_compute_like_one_process(num_ranks, dims, cut):
+    run_threads(train_cut, num_ranks, dims, cut)
 
 
 @on_threads(8)
