@@ -310,16 +310,6 @@ def test_a_gather_that_is_not_waited_for_can_be_resharded():
 
 
 @on_ranks(2)
-def test_a_wait_has_an_end():
-    channel = open_channel(dist.group.WORLD)
-    channel._patience = 0.2
-    if dist.get_rank() == 0:
-        with pytest.raises(RuntimeError, match=r"rank 1 .* did not join the collective in \d s"):
-            channel.receive(0, 1, 10, torch.float32)
-    dist.barrier()
-
-
-@on_ranks(2)
 def test_rows_are_acknowledged_when_they_are_released():
     """``rows`` acknowledges nothing: they are read until ``release``."""
     source, where = torch.ones(4), {"group": dist.group.WORLD, "label": "views"}
