@@ -201,22 +201,17 @@ def test_a_number_of_seconds_that_is_none_is_refused_by_name():
         warm_model()
 
 
-class Slow:
-    """An event that the device reaches when the test says so."""
-
-    is_over = False
-
-    def query(self):
-        return self.is_over
+def event(*, is_over=False):
+    return mock.Mock(**{"query.return_value": is_over})
 
 
 def test_a_collective_that_a_device_does_not_finish_is_reported_once():
     with reports(10) as found:
         watched = WatchedStream(FakeDevice())
-        over, stuck, later = Slow(), Slow(), Slow()
-        for event, unit in ((over, "a"), (stuck, "b"), (later, "c")):
-            watched.add(event, ("all_gather", unit))
-        now, over.is_over = time.monotonic(), True
+        over, stuck, later = event(), event(), event()
+        for each, unit in ((over, "a"), (stuck, "b"), (later, "c")):
+            watched.add(each, ("all_gather", unit))
+        now, over.query.return_value = time.monotonic(), True
         watched.look(now + 9, 10)
         watched.look(now + 11, 10)  # the first one has ended in between
         assert not found
@@ -229,19 +224,19 @@ def test_a_collective_that_a_device_does_not_finish_is_reported_once():
 def test_a_device_that_goes_on_is_not_reported():
     with reports(10) as found:
         watched = WatchedStream(FakeDevice())
-        events = [Slow() for _ in range(9)]
-        for event in events:
-            watched.add(event, ("all_gather", "a"))
+        events = [event() for _ in range(9)]
+        for each in events:
+            watched.add(each, ("all_gather", "a"))
         now = time.monotonic()
-        for seconds, event in enumerate(events):
-            event.is_over = True
+        for seconds, each in enumerate(events):
+            each.query.return_value = True
             watched.look(now + 8 * seconds, 10)
         assert not found
 
 
 def test_no_event_is_queried_while_a_graph_is_captured():
     """Any query would spoil the capture, even one of an event that was recorded before it."""
-    device, before, captured = FakeDevice(), mock.Mock(), mock.Mock()
+    device, before, captured = FakeDevice(), event(), event()
     device.is_current_stream_capturing = lambda: False
     with reports(10):
         watched = WatchedStream(device)
@@ -257,13 +252,13 @@ def test_events_that_are_over_are_forgotten_as_others_come():
     """So that none is left which the other thread would query during a capture."""
     with reports(10):
         watched = WatchedStream(FakeDevice())
-        events = [mock.Mock(**{"query.return_value": True}) for _ in range(5)]
-        for event in events:
-            watched.add(event, ("all_gather", "a"))
-        for event in events:
-            event.query.reset_mock()
+        events = [event(is_over=True) for _ in range(5)]
+        for each in events:
+            watched.add(each, ("all_gather", "a"))
+        for each in events:
+            each.query.reset_mock()
         watched.look(time.monotonic() + 100, 10)
-    assert [event.query.called for event in events] == [False] * 4 + [True]
+    assert [each.query.called for each in events] == [False] * 4 + [True]
 
 
 def test_steps_on_streams_are_watched(monkeypatch):
