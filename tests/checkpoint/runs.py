@@ -90,7 +90,6 @@ def assert_same_values(found, expected):
 
 
 def trained(layout, steps=1, seed=0):
-    """Return a model and AdamW after some steps."""
     model = net(layout, seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     train(model, optimizer, steps)

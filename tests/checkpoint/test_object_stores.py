@@ -67,7 +67,6 @@ def store_at(folder):
 
 
 def check_a_run(url, layout):
-    """Save, resume, prune and verify."""
     model, optimizer = trained(layout)
     checkpointer = Checkpointer(url, keep=2)
     for step in range(3):

@@ -272,7 +272,6 @@ def test_wrong_arguments_are_refused(folder):
 
 
 def spoil(model):
-    """Overwrite every parameter and persistent buffer, in place."""
     with torch.no_grad():
         for value in model.state_dict().values():
             value.zero_()

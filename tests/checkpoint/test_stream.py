@@ -30,7 +30,6 @@ from tests.support.spread import spread
 
 
 def dict_of(stream):
-    """Return what a stream yields, in order."""
     pairs = list(stream)
     assert len(dict(pairs)) == len(pairs)
     return dict(pairs)

@@ -9,8 +9,6 @@ from tests.support.ranks import on_fake_ranks
 
 
 class Counting(WorkCommunicator):
-    """Counts the gathers of all its kind."""
-
     num_gathers = 0
 
     def gather(self, *args, **kwargs):

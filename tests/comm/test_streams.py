@@ -35,7 +35,6 @@ def test_a_step_has_no_race(monkeypatch, mesh_shape, mp_policy, reshard):
 
 
 def add_idle(model):
-    """Give every block a parameter that is never used, and one that is frozen."""
     for block in model[1:4]:
         block.register_parameter("unused", nn.Parameter(torch.ones(8)))
         block.register_parameter("frozen", nn.Parameter(torch.ones(8), requires_grad=False))

@@ -29,7 +29,6 @@ NAMES = {2: ("dp", "tp"), 3: ("nodes", "dp", "tp"), 4: ("nodes", "dp", "cp", "tp
 
 
 def put_on(layer, mesh, weight, bias):
-    """Put the parameters of a linear layer on ``mesh``."""
     for name, placements in (("weight", weight), ("bias", bias)):
         values = getattr(layer, name).detach()
         param = nn.Parameter(distribute_tensor(values, mesh, placements))

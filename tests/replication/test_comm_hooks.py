@@ -48,7 +48,6 @@ class Net(nn.Module):
 
 
 def batches(steps=STEPS, dtype=FP32):
-    """Return this rank's inputs."""
     generator = torch.Generator().manual_seed(1 + dist.get_rank())
     return [
         torch.randn(5, 16, generator=generator, dtype=torch.float64).to(dtype) for _ in range(steps)

@@ -37,7 +37,6 @@ class Net(nn.Module):
 
 
 def batches(step, count=1):
-    """This rank's microbatches."""
     generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
     return [torch.randn(4, 6, generator=generator) for _ in range(count)]
 
