@@ -187,21 +187,15 @@ def test_gradients_are_given_back_when_the_step_is_over(run):
         assert len(run.comm._held_until_done) == 0
 
 
-def test_a_gather_that_does_not_wait_is_found_out(monkeypatch, run):
-    monkeypatch.setattr(StreamCommunicator, "enter_after", lambda self, comm_stream, pending: None)
-    with run.recorder:
-        run.window()
-        run.window()
-    assert any("read by" in race for race in run.device.races)
-
-
-def test_gradients_given_back_too_early_are_found_out(monkeypatch, sgd_run):
-    run = sgd_run
-    monkeypatch.setattr(StreamCommunicator, "hold_until_done", lambda self, tensors: None)
-    with run.recorder:
-        run.window()
-        run.window()
-    assert any("reuse of memory" in race for race in run.device.races)
+@pytest.mark.parametrize(
+    ("left_out", "what"), [("enter_after", "read by"), ("hold_until_done", "reuse of memory")]
+)
+def test_gathers_and_reuse_that_do_not_wait_are_found_out(monkeypatch, sgd_run, left_out, what):
+    monkeypatch.setattr(StreamCommunicator, left_out, lambda self, *_: None)
+    with sgd_run.recorder:
+        sgd_run.window()
+        sgd_run.window()
+    assert any(what in race for race in sgd_run.device.races)
 
 
 def test_a_read_that_does_not_wait_is_found_out(monkeypatch):
