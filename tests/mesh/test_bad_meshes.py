@@ -1,7 +1,5 @@
 """Meshes, axes and placements that are refused; the module stays as it was."""
 
-import re
-
 import pytest
 import torch
 from torch import nn
@@ -29,9 +27,9 @@ def layer_on(mesh, *placements, name="weight"):
     return layer
 
 
-def refused(text, layer, *args, error=ValueError, **kwargs):
+def refused(text, layer, *args, **kwargs):
     before = dict(layer.named_parameters())
-    with pytest.raises(error, match=text):
+    with pytest.raises(ValueError, match=text):
         meshard.fully_shard(layer, *args, **kwargs)
     assert type(layer) is nn.Linear
     assert all(layer.get_parameter(name) is param for name, param in before.items())
@@ -99,17 +97,15 @@ def test_a_mesh_without_this_rank(world):
 
 
 @pytest.mark.parametrize(
-    ("kwargs", "error", "text"),
+    ("kwargs", "text"),
     [
-        ({}, ValueError, "needs shard=, replicate=, or both"),
-        ({"replicate": ()}, ValueError, "needs shard=, replicate=, or both"),
-        ({"shard": "dp", "replicate": "dp"}, ValueError, "names ['dp'] twice"),
-        ({"shard": ["dp"]}, TypeError, "shard must be a name or a tuple of names, got ['dp']"),
-        ({"replicate": 1}, TypeError, "replicate must be a name or a tuple of names, got 1"),
+        ({}, "needs shard=, replicate=, or both"),
+        ({"replicate": ()}, "needs shard=, replicate=, or both"),
+        ({"shard": "dp", "replicate": "dp"}, r"names \['dp'\] twice"),
     ],
 )
-def test_wrong_names_when_they_are_given(kwargs, error, text):
-    with pytest.raises(error, match=re.escape(text)):
+def test_wrong_names_when_they_are_given(kwargs, text):
+    with pytest.raises(ValueError, match=text):
         DataParallelMeshDims(**kwargs)
 
 
@@ -122,8 +118,6 @@ def test_axes_that_do_not_fit_the_mesh(world):
     nameless = init_device_mesh("cpu", (4, 2))
     refused("has no names; pass mesh_dim_names", layer, nameless, dp_mesh_dims=shard)
     refused("pass mesh as well", layer, dp_mesh_dims=shard)
-    text = "must be a DataParallelMeshDims or None"
-    refused(text, layer, world, dp_mesh_dims="dp", error=TypeError)
 
 
 def test_parameters_that_do_not_fit_the_axes(world):
