@@ -31,12 +31,12 @@ def snapshot(module):
     ]
 
 
-def check_refused(error, text, module, *args, inside=None, **kwargs):
+def check_refused(error, text, module, *, inside=None, **kwargs):
     """The call raises, and the module (or what it is inside) is what it was, object by object."""
     inside = inside or (module if isinstance(module, nn.Module) else nn.Module())
     before = snapshot(inside)
     with pytest.raises(error, match=text):
-        meshard.fully_shard(module, *args, **kwargs)
+        meshard.fully_shard(module, **kwargs)
     for (cls, params, hooks, state), now in zip(before, snapshot(inside), strict=True):
         assert cls is now[0] and hooks == now[2] and state.keys() == now[3].keys()
         assert all(params[name] is now[1][name] for name in params)
@@ -68,13 +68,6 @@ def on_another_device():
 @on_fake_ranks(8)
 def test_modules_that_cannot_be_a_unit_are_refused(build, text):
     check_refused(ValueError, text, build())
-
-
-@pytest.mark.parametrize("thing", [3, "linear", None, torch.ones(3)])
-@on_fake_ranks(8)
-def test_what_is_no_module_is_refused(thing):
-    for module in (thing, [thing]):
-        check_refused(TypeError, f"needs an nn.Module .* got {type(thing).__name__}", module)
 
 
 @on_fake_ranks(8)
@@ -156,10 +149,7 @@ def test_a_failure_while_sharding_leaves_the_module_as_it_was():
     net(torch.ones(1, 8)).sum().backward()
 
 
-def test_policies_check_their_dtypes():
-    for name in ("param_dtype", "buffer_dtype"):
-        with pytest.raises(TypeError, match=rf"{name} must be a torch\.dtype or None, got 'bf16'"):
-            MixedPrecisionPolicy(**{name: "bf16"})
+def test_gradients_and_buffers_have_floating_point_dtypes():
     for name in ("reduce_dtype", "buffer_dtype"):
         with pytest.raises(ValueError, match=f"{name} must be a floating-point dtype"):
             MixedPrecisionPolicy(**{name: torch.int32})
@@ -181,25 +171,15 @@ def test_a_parameter_replaced_or_removed_after_sharding_is_named_at_the_next_use
 @pytest.mark.parametrize(
     ("setter", "argument", "error", "text"),
     [
-        ("set_gradient_divide_factor", 0, ValueError, "positive and finite, got 0"),
-        ("set_gradient_divide_factor", float("nan"), ValueError, "positive and finite"),
-        ("set_gradient_divide_factor", "8", TypeError, "must be a number, a callable"),
-        ("set_gradient_sync", "full", TypeError, "must be a meshard.GradientSync"),
-        ("set_requires_gradient_sync", 1, TypeError, "must be a bool, got 1"),
-        ("set_is_last_backward", None, TypeError, "must be a bool, got None"),
         ("set_modules_to_forward_prefetch", [nn.ReLU()], ValueError, "no unit in this ReLU"),
-        ("set_post_optim_event", None, TypeError, "must be a torch.Event, got None"),
-        ("set_reduce_scatter_max_input_buffers", 0, ValueError, "at least 1, got 0"),
         ("set_reduce_scatter_max_input_buffers", 1.5, TypeError, "an int, got 1.5"),
-        ("set_separate_reduce_scatter_group", 1, TypeError, "must be a bool, got 1"),
         ("set_keep_unsharded_storage", 1, TypeError, "keep must be a bool"),
         ("set_custom_all_gather", print, TypeError, "needs an object with allocate"),
-        ("set_custom_reduce_scatter", 3, TypeError, "needs an object with allocate"),
         ("set_symm_mem_for_comm", "NCCL", NotImplementedError, "symmetric memory"),
     ],
 )
 @on_fake_ranks(8)
-def test_setters_refuse_what_they_cannot_mean(setter, argument, error, text):
+def test_setters_refuse_also_what_is_nearly_right(setter, argument, error, text):
     net = meshard.fully_shard(model())
     with pytest.raises(error, match=text):
         getattr(net, setter)(argument)
