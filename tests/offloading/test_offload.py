@@ -2,7 +2,6 @@
 
 import copy
 import math
-import warnings
 
 import pytest
 import torch
@@ -14,16 +13,16 @@ from torch.distributed.tensor import Shard
 
 import meshard
 import meshard.offloading
-from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
+from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.support.cases import CASES
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, full_state, own_grads, own_state
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.spread import spread
+from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
 HOST, DEVICE = CPUOffloadPolicy(pin_memory=False), meshard.OffloadPolicy()
-MODES = {"N": GradientSync.NONE, "R": GradientSync.REDUCE_SCATTER, "F": GradientSync.FULL}
 
 
 def make(case, policy=HOST, mesh=None, dtype=None, **kwargs):
@@ -137,8 +136,7 @@ def test_also_with_explicit_prefetch():
 
 
 @on_threads(2)
-def test_units_with_and_without_the_policy_train_together():
-    """Units on the host beside units that are not, and a policy object of torch's."""
+def test_units_with_a_policy_of_torch_and_units_without_one_train_together():
     case, mesh = CASES["mlp_stack"], init_device_mesh("cpu", (2,))
     ordinary, mixed = make(case, DEVICE), case.build()
     meshard.fully_shard(mixed.blocks[0], mesh)
@@ -183,13 +181,17 @@ def test_hooks_on_sharded_parameters_see_what_has_arrived():
 
 
 @on_threads(2)
-def test_hooks_see_every_gradient_before_it_is_added():
+@pytest.mark.parametrize("clears_some", [False, True])
+def test_hooks_see_every_gradient_before_it_is_added_or_cleared(clears_some):
     def story(case, model):
         for number, param in enumerate(model.parameters()):
             param.register_hook(lambda grad, number=number: grad * (number + 1))
+        some = torch.optim.SGD(list(model.parameters())[::2], lr=0.1)
         for number in range(4):
             model.set_is_last_backward(number % 2 == 1)
             backward(case, model, number)
+            if clears_some and number % 2 == 0:
+                some.zero_grad()
         yield full_grads(model)
 
     beside_the_ordinary(story)
@@ -264,22 +266,6 @@ def test_gradients_on_their_way_are_cleared(num_before, set_to_none):
     beside_the_ordinary(story)
 
 
-@on_threads(2)
-def test_gradients_that_wait_for_hooks_are_cleared_on_their_way():
-    def story(case, model):
-        for number, param in enumerate(model.parameters()):
-            param.register_hook(lambda grad, number=number: grad * (number + 1))
-        some = torch.optim.SGD(list(model.parameters())[::2], lr=0.1)
-        for number in range(4):
-            model.set_is_last_backward(number % 2 == 1)
-            backward(case, model, number)
-            if number % 2 == 0:
-                some.zero_grad()
-        yield full_grads(model)
-
-    beside_the_ordinary(story)
-
-
 # --- shards on the host --------------------------------------------------------------------
 
 
@@ -323,24 +309,14 @@ def test_a_model_made_on_meta_is_filled_on_the_host():
     assert {param.grad.dtype for param in models[0].parameters()} == {torch.float64}
 
 
+@on_fake_ranks(1)
 def test_pinning_on_a_cpu_mesh_warns_once(monkeypatch):
     monkeypatch.setattr(meshard.api, "_has_warned_of_pinning", False)
-    meshard.fully_shard(nn.Linear(2, 2))  # makes the default group
-    try:
-        with pytest.warns(UserWarning, match="host memory is not pinned; pass pin_memory=False"):
-            first = meshard.fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            meshard.fully_shard(nn.Linear(2, 2), offload_policy=TorchCPUOffloadPolicy())
-        first(torch.ones(1, 2)).sum().backward()
-        assert first.weight.grad is not None
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_policy_is_checked_where_it_is_made():
-    with pytest.raises(TypeError, match="pin_memory must be a bool, got 'yes'"):
-        CPUOffloadPolicy(pin_memory="yes")
+    with pytest.warns(UserWarning, match="host memory is not pinned; pass pin_memory=False"):
+        first = meshard.fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy())
+    meshard.fully_shard(nn.Linear(2, 2), offload_policy=TorchCPUOffloadPolicy())  # or an error
+    first(torch.ones(1, 2)).sum().backward()
+    assert first.weight.grad is not None
 
 
 @on_threads(2)
@@ -351,7 +327,7 @@ def test_no_step_follows_a_hook_that_raised_while_gradients_came_to_the_host():
         raise ValueError("by a hook")
 
     model = seeded(nn.Linear(2, 2))
-    meshard.fully_shard(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    meshard.fully_shard(model, offload_policy=HOST)
     model.bias.register_hook(fail)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model.set_is_last_backward(False)
