@@ -351,15 +351,8 @@ def test_ignored_params_stay_and_do_not_count():
     assert type(model.scale) is nn.Parameter and model.scale in ignored
 
 
-def stack_with_a_scalar():
-    model = MlpStack()
-    model.temperature = nn.Parameter(torch.tensor(1.0))
-    return model
-
-
-def stack_on_meta():
-    with torch.device("meta"):
-        return MlpStack()
+def blocks_with_a_scalar():
+    return Made(None, temperature=nn.Parameter(torch.tensor(1.0)), blocks=[linear(), linear()])
 
 
 @pytest.mark.parametrize(
@@ -385,9 +378,14 @@ def stack_on_meta():
                 ({"overrides": lambda *_: {"ignored_params": set()}}, TypeError, "whole model"),
             ]
         ],
-        (stack_with_a_scalar, {}, ValueError, "'temperature' is a scalar"),
+        (blocks_with_a_scalar, {}, ValueError, "'temperature' is a scalar"),
         (lambda: nn.ModuleList([linear()] * 2), {}, ValueError, "the root is a ModuleList"),
-        (stack_on_meta, {"sync_init": True}, ValueError, r"no values.*'blocks.2.up.weight'"),
+        (
+            lambda: MlpStack().to("meta"),
+            {"sync_init": True},
+            ValueError,
+            r"no values.*'blocks.2.up.weight'",
+        ),
     ],
 )
 @on_fake_ranks(4)

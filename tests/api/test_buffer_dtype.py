@@ -19,7 +19,6 @@ from tests.support.spread import spread
 BF16, FP32 = torch.bfloat16, torch.float32
 POLICY = MixedPrecisionPolicy(param_dtype=BF16)
 WITH_BUFFERS = MixedPrecisionPolicy(param_dtype=BF16, buffer_dtype=BF16)
-APPLIED = pytest.mark.parametrize("apply", [fully_shard, replicate])
 
 
 def convolutions():
@@ -141,7 +140,7 @@ def test_they_are_broadcast_in_it():
     assert_same(dict(model.named_buffers()), dict(plain.named_buffers()), bitwise=True)
 
 
-@APPLIED
+@pytest.mark.parametrize("apply", [fully_shard, replicate])
 @on_fake_ranks(1)
 def test_a_norm_in_a_unit_of_its_own_stays_in_float32(apply):
     model = convolutions()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard.compat import patch_torch
-from tests.support.ranks import on_fake_ranks, on_threads
+from tests.support.ranks import on_fake_ranks
 
 
 def trainer(model):
@@ -69,11 +69,9 @@ def test_both_replicates_of_torch_stay_torchs(path):
         assert module.replicate is theirs
 
 
-@on_threads(2)
+@on_fake_ranks(2)
 def test_no_offload_policy_is_that_of_torch_without_offload():
-    layer = nn.Linear(4, 4)
-    nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
-    meshard.fully_shard(layer, offload_policy=None)
+    layer = meshard.fully_shard(nn.Linear(4, 4), offload_policy=None)
     layer(torch.ones(1, 4)).sum().backward()
     assert layer.weight.grad.device.type == "cpu"
 
@@ -82,6 +80,7 @@ def test_no_offload_policy_is_that_of_torch_without_offload():
 def test_trainers_read_the_dtypes_of_a_unit():
     dtypes = (torch.bfloat16, torch.float32, torch.float16)
     head = meshard.fully_shard(nn.Linear(4, 4), mp_policy=torch_fsdp.MixedPrecisionPolicy(*dtypes))
+    assert isinstance(meshard.MixedPrecisionPolicy(), torch_fsdp.MixedPrecisionPolicy)
     for layer in (head, copy.deepcopy(head)):
         found = layer._get_fsdp_state()._mp_policy
         assert (found.param_dtype, found.reduce_dtype, found.output_dtype) == dtypes

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from tests.support import insides
-from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
+from tests.support.against_plain import check_gradients, inputs_of, mean_square, sharded_and_plain
 from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
@@ -18,14 +18,8 @@ from tests.support.sharding import sharded_case
 from tests.support.spread import spread
 from tests.support.threads import run_threads
 
-BATCHES = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
 
-
-def step(model, rank):
-    return model(BATCHES[rank]).square().mean()
-
-
-def check_step(model, plain, dtype=torch.float32, step=step):
+def check_step(model, plain, dtype=torch.float32, step=mean_square):
     check_gradients(model, plain, step, times=1, dtype=dtype)
     for param, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         assert param.dtype == theirs.dtype == param.grad.dtype == theirs.grad.dtype
@@ -80,7 +74,7 @@ def test_a_cast_reaches_the_next_forward(how, part, after_a_step, reshards):
         check_step(model, plain)
     else:
         with torch.no_grad():
-            model(BATCHES[0])
+            model(inputs_of(0))
     objects = list(model.parameters())
     for each in (model, plain):
         convert(each.get_submodule(part))
@@ -97,7 +91,6 @@ def test_a_cast_reaches_the_next_forward(how, part, after_a_step, reshards):
 
 @on_ranks(2)
 def test_a_cast_of_the_shards_leaves_the_compute_dtype():
-    """Unsharded parameters stay in param_dtype, whatever the shards are."""
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     _, model, _ = sharded_case("mlp_stack", mp_policy=policy)
     batch = torch.ones(2, 6)
@@ -112,7 +105,6 @@ def test_a_cast_of_the_shards_leaves_the_compute_dtype():
 
 @pytest.mark.parametrize("mesh_shape", [(2,), (2, 2)])
 def test_memory_is_taken_part_by_part(mesh_shape):
-    """to_empty on a submodule, on a unit, and on the root, each then filled."""
 
     def run():
         with torch.device("meta"):
@@ -193,5 +185,5 @@ def test_every_way_of_converting_is_followed(switch):
         switch(False)
     assert_same(full_state(model), full_state(plain), bitwise=True)
     check_step(
-        model, plain, torch.float64, lambda m, rank: m(BATCHES[rank].double()).square().mean()
+        model, plain, torch.float64, lambda m, rank: m(inputs_of(rank).double()).square().mean()
     )

@@ -277,7 +277,6 @@ def test_values_beside_a_layer_on_meta_are_kept(assign):
 @pytest.mark.filterwarnings("ignore")
 @on_ranks(2)
 def test_full_state_dicts_are_made_on_one_rank_and_broadcast_by_torch():
-    """Of model and optimizer, there and back."""
     rank = dist.get_rank()
     (case, model, _), (_, other, _) = (sharded_case("transformer_tied") for _ in range(2))
     optimizer, its = (torch.optim.AdamW(m.parameters(), lr=0.01) for m in (model, other))

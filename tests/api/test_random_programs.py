@@ -11,12 +11,30 @@ from tests.support.programs import Layout, Microbatch, Program, failure, program
 shortened_by_run = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
 
+def window():
+    """Return a program whose microbatches reduce to different degrees."""
+    skips = (2, 1, 0, 3)
+    microbatches = (
+        Microbatch("R", "N", skips=skips, twice=True, is_last=False),
+        Microbatch("F", skips=skips, between="evaluation"),
+        Microbatch("F", skips=skips),
+    )
+    return Program(
+        (*microbatches, ("step",), ("zero", "none")) * 2,
+        layout=Layout((2, 2), (("blocks.0.inner", None), ("blocks.0", None), ("blocks.1", True))),
+        checkpoints=(None, True),
+        policy="bfloat16, added in float32",
+        momentum=0.5,
+    )
+
+
 TWO_BLOCKS = Layout((2, 2), (("blocks.0", None), ("blocks.1", True)))
 
 
 @shortened_by_run
 @given(programs())
 @example(Program((("factor", 8.0), Microbatch("R"), Microbatch("F")), layout=TWO_BLOCKS))
+@example(window())
 def test_programs(program):
     run(program)
 
@@ -48,27 +66,6 @@ def test_programs_on_processes(program):
 @given(program=programs(replicates=True))
 def test_programs_where_gradients_are_packed_as_they_arrive(program):
     run(program, packs_early=True)
-
-
-def window():
-    """Return a program whose microbatches reduce to different degrees."""
-    skips = (2, 1, 0, 3)
-    microbatches = (
-        Microbatch("R", "N", skips=skips, twice=True, is_last=False),
-        Microbatch("F", skips=skips, between="evaluation"),
-        Microbatch("F", skips=skips),
-    )
-    return Program(
-        (*microbatches, ("step",), ("zero", "none")) * 2,
-        layout=Layout((2, 2), (("blocks.0.inner", None), ("blocks.0", None), ("blocks.1", True))),
-        checkpoints=(None, True),
-        policy="bfloat16, added in float32",
-        momentum=0.5,
-    )
-
-
-def test_a_program_of_two_windows():
-    run(window())
 
 
 @pytest.mark.parametrize(

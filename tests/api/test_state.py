@@ -10,10 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 import meshard
@@ -26,7 +23,6 @@ from tests.support.sharding import sharded_case
 
 @on_ranks(2)
 def test_edits_of_shards_reach_a_forward_that_would_reuse_unsharded_parameters():
-    """Evaluation leaves units unsharded; edits of the shards must reach the next forward."""
     case, model, plain = sharded_case("mlp_stack")
     batch = case.batch(0, 0)
 
