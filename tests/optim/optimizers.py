@@ -11,7 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy, overlap_optimizer
-from tests.support.models import Made, seeded
+from tests.optim.stand_in_optimizers import StandIn
+from tests.support.against_plain import sharded_and_plain
+from tests.support.models import Made, UnevenMlp, seeded
 from tests.support.parity import assert_same, own_part, own_state
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
@@ -32,28 +34,17 @@ MANY = {
     "radam": (torch.optim.RAdam, {"lr": 0.1}),
     "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}),
 }
-DTYPES = {
-    "float32": MixedPrecisionPolicy(),
-    "bfloat16": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-}
+BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 MAX_NORM = 0.5
 DEFERRED = {"clip": "deferred", "max_norm": MAX_NORM}
 
 
-class SignDescent(torch.optim.Optimizer):
+class SignDescent(StandIn):
     """Not one of torch's: it looks at each parameter as a whole."""
 
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    state = self.state[param]
-                    state["count"] = state.get("count", 0) + 1
-                    param.sub_(param.grad.sign(), alpha=group["lr"] * (param.dim() + 1))
+    def step_one(self, group, param, grad, state):
+        state["count"] = state.get("count", 0) + 1
+        param.sub_(grad.sign(), alpha=group["lr"] * (param.dim() + 1))
 
 
 # --- what is compared ----------------------------------------------------------------------
@@ -143,9 +134,14 @@ def net(*, use_reentrant=False, rests=None):
     return seeded(model)
 
 
-def make(shape=(2,), policy=DTYPES["float32"], model=None, **kwargs):
+def make(shape=(2,), model=None, **kwargs):
     mesh = init_device_mesh("cpu", shape)
-    return shard_blocks(net() if model is None else model, mesh, mp_policy=policy, **kwargs)
+    return shard_blocks(net() if model is None else model, mesh, **kwargs)
+
+
+def uneven():
+    """Return a sharded model of sizes that no number of ranks divides."""
+    return sharded_and_plain(UnevenMlp(), ["layers"])[0]
 
 
 def replicated(**kwargs):
@@ -167,7 +163,7 @@ LAYOUTS = {
     "offloaded": functools.partial(make, offload_policy=CPUOffloadPolicy(pin_memory=False)),
     "replicated": replicated,
     "replicated, no views": functools.partial(replicated, gradient_as_bucket_view=False),
-    "bfloat16": functools.partial(make, policy=DTYPES["bfloat16"]),
+    "bfloat16": functools.partial(make, mp_policy=BFLOAT16),
     "kept in forward": functools.partial(make, reshard_after_forward=False),
     "resharded in forward": functools.partial(make, reshard_after_forward=True),
     "kept in backward": kept_in_backward,

@@ -9,9 +9,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.optim import SGD, AdamW, Optimizer
+from torch.optim import SGD, AdamW
 
 import meshard
+from tests.optim.stand_in_optimizers import StandIn
 from tests.peers.both import batch
 from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_state
@@ -21,21 +22,15 @@ from tests.support.sharding import shard_blocks
 NUM_STEPS = 3
 
 
-class CompilesInside(Optimizer):
+class CompilesInside(StandIn):
     """Momentum whose arithmetic is compiled, parameter by parameter, as torchao's optimizers do."""
 
     backend: str
 
-    def __init__(self, params, lr):
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure=None):
+    def step_one(self, group, param, grad, state):
         update = torch.compile(_update, fullgraph=True, dynamic=False, backend=self.backend)
-        for group in self.param_groups:
-            for param in group["params"]:
-                momentum = self.state[param].setdefault("momentum", torch.zeros_like(param))
-                update(param.detach(), param.grad, momentum, group["lr"])
+        momentum = state.setdefault("momentum", torch.zeros_like(param))
+        update(param.detach(), grad, momentum, group["lr"])
 
 
 def _update(param, gradient, momentum, lr):
@@ -65,7 +60,6 @@ def train(model, batches, optimizer, step):
     [("aot_eager", CompilesInside), ("aot_eager", AdamW), ("inductor", SGD)],
 )
 def test_a_compiled_step_is_the_ordinary_step(optimizer_class, backend):
-    """Train on two ranks by compiled steps, and in one process by ordinary ones."""
     warnings.simplefilter("default")  # torch's own, about what it compiles with
     torch._dynamo.reset()
     CompilesInside.backend = backend

@@ -11,9 +11,16 @@ from torch.optim.optimizer import (
 
 import meshard
 from meshard import flat_optimizer
-from tests.optim.optimizers import assert_same_state, make, plain_state, train, trainable, window
-from tests.support.against_plain import sharded_and_plain
-from tests.support.models import Made, UnevenMlp, seeded
+from tests.optim.optimizers import (
+    assert_same_state,
+    make,
+    plain_state,
+    train,
+    trainable,
+    uneven,
+    window,
+)
+from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import mostly_slow
@@ -36,10 +43,6 @@ def make_loose(foreach=None):
     model = seeded(Made(forward, layers=layers, head=head, loose=nn.Parameter(torch.empty(6))))
     meshard.fully_shard(layers[0])
     return meshard.fully_shard(model, ignored_params=set() if foreach else {model.loose})
-
-
-def uneven():
-    return sharded_and_plain(UnevenMlp(), ["layers"])[0]
 
 
 def backward(model, step):
@@ -94,13 +97,6 @@ def test_a_model_that_is_converted_between_steps(dtype, cls):
     both(story, uneven, cls, lr=0.01)
 
 
-def test_others_are_refused():
-    with pytest.raises(TypeError, match="none of them"):
-        flat_optimizer(nn.Linear(2, 2), torch.optim.LBFGS)
-    with pytest.raises(ValueError, match="no unit in this Linear"):
-        flat_optimizer(nn.Linear(2, 2), SGD)
-
-
 @on_threads(2)
 def test_guards_hold_and_no_gradient_is_kept():
     model = make()
@@ -133,8 +129,7 @@ def test_groups_that_are_added_later():
 
 
 @on_threads(2)
-def test_a_parameter_put_into_a_group():
-    """Whoever puts another parameter into a group's list has that one stepped."""
+def test_a_parameter_that_is_put_into_a_group_is_stepped():
     model, other = make(), make()
     optimizer = flat_optimizer(model, SGD, lr=0.1)
     train(model, optimizer, range(1))
@@ -150,7 +145,6 @@ def test_a_parameter_put_into_a_group():
 
 @on_threads(3)
 def test_edits_of_the_state_where_a_rank_owns_nothing():
-    """Change the state of one parameter, and not of the first, in another way at each step."""
 
     def story(model, optimizer):
         param = optimizer.param_groups[0]["params"][1]
@@ -186,13 +180,13 @@ def second(model, optimizer):
     return optimizer.state[model.layers[1].bias]
 
 
-def editing(edit):
-    """Return a story with an edit between backward and step, twice."""
+def editing(edit, at=(1, 3)):
+    """Return a story with an edit between backward and step, at some of five steps."""
 
     def story(model, optimizer):
         for step in range(5):
             backward(model, step)
-            if step in (1, 3):
+            if step in at:
                 edit(model, optimizer)
             optimizer.step()
             optimizer.zero_grad()
@@ -317,33 +311,28 @@ def test_edits_between_backward_and_step(name, foreach):
 # --- steps that raise, and what is kept between steps ---------------------------------------
 
 
-@on_threads(2)
-def test_a_step_that_raised_can_be_mended():
-    def story(model, optimizer):
-        for step in range(4):
-            backward(model, step)
-            if step == 2:
-                group = optimizer.param_groups[0]
-                lr, group["lr"] = group["lr"], "fast"
-                with pytest.raises(TypeError):
-                    optimizer.step()
-                group["lr"] = lr
-                # The ordinary one was through with the momentum of one parameter, the other with
-                # that of a run: both begin anew.
-                optimizer.state.clear()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    both(story, make_loose, SGD, lr=0.01, momentum=0.9)
-
-
-def raise_once(model, optimizer):
-    """Have a step raise for its hyperparameters, and one for a state that is missing."""
+def raise_for_the_rate(optimizer):
     group = optimizer.param_groups[0]
     lr, group["lr"] = group["lr"], "fast"
     with pytest.raises(TypeError):
         optimizer.step()
     group["lr"] = lr
+
+
+@on_threads(2)
+def test_a_step_that_raised_can_be_mended():
+    def raise_and_begin_anew(model, optimizer):
+        raise_for_the_rate(optimizer)
+        # The ordinary one was through with the momentum of one parameter, the other with that of a
+        # run.
+        optimizer.state.clear()
+
+    both(editing(raise_and_begin_anew), make_loose, SGD, lr=0.01, momentum=0.9)
+
+
+def raise_twice(model, optimizer):
+    """Have a step raise for its hyperparameters, and one for a state that is missing."""
+    raise_for_the_rate(optimizer)
     gone = second(model, optimizer).pop("exp_avg")
     with pytest.raises(KeyError, match="exp_avg"):
         optimizer.step()
@@ -352,22 +341,17 @@ def raise_once(model, optimizer):
 
 @on_threads(2)
 def test_a_step_that_raised_counts_as_far_as_the_ordinary_one_had_come():
-    both(editing(raise_once), lambda: make_loose(foreach=True), lr=0.01, foreach=True)
+    both(editing(raise_twice), lambda: make_loose(foreach=True), lr=0.01, foreach=True)
 
 
 @on_threads(2)
 def test_state_that_comes_later():
-    def story(model, optimizer):
-        for step in range(5):
-            backward(model, step)
-            if step == 2:
-                assert not plain_state(optimizer)
-                optimizer.param_groups[0]["momentum"] = 0.9
-            optimizer.step()
-            optimizer.zero_grad()
-        assert plain_state(optimizer)
+    def begin(model, optimizer):
+        assert not plain_state(optimizer)
+        optimizer.param_groups[0]["momentum"] = 0.9
 
-    both(story, make_loose, SGD, lr=0.1)
+    _, state = both(editing(begin, at=[2]), make_loose, SGD, lr=0.1)
+    assert state
 
 
 @on_threads(2)

@@ -23,15 +23,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import meshard
 from meshard import owner_optimizer
 from meshard.checkpoint import Checkpointer
+from tests.optim.stand_in_optimizers import StandIn
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, whole
@@ -69,11 +66,11 @@ def make(shapes, *, mesh=None, shard_dims=(), frozen=(), **kwargs):
     return meshard.fully_shard(model, mesh, shard_placement_fn=dims.get, **kwargs)
 
 
-def backward(model, step, *, unused=(), shapes=None):
+def backward(model, step, *, unused=()):
     """Run a backward whose gradients depend on the step."""
-    shapes = shapes or {name: param.shape for name, param in model.named_parameters()}
     generator = torch.Generator().manual_seed(step)
-    inputs = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    named = model.named_parameters()
+    inputs = {name: torch.randn(param.shape, generator=generator) for name, param in named}
     model({name: each for name, each in inputs.items() if name not in unused}).backward()
 
 
@@ -287,8 +284,7 @@ def test_parameters_of_several_meshes_and_dtypes():
     half = seeded(nn.Linear(6, 4, bias=False)).bfloat16()
     meshard.fully_shard(half, mesh["pairs"])
     model = Made(None, experts=experts, half=half, dense=make(SHAPES, mesh=mesh))
-    ours = owner_optimizer(model, MUON, lr=0.02, fallback_kwargs=FALLBACK)
-    ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
+    ours, ordinary = both(model, "Muon")
     pair = mesh.get_local_rank("pairs")
 
     def run(model, step):
@@ -306,8 +302,7 @@ def test_ranks_may_have_other_experts_beside_common_layers():
     alone = init_device_mesh("cpu", (2, 1), mesh_dim_names=("ranks", "alone"))["alone"]
     expert, dense = make([(4 + rank, 3)], mesh=alone), make([(4, 4), (3, 5)], mesh=mesh)
     model = Made(None, dense=dense, **{f"expert{rank}": expert})
-    ours = owner_optimizer(model, MUON, lr=0.02)
-    ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
+    ours, ordinary = both(model, "Muon")
 
     def run(model, step):
         backward(dense, step)
@@ -336,9 +331,8 @@ def test_gradients_of_tensor_parallel_matrices():
     model = seeded(nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5, bias=False)))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel()}
     meshard.fully_shard(parallelize_module(model, mesh["tp"], plan), mesh["dp"])
-    ours = owner_optimizer(model, MUON, lr=0.02, fallback_kwargs=FALLBACK)
+    ours, ordinary = both(model, "Muon")
     assert sorted(ours.owners) == ["0.weight", "1.weight"]
-    ordinary = Ordinary(model, ours, MUON, {"lr": 0.02})
 
     def run(model, step):
         model(torch.full((3, 6), 0.1 * step + 0.1)).square().sum().backward()
@@ -363,18 +357,6 @@ def test_gradients_may_travel_in_bfloat16():
         assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
 
 
-def clear(optimizer, param):
-    optimizer.state.clear()
-
-
-def assign(optimizer, param):
-    optimizer.state = defaultdict(dict)
-
-
-def drop(optimizer, param):
-    optimizer.state.pop(param, None)
-
-
 def replace(optimizer, param):
     own = optimizer.state[param]
     if own:  # on the owner
@@ -387,15 +369,24 @@ def take_another(optimizer, param):
         optimizer.state[param] = {key: each.clone() * 2 for key, each in own.items()}
 
 
-@pytest.mark.parametrize("edit", [clear, assign, drop, replace, take_another])
+EDITS_OF_STATES = {
+    "clear": lambda optimizer, _: optimizer.state.clear(),
+    "assign": lambda optimizer, _: setattr(optimizer, "state", defaultdict(dict)),
+    "drop": lambda optimizer, param: optimizer.state.pop(param, None),
+    "replace": replace,
+    "take another": take_another,
+}
+
+
+@pytest.mark.parametrize("edit", EDITS_OF_STATES)
 @on_threads(4)
 def test_the_next_step_and_a_checkpoint_use_what_is_changed_in_the_state(edit):
     model = make(SHAPES)
     ours, ordinary = both(model, "AdamW", bucket_mb=1e-4)
     check_steps(model, ours, ordinary, range(3))
-    edit(ours, model.w1)
+    EDITS_OF_STATES[edit](ours, model.w1)
     for optimizer in ordinary.optimizers:
-        edit(optimizer, ordinary.params["w1"])
+        EDITS_OF_STATES[edit](optimizer, ordinary.params["w1"])
     state, expected = ours.state_dict()["state"], ordinary.optimizers[0].state_dict()["state"]
     chosen = range(len(ordinary.chosen))
     assert [each for each in state if each in chosen] == [*expected]
@@ -491,35 +482,32 @@ def test_bytes_are_those_of_the_formula(mesh_shape, keep_values):
         assert ledger.wire_bytes == to_owners + from_owners
 
 
-def edit_in_place(param):
-    param.clamp_(-0.1, 0.1)
+def edit_on_one_rank(model, _):
+    """On one that owns none of the edited parameters."""
+    if dist.get_rank() == 1:
+        model.w0.to_local().mul_(0.5)
 
 
-def edit_the_shard(param):
-    param.to_local().mul_(0.5)
-
-
-def edit_by_another_optimizer(param):
-    torch.optim.SGD([param], lr=0.1).step()
+EDITS_OF_VALUES = {
+    "in place": lambda model, _: model.w0.clamp_(-0.1, 0.1),
+    "on one rank": edit_on_one_rank,
+    "by another optimizer": lambda model, _: torch.optim.SGD([model.w0], lr=0.1).step(),
+    "load_state_dict": lambda model, saved: model.load_state_dict(saved),
+}
 
 
 @pytest.mark.parametrize("sending", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(
-    "edit", [edit_in_place, edit_the_shard, edit_by_another_optimizer, "load_state_dict"]
-)
+@pytest.mark.parametrize("edit", EDITS_OF_VALUES)
 @on_threads(2)
 def test_edits_reach_owners_that_keep_values(edit, sending):
-    """Some of them are made on one rank only, which owns none of the edited parameters."""
     model = make([(6, 4), (4, 6), (5, 3)], mesh=init_device_mesh("cpu", (2,)))
     options = {"bucket_mb": 1e-5, "keep_values": True, "gradient_dtype": sending}
     ours, ordinary = both(model, "Muon", **options)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for step in range(6):
-        with torch.no_grad():
-            if step % 2 and edit == "load_state_dict":
-                model.load_state_dict(saved)
-            elif step % 2 and (edit != edit_the_shard or dist.get_rank() == 1):
-                edit(model.w0)
+        if step % 2:
+            with torch.no_grad():
+                EDITS_OF_VALUES[edit](model, saved)
         for name, param in model.named_parameters():
             ordinary.params[name].data.copy_(whole(param))
         ours.zero_grad()
@@ -623,7 +611,6 @@ def test_what_cannot_be_stepped_so_is_refused():
         (TypeError, "must be a class of optimizers", lambda: own(lambda _: 3)),
         (ValueError, "no unit", lambda: owner_optimizer(nn.Linear(2, 2), MUON)),
         (ValueError, "selects no parameter", lambda: own(MUON, select=lambda *_: False)),
-        (ValueError, "bucket_mb must be positive", lambda: own(MUON, bucket_mb=0)),
         (ValueError, "cost must return a positive", lambda: own(MUON, cost=lambda *_: 0)),
         (ValueError, "Muon only supports 2D", lambda: own(MUON, select=lambda *_: True)),
         (ValueError, "does not hold", lambda: own(lambda _: ADAMW(model.parameters()))),
@@ -670,19 +657,14 @@ def test_what_the_first_step_raises_is_raised_on_ranks_that_own_nothing_too(cls,
         ours.step()
 
 
-class Compiled(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                compiled_update(param, param.grad)
+class Compiled(StandIn):
+    def step_one(self, group, param, grad, state):
+        update(param, grad)
 
 
+@torch.compile(backend="eager")
 def update(param, grad):
-    with torch.no_grad():
-        param.sub_(grad)
-
-
-compiled_update = torch.compile(update, backend="eager")
+    param.sub_(grad)
 
 
 @on_ranks(2)
@@ -730,7 +712,7 @@ def test_a_part_that_was_converted_is_refused():
         ours.step()
 
 
-class Remembers(torch.optim.SGD):
+class Remembers(StandIn):
     """Keeps the values that parameters have when it is made, as lookahead optimizers do."""
 
     def __init__(self, params, lr):
@@ -739,12 +721,8 @@ class Remembers(torch.optim.SGD):
             for param in group["params"]:
                 self.state[param]["first"] = param.detach().clone()
 
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.lerp_(self.state[param]["first"], 0.5).sub_(param.grad)
+    def step_one(self, group, param, grad, state):
+        param.lerp_(state["first"], 0.5).sub_(grad)
 
 
 @on_threads(2)

@@ -19,7 +19,7 @@ import meshard
 from meshard.optim.flat import POINTWISE
 from tests import ROOT
 from tests.optim import stand_in_optimizers as stand_ins
-from tests.support.against_plain import sharded_and_plain
+from tests.optim.optimizers import uneven
 from tests.support.models import Made, UnevenMlp, seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
@@ -196,14 +196,9 @@ def rows_of_page():
     return rows
 
 
-def sharded():
-    return sharded_and_plain(UnevenMlp(), ["layers"])[0]
-
-
 @on_ranks(2)
 def test_adafactor_goes_on_from_its_state_dict():
-    """States of unsharded steps are plain tensors, and an optimizer that loads them goes on."""
-    straight, before, after = sharded(), sharded(), sharded()
+    straight, before, after = uneven(), uneven(), uneven()
     make = functools.partial(meshard.overlap_optimizer, optimizer=torch.optim.Adafactor, lr=0.05)
 
     def train(model, optimizer, steps):
@@ -257,7 +252,7 @@ class Logs(torch.optim.SGD):
 
 @on_ranks(2)
 def test_a_step_that_raised_is_over_in_the_next_step_of_another_model():
-    model = sharded()
+    model = uneven()
     weight = model.layers[1].weight
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     optimizer.register_step_pre_hook(raise_for_a_test)
@@ -269,7 +264,7 @@ def test_a_step_that_raised_is_over_in_the_next_step_of_another_model():
 
 @on_ranks(2)
 def test_a_step_inside_a_step_does_not_end_it():
-    model = sharded()
+    model = uneven()
     weight, others = model.layers[1].weight, list(model.layers[0].parameters())
     optimizer = ReadsAfterAnother([weight], torch.optim.SGD(others, lr=0.1))
     model(torch.ones(2, 7)).sum().backward()
@@ -281,7 +276,7 @@ def test_a_step_inside_a_step_does_not_end_it():
 @on_ranks(2)
 @pytest.mark.parametrize("overlapped", [False, True])
 def test_a_step_reads_numbers_of_whole_parameters_and_nothing_else_does(overlapped):
-    model = sharded()
+    model = uneven()
     make = meshard.overlap_optimizer if overlapped else lambda m, cls: cls(m.parameters())
     optimizer = make(model, Reads)
     weight = model.layers[1].weight
