@@ -96,8 +96,7 @@ def test_a_refused_forward_leaves_the_open_window_alone(shard):
 
 
 @on_ranks(1)
-def test_optimizers_in_backward_of_ignored_parameters_are_allowed():
-    """Of ignored parameters nothing is known, and other models are not looked at."""
+def test_optimizers_in_backward_of_ignored_parameters_and_of_other_models_are_allowed():
     model = net()
     step_in_backward(net().parameters())
     step_in_backward([model[2].weight])
@@ -168,8 +167,7 @@ def test_hooks_that_would_not_be_called_are_refused():
 
 
 @on_ranks(2)
-def test_hooks_on_shards_may_step():
-    """With shards they see reduced gradients, and may step."""
+def test_hooks_on_shards_see_reduced_gradients_and_may_step():
     plain, model = seeded(net()), seeded(net())
     apply(meshard.fully_shard, model)
     optimizers = {param: torch.optim.SGD([param], lr=0.1) for param in model.parameters()}

@@ -164,8 +164,7 @@ def test_accumulated_gradients_are_freed():
 
 
 @on_one_rank
-def test_deferred_steps_keep_them_until_they_are_taken():
-    """Deferred steps keep the gradients until ``step``, or until the next forward."""
+def test_deferred_steps_keep_gradients_until_they_are_taken():
     for wait in ("step", "gather"):
         model = make()
         optimizer = overlap_optimizer(
