@@ -21,6 +21,7 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 import meshard
 from tests.support.models import Made
 from tests.support.parity import assert_same, full_grads
+from tests.support.ranks import on_fake_ranks, on_ranks
 
 DIM = 6
 NUM_MICROBATCHES = 4
@@ -212,30 +213,26 @@ def plain_and_part(reshard):
     return plain, part
 
 
-def in_a_split_backward(reshard, is_manual):
-    """Return the error."""
+@pytest.mark.parametrize("is_manual", [False, True])
+@pytest.mark.parametrize("reshard", [False, True, None])
+@on_ranks(1)
+def test_a_split_backward_is_right_or_names_the_units_that_were_resharded(reshard, is_manual):
     plain, part = plain_and_part(reshard)
     inputs = torch.randn(2, DIM, requires_grad=True)
-    plain(inputs).sum().backward()
-    try:
+    if reshard is False:
+        plain(inputs).sum().backward()
         split_backward(part, inputs, is_manual=is_manual)
-    except RuntimeError as error:
-        part.reset_iter_state()
-        return str(error.__cause__ or error)  # torch 2.13 wraps it
-    assert_same(full_grads(part), full_grads(plain))
-    return ""
+        assert_same(full_grads(part), full_grads(plain))
+        return
+    with pytest.raises(RuntimeError) as caught:
+        split_backward(part, inputs, is_manual=is_manual)
+    text = str(caught.value.__cause__ or caught.value)  # torch 2.13 wraps it
+    assert "unit 'blocks.1' would get no gradients from this schedule" in text
+    assert "reshard_after_forward=False" in text
 
 
-@pytest.mark.parametrize("is_manual", [False, True])
-def test_a_split_backward_is_right_or_names_the_units_that_were_resharded(run_ranks, is_manual):
-    assert run_ranks(in_a_split_backward, 1, False, is_manual) == [""]
-    for reshard in (True, None):
-        (text,) = run_ranks(in_a_split_backward, 1, reshard, is_manual)
-        assert "unit 'blocks.1' would get no gradients from this schedule" in text
-        assert "reshard_after_forward=False" in text
-
-
-def over_two_split_backwards():
+@on_ranks(1)
+def test_gradients_that_a_schedule_wrote_and_nothing_has_reduced_are_pending():
     plain, part = plain_and_part(False)
     for syncs in (False, True):
         inputs = torch.randn(2, DIM, requires_grad=True)
@@ -246,17 +243,11 @@ def over_two_split_backwards():
     assert_same(full_grads(part), full_grads(plain))
 
 
-def test_gradients_that_a_schedule_wrote_and_nothing_has_reduced_are_pending(run_ranks):
-    run_ranks(over_two_split_backwards, 1)
-
-
+@on_fake_ranks(1)
 def test_torchs_own_name_finds_the_state_too():
     """Its stages have imported ``fully_shard`` before anybody could replace it."""
     layer = meshard.fully_shard(nn.Linear(2, 2))
-    try:
-        state = torch_fsdp.fully_shard.state(layer)
-        assert state is not None
-        assert state is meshard.fully_shard.state(layer)
-        assert torch_fsdp.fully_shard.state(nn.Linear(2, 2)) is None
-    finally:
-        dist.destroy_process_group()
+    state = torch_fsdp.fully_shard.state(layer)
+    assert state is not None
+    assert state is meshard.fully_shard.state(layer)
+    assert torch_fsdp.fully_shard.state(nn.Linear(2, 2)) is None

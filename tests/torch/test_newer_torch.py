@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import meshard
 import meshard.api
 from meshard.fsdp_module import refuse_new_methods
+from tests.support.ranks import on_fake_ranks
 
 
 class NewerModule(torch.distributed.fsdp.FSDPModule):
@@ -43,6 +43,7 @@ class NewerPolicy(torch.distributed.fsdp.MixedPrecisionPolicy):
     names: list = field(default_factory=list)
 
 
+@on_fake_ranks(1)
 def test_a_new_field_of_a_policy_is_not_built_unless_it_has_its_default(monkeypatch):
     monkeypatch.setattr(meshard.api, "TorchMixedPrecisionPolicy", NewerPolicy)
     layer = nn.Linear(2, 2)
@@ -51,8 +52,5 @@ def test_a_new_field_of_a_policy_is_not_built_unless_it_has_its_default(monkeypa
             with pytest.raises(NotImplementedError, match=f"^{name} of MixedPrecisionPolicy"):
                 apply(layer, mp_policy=NewerPolicy(**{name: value}))
     assert type(layer) is nn.Linear
-    try:
-        meshard.fully_shard(layer, mp_policy=NewerPolicy(param_dtype=torch.bfloat16))
-        assert layer(torch.ones(1, 2)).dtype == torch.bfloat16
-    finally:
-        dist.destroy_process_group()
+    meshard.fully_shard(layer, mp_policy=NewerPolicy(param_dtype=torch.bfloat16))
+    assert layer(torch.ones(1, 2)).dtype == torch.bfloat16
