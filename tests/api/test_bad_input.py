@@ -236,21 +236,22 @@ CALLABLE = "None class module"
 # Names of arguments by what of JUNK they may be; what is not listed takes nothing of it.
 TAKES_BY_JUNK = {
     "3": (
-        "bucket_cap_mb growth_factor growth_interval init_scale max_input_buffers "
+        "bucket_cap_mb bucket_mb growth_factor growth_interval init_scale max_input_buffers "
         "max_norm norm_type"
     ),
     "0 3": "min_params",
     "None": (
-        "accumulate_dtype buffer_dtype clip dp_mesh_dims foreach ignored_params mesh "
-        "offload_policy optimizer output_dtype param_dtype param_groups process_group "
-        "reduce_dtype shard_placement_fn stream"
+        "accumulate_dtype buffer_dtype clip dp_mesh_dims fallback fallback_kwargs foreach "
+        "gradient_dtype ignored_params mesh offload_policy optimizer output_dtype param_dtype "
+        "param_groups process_group reduce_dtype shard_placement_fn stream wire_dtype"
     ),
     "None 3": "clip_value max_unit_norm reshard_after_forward",
     "tensor": "tensors",
+    "text": "path",
     "None text": "replicate shard",
     "tensor module": "parameters",
     "text list tensor": "batches",
-    CALLABLE: "hook init overrides param_dtype_override_fn",
+    CALLABLE: "cost hook init overrides param_dtype_override_fn select",
     "3 None class module": "factor",
     " ".join(JUNK): "state",
 }
@@ -264,24 +265,14 @@ EXCEPT = {
     ("fully_shard_units", "model"): "module",
     ("fully_shard_units", "units"): "module class",  # a predicate
     ("flat_optimizer", "optimizer"): "",
-    ("get_total_norm", "tensors"): "tensor",
     ("materialize", "module"): "module",
     ("describe", "module"): "module",
     ("overlap_optimizer", "max_norm"): "None",
     ("overlap_optimizer", "optimizer"): "",
-    ("owner_optimizer", "bucket_mb"): "3",
-    ("owner_optimizer", "cost"): CALLABLE,
-    ("owner_optimizer", "fallback"): "None",
-    ("owner_optimizer", "fallback_kwargs"): "None",
-    ("owner_optimizer", "gradient_dtype"): "None",
     ("owner_optimizer", "optimizer"): "",
-    ("owner_optimizer", "select"): CALLABLE,
     ("register_fsdp_forward_method", "module"): "module",
     ("register_reduce_hook", "hook"): "",
-    ("register_reduce_hook", "wire_dtype"): "None",
     ("replicate", "module"): "module",
-    ("trace", "path"): "text",
-    ("Trace", "path"): "text",
     ("OverlappedOptimizer.attached_to", "module"): "module",
     ("FSDPModule.set_reshard_after_forward", "reshard_after_forward"): "",
     ("FSDPModule.set_custom_all_gather", "comm"): "None",
@@ -299,10 +290,8 @@ def sharded():
 
 # Arguments that must be given, and are not the one that is junk. Others are True.
 VALID = {
-    "backend": lambda: "NCCL",
     "batches": lambda: torch.ones(3, 2),
     "comm": mock.Mock,
-    "dtype": lambda: torch.bfloat16,
     "event": lambda: torch.Event(),
     "factor": lambda: 2.0,
     "hook": mock.Mock,
@@ -316,7 +305,6 @@ VALID = {
     "optimizer": lambda: torch.optim.SGD,
     "parameters": sharded,
     "placement": lambda: Shard(0),
-    "shard": lambda: "data",
     "tensors": lambda: torch.ones(3),
 }
 

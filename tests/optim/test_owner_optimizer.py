@@ -347,14 +347,11 @@ def test_gradients_may_travel_in_bfloat16():
     backward(model, 0)
     for name in ours.owners:
         grad = model.get_parameter(name).grad
-        grad.copy_(grad.bfloat16())
-    ordinary.step(model)  # by gradients that bfloat16 holds exactly
+        grad.copy_(grad.bfloat16())  # which bfloat16 then holds exactly
     with meshard.CommLedger() as ledger:
-        ours.step()
+        step_both(model, ours, ordinary)
     dtypes = [event.dtype for event in ledger.events]
     assert dtypes == [torch.float32, torch.bfloat16, torch.float32]
-    for name, param in model.named_parameters():
-        assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
 
 
 def replace(optimizer, param):
@@ -609,7 +606,6 @@ def test_what_cannot_be_stepped_so_is_refused():
         (TypeError, "needs a closure", lambda: own(torch.optim.LBFGS)),
         (TypeError, "sparse gradients", lambda: own(torch.optim.SparseAdam)),
         (TypeError, "must be a class of optimizers", lambda: own(lambda _: 3)),
-        (ValueError, "no unit", lambda: owner_optimizer(nn.Linear(2, 2), MUON)),
         (ValueError, "selects no parameter", lambda: own(MUON, select=lambda *_: False)),
         (ValueError, "cost must return a positive", lambda: own(MUON, cost=lambda *_: 0)),
         (ValueError, "Muon only supports 2D", lambda: own(MUON, select=lambda *_: True)),
