@@ -358,34 +358,24 @@ def blocks_with_a_scalar():
 @pytest.mark.parametrize(
     ("build", "kwargs", "error", "match"),
     [
-        *[
-            (MlpStack, *row)
-            for row in [
-                ({"units": "MlpBlock"}, ValueError, "units must be .auto., .*got .MlpBlock."),
-                ({"units": nn.Conv2d}, ValueError, "no module inside MlpStack.*Linear, MlpBlock"),
-                ({"units": lambda fqn, module: False}, ValueError, "matches no module"),
-                ({"units": nn.ModuleList}, ValueError, "ModuleList has no forward.*MlpBlock"),
-                ({"units": ("MlpBlock",)}, TypeError, "units must be 'auto'"),
-                ({"units": ()}, TypeError, "units must be 'auto'"),
-                ({"min_params": 1.5}, TypeError, "min_params must be an int"),
-                ({"reshard": True}, TypeError, "unexpected keyword argument .reshard"),
-                ({"unit": []}, TypeError, "argument 'unit'; did you mean 'units'"),
-                ({"module": None}, TypeError, "unexpected keyword argument .module"),
-                ({"reshard_after_forward": 3}, ValueError, "must divide the 4 ranks"),
-                ({"overrides": lambda *_: 1}, TypeError, "overrides returned 1 for unit"),
-                ({"overrides": lambda *_: {"x": 1}}, TypeError, "for unit .* argument 'x'"),
-                ({"overrides": lambda *_: {"mesh": 4}}, TypeError, "mesh must be a DeviceMesh"),
-                ({"overrides": lambda *_: {"ignored_params": set()}}, TypeError, "whole model"),
-            ]
-        ],
+        (MlpStack, {"units": "MlpBlock"}, ValueError, "units must be .auto., .*got .MlpBlock."),
+        (MlpStack, {"units": nn.Conv2d}, ValueError, "no module inside MlpStack.*Linear, MlpBlock"),
+        (MlpStack, {"units": lambda fqn, module: False}, ValueError, "matches no module"),
+        (MlpStack, {"units": nn.ModuleList}, ValueError, "ModuleList has no forward.*MlpBlock"),
+        (MlpStack, {"units": ("MlpBlock",)}, TypeError, "units must be 'auto'"),
+        (MlpStack, {"units": ()}, TypeError, "units must be 'auto'"),
+        (MlpStack, {"min_params": 1.5}, TypeError, "min_params must be an int"),
+        (MlpStack, {"reshard": True}, TypeError, "unexpected keyword argument .reshard"),
+        (MlpStack, {"unit": []}, TypeError, "argument 'unit'; did you mean 'units'"),
+        (MlpStack, {"module": None}, TypeError, "unexpected keyword argument .module"),
+        (MlpStack, {"reshard_after_forward": 3}, ValueError, "must divide the 4 ranks"),
+        (MlpStack, {"overrides": lambda *_: 1}, TypeError, "overrides returned 1 for unit"),
+        (MlpStack, {"overrides": lambda *_: {"x": 1}}, TypeError, "for unit .* argument 'x'"),
+        (MlpStack, {"overrides": lambda *_: {"mesh": 4}}, TypeError, "mesh must be a DeviceMesh"),
+        (MlpStack, {"overrides": lambda *_: {"ignored_params": set()}}, TypeError, "whole model"),
         (blocks_with_a_scalar, {}, ValueError, "'temperature' is a scalar"),
         (lambda: nn.ModuleList([linear()] * 2), {}, ValueError, "the root is a ModuleList"),
-        (
-            lambda: MlpStack().to("meta"),
-            {"sync_init": True},
-            ValueError,
-            r"no values.*'blocks.2.up.weight'",
-        ),
+        (lambda: blocks(2).to("meta"), {"sync_init": True}, ValueError, "no values.*'1.up.weight'"),
     ],
 )
 @on_fake_ranks(4)
