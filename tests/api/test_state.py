@@ -1,6 +1,5 @@
 """State dicts, saved by torch: what is in them, on which rank."""
 
-import contextlib
 import copy
 import io
 import pickle
@@ -9,11 +8,9 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
-import meshard
 from tests.support.against_plain import inputs_of, sharded_and_plain
 from tests.support.models import MlpStack
 from tests.support.parity import assert_same, full_state
@@ -66,14 +63,6 @@ def test_a_state_dict_is_pickled_and_copied():
         assert_same(full_state(model), full_state(plain), bitwise=True)
 
 
-@on_ranks(2)
-def test_rank_0_is_warned_when_it_pickles_its_shards_beside_plain_buffers():
-    model = meshard.fully_shard(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
-    warned = pytest.warns(UserWarning, match="holds its own shards only")
-    with warned if dist.get_rank() == 0 else contextlib.nullcontext():
-        torch.save(model.state_dict(), io.BytesIO())
-
-
 @pytest.mark.parametrize("keep_vars", [False, True])
 @pytest.mark.parametrize("is_manual", [False, True])
 @on_ranks(2)
@@ -105,11 +94,20 @@ def test_a_unit_that_is_resharded_while_its_state_dict_is_made_has_its_shards():
 
 @pytest.mark.parametrize(
     ("what", "mesh_shape"),
-    [("sharded", (2,)), ("sharded", (2, 1)), ("copied", (2,)), ("full", (2,)), ("made full", (2,))],
+    [
+        ("sharded", (2,)),
+        ("sharded", (2, 1)),
+        ("beside a buffer", (2,)),
+        ("copied", (2,)),
+        ("full", (2,)),
+        ("made full", (2,)),
+    ],
 )
 @on_ranks(2)
 def test_rank_0_is_warned_that_it_saves_its_shards_only(what, mesh_shape):
     _, model, _ = sharded_case("mlp_stack", mesh_shape)
+    if what == "beside a buffer":
+        model.register_buffer("plain", torch.ones(1))
     options = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state = get_model_state_dict(model, options=options) if what == "full" else model.state_dict()
     if what == "copied":
