@@ -1,7 +1,5 @@
 """Setters of FSDP2, on every unit and at any time between steps."""
 
-import pickle
-
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -41,18 +39,6 @@ def test_the_last_call_of_the_setters_counts():
     ]:
         getattr(model, setter)(value)
         assert counts_of_a_step(model) == expected
-
-
-@pytest.mark.parametrize("mode", GradientSync)
-@on_fake_ranks(4)
-def test_a_mode_does_what_it_says(mode):
-    model = sharded()
-    model.set_gradient_sync(mode)
-    _, num_scattered, num_all_reduced = counts_of_a_step(model)
-    assert (num_scattered > 0) is mode.reduces
-    assert (num_all_reduced > 0) is mode.over_replicas
-    assert bool(meshard.pending_gradients(model)) is not mode.ends_window
-    assert pickle.loads(pickle.dumps(mode)) is GradientSync(mode.value) is mode
 
 
 @spread(before=list(GradientSync), inside=[GradientSync.FULL, GradientSync.NONE])

@@ -61,11 +61,9 @@ def test_norms_and_clipping_over_mixed_meshes_are_those_of_unsharded_gradients()
         assert_same(full_grads(model), full_grads(plain), what=f"clipped by {norm_type}-norm")
 
 
-def norm_of_drawn_shapes(mesh_shape, shapes, dtypes, norm_type, max_norm):
+def norm_of_gradients(mesh_shape, grads, dtypes, norm_type, max_norm):
     """Every rank has the same gradients; the last parameter is not sharded."""
-    generator = torch.Generator().manual_seed(0)
-    grads = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-    model = Table(shapes, dtypes)
+    model = Table([grad.shape for grad in grads], dtypes)
     mesh = init_device_mesh("cpu", mesh_shape)
     meshard.fully_shard(model, mesh, ignored_params={model.params[-1]})
     model(torch.zeros(()), grads).backward()
@@ -89,10 +87,10 @@ def test_norms_of_any_shapes_are_those_of_unsharded_gradients(
     if narrow:
         dtypes[0] = dtypes[-1] = torch.float32
     coarsest = torch.float32 if narrow else torch.float64
-    args = (mesh, shapes, dtypes, norm_type, max_norm)
-    results = run_threads(norm_of_drawn_shapes, math.prod(mesh), *args)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    args = (mesh, whole, dtypes, norm_type, max_norm)
+    results = run_threads(norm_of_gradients, math.prod(mesh), *args)
     flat = torch.cat([gradient.flatten() for gradient in whole])
     expected = torch.linalg.vector_norm(flat, norm_type)
     scale = min(1.0, max_norm / (expected.item() + 1e-6))
