@@ -232,9 +232,9 @@ def early_divisor(divisors: Divisors, shard_count: int) -> int:
 
 def _near_root(divisor: Fraction) -> Fraction:
     """Return a power of two near the square root of ``divisor``; 1 if that is below 1."""
-    # The caller divides by it before the sum, and by the rest after the sum. If the two cannot be
-    # equal, as for 8 = 4 * 2, the larger one comes first: that risks underflow, which loses small
-    # values only, rather than overflow, which spoils the step.
+    # The caller divides by this power before the sum, and by the rest after the sum. If two powers
+    # are equally near, as for 8 (2 * 4 or 4 * 2), the larger one is returned: that risks underflow,
+    # which loses small values only, rather than overflow, which spoils the step.
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 

@@ -202,8 +202,8 @@ class Buckets:
         """
         # has_reduced is the same on all ranks, even if some have raised an error.
         is_late = not self._is_final and self.units[0].gradients.has_reduced
-        # As in DDP, communication hooks may keep state per bucket from their third reduction on, so
-        # the buckets must not change after that.
+        # As in DDP, a communication hook may keep state per bucket once it has averaged the buckets
+        # of two windows. From then on the buckets must not change.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
             without_modes(self._rebuild)
@@ -219,8 +219,8 @@ class Buckets:
         for unit in self.units:
             assert isinstance(unit.group.unit_params, ReplicatedParams)
             unit.group.unit_params.unhook()
-        # Each of these optimizers may step parameters of any new bucket, so each new bucket gets
-        # all of them. ``find_overlapped`` finds out which optimizer steps a given parameter.
+        # An overlapped optimizer of an old bucket may step parameters of any new bucket, so each
+        # new bucket gets all of them. ``find_overlapped`` checks which parameters each one steps.
         overlapped = {each for unit in self.units for each in unit.group.overlapped}
         self._fill(order)
         for unit in self.units:

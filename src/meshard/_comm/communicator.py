@@ -262,7 +262,8 @@ class CommSettings:
 
 def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the backend of ``group`` can allocate memory on ``device``."""
-    # A private method: torch has no public one for memory that NCCL sends without a copy.
+    # torch does not document this method. It has no public one for memory that NCCL sends without a
+    # copy.
     return bool(backend_of(group, device).supports_tensor_alloc(device))
 
 

@@ -31,8 +31,8 @@ from typing import Any
 import torch.distributed as dist
 
 _DEFAULT_SECONDS = 60.0
-# A rank first waits this long for the verdict of its exchange. After that it polls for the verdict
-# and for errors of other groups. It does so because torch logs each wait that times out.
+# A rank first waits this long for the verdict of its exchange. After that it polls, both for the
+# verdict and for errors of other groups: torch would log each further wait that times out.
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
@@ -44,11 +44,13 @@ REMEDY = (
     "use."
 )
 
-# By default group: how many rounds have ended in an error on this rank.
+# The key is the default process group, which may be destroyed and made again. The value says how
+# many rounds have ended in an error on this rank.
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round, over all models.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# How many roots communicate through each group. ``name_root`` numbers them, alike on all ranks.
+# By group: how many roots were ever made that communicate through it, without copies of roots.
+# ``name_root`` numbers them by this count, alike on all ranks.
 _num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -149,7 +151,7 @@ class _Exchange:
         if self._store.add(f"{self._keys}/came", 1) < len(self._ranks):
             return self._wait()
         verdict = self._decide("nothing")
-        # All ranks have left the previous exchange, so its keys can be deleted.
+        # All ranks have come to this exchange, so none still reads the keys of the previous one.
         if verdict == _GO and self._number > 0:
             for name in ("first", "came", "verdict"):
                 self._store.delete_key(f"{self._of_group}/{self._number - 1}/{name}")

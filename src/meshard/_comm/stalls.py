@@ -30,7 +30,8 @@ _IS_CAPTURING = "is_current_stream_capturing"  # torch.cuda has it, not every de
 _EVENTS = 1024  # how many collectives of a device are remembered at most
 _logger = logging.getLogger("meshard")
 
-# An operation and the name of its unit. Other collectives have a purpose instead, as in "(norm)".
+# An operation, and the name of the unit that it serves. If it serves no unit, the second string is
+# its purpose, in parentheses: "(norm)".
 Collective = tuple[str, str]
 
 
@@ -147,8 +148,9 @@ class WatchedStream:
         """Report the first collective that is not over, if none has ended for ``seconds``."""
         events = self._events
         with self._on_device():
-            # A query would invalidate a graph capture that is under way. So events younger than
-            # ``seconds`` are not queried, such as those of the warm-up right before a capture.
+            # A query would invalidate a graph capture that is under way. Until ``add`` clears them,
+            # the events of the warm-up right before the capture are still here. They are young, so
+            # events younger than ``seconds`` are not queried.
             self._forget_if_over(now, most=_EVENTS, queued_by=now - seconds)
         if not events or now - max(events[0][1], self._moved_at) < seconds:
             return

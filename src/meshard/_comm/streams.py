@@ -84,9 +84,9 @@ class _EventInFlight:
 
     def __del__(self) -> None:
         if self._keep:
-            # The caller has dropped the work without a wait, for example with the model. Rule 3
-            # still requires a wait. The current stream must not wait: the garbage collector may
-            # call this at any time, even while the current stream is captured.
+            # The caller has dropped the work without a wait, for example by deleting the model.
+            # Rule 3 still requires that compute waits. It is ``_compute`` that waits, not the
+            # current stream: the garbage collector may call this while that one is captured.
             self._order(self._compute)
 
 

@@ -217,9 +217,10 @@ class GradientAccumulator:
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
-        # Two optimizers may each clear half of the parameters. U and Q become None only when all
-        # parameters of their layout were cleared, and not when those that this rank used were:
-        # other ranks may have used others, and all must agree on whether gradients are pending.
+        # Two optimizers may each clear half of the parameters, so ``_cleared`` adds up. U and Q
+        # become None once all parameters of their layout are cleared. To clear those that this rank
+        # used is not enough: other ranks may have used others, and all ranks must agree on whether
+        # gradients are pending.
         self._cleared |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
@@ -448,8 +449,8 @@ class GradientAccumulator:
             average=average and functools.partial(average, layout),
         )
         # In a large unit, packing also divides. A small unit is packed by one kernel, which cannot
-        # divide. Hooks must see undivided values, so with hooks the division comes later too. All
-        # ranks decide alike, because only settings and groups are read.
+        # divide. Reduce hooks must see undivided values, and a communication hook (``average``)
+        # does its own division. All ranks decide alike: layout, settings and groups are the same.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:

@@ -49,8 +49,8 @@ class GradBucket:
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
-        # The buffer has the elements of each parameter in memory order. The view of a channels_last
-        # parameter has its shape, but the elements are not at their indices. DDP has the same.
+        # The buffer has the elements of each parameter in memory order. So for a channels_last
+        # parameter the view has the right shape, but its elements in another order, as in DDP.
         pairs = zip(self._layout.ranges, self.parameters(), strict=True)
         return [self._layout.part_of(self._buffer, i).view(param.shape) for i, param in pairs]
 

@@ -237,7 +237,8 @@ class ShardedGrads(PublishedGrads):
             self._take_edits(published)
             gone = frozenset(index for index in published.used if not self._is_ours(index))
             if gone:
-                # In a copy, because the user may still hold an earlier .grad, a view of these sums.
+                # ``without`` erases in place. So it gets a copy of the sums, because the user may
+                # still hold an earlier .grad, which is a view of them.
                 published = published._replace(flat=published.flat.clone()).without(gone)
         if published is not None:
             new, published = in_one_layout(new, published)

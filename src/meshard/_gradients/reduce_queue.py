@@ -76,7 +76,8 @@ class ReduceQueue:
         """
         if not over_replicas and gradients.is_replicated:
             # Under replicate the shard group has one rank, so REDUCE_SCATTER would send nothing.
-            # This does the same as NONE, which gives the same sum, in the bucket if that is free.
+            # The unit accumulates instead, as under NONE: the sum is the same, and lies in the
+            # bucket if that is free.
             self.accumulate(gradients, settings)
             return
         if gradients.num_in_flight:
@@ -85,8 +86,8 @@ class ReduceQueue:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings, usual_factor)
         if self._comm.waits_block_host:
-            # This comes before the new reduction allocates, so that it can use memory that earlier
-            # ones free. Those ran during the backward of this unit, so the wait for them is short.
+            # Advance before the new reduction allocates: it can then use memory that the earlier
+            # reductions free. They ran during the backward of this unit, so the wait is short.
             self._advance()
         with unrecorded():
             in_flight = gradients.start_reduce(

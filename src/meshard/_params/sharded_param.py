@@ -309,8 +309,8 @@ class ShardedParam(UnitParam):
         return placement.missing_sum(gradient.placements)
 
 
-# A step calls the functions below several times for all parameters of a unit. For speed, each is
-# one loop without calls inside.
+# A step calls the functions below several times for all parameters of a unit. For speed, their
+# loops call no Python function, except to change ``requires_grad``.
 
 
 def take_flags(params: Sequence[UnitParam]) -> int:

@@ -202,7 +202,7 @@ class CustomParam:
             if storage.nbytes() != num_bytes:
                 storage.resize_(num_bytes)
         unsharded = self._param.unsharded
-        # Otherwise autograd would take the filling for an in-place change of a saved tensor.
+        # Keep the version, or autograd would take the filling for a change of a saved tensor.
         with keeping_version(unsharded, plain_of(unsharded)):
             post(tuple(outputs), self._metadata, self._param_dtype, out=unsharded)
         if unsharded.shape != self._param.sharded.shape:
