@@ -23,14 +23,17 @@ from tests.support.spread import mostly_slow
 WIDTH = 256
 
 
-def mlp_job(*, shard=meshard.fully_shard, depth=6, width=WIDTH, device="cuda", **options):
-    """Return a step of a model whose parameters divide evenly, without biases."""
+def mlp(*, shard=meshard.fully_shard, depth=6, width=WIDTH, device="cuda", **options):
+    """Return a model whose parameters divide evenly, without biases."""
     with torch.device(device):
         model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(depth)))
-    if shard is meshard.fully_shard:
-        for layer in model:
-            shard(layer, **options)
-    shard(model, **options)
+    for module in (*model, model) if shard is meshard.fully_shard else [model]:
+        shard(module, **options)
+    return model
+
+
+def mlp_job(*, width=WIDTH, device="cuda", **options):
+    model = mlp(width=width, device=device, **options)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def step():
@@ -105,11 +108,9 @@ def test_the_parts_add_up():
 
 def test_the_peak_names_its_unit():
     def job():
-        narrow, wide = nn.Linear(64, 64), nn.Linear(64, 4096)
-        model = nn.Sequential(narrow, wide, nn.Linear(4096, 8))
-        for layer in model:
-            meshard.fully_shard(layer)
-        meshard.fully_shard(model)
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 4096), nn.Linear(4096, 8))
+        for module in (*model, model):
+            meshard.fully_shard(module)
         return lambda: model(torch.ones(1, 64)).sum().backward()
 
     planned = plan(job, world_size=4)
@@ -137,9 +138,8 @@ def test_optimizers_of_devices_step_lists_of_tensors():
 def test_what_is_sent_counts_for_the_unit_whose_gradients_it_has():
     def job():
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4096))
-        for layer in model[:2]:
-            meshard.fully_shard(layer)
-        meshard.fully_shard(model)
+        for module in (*model[:2], model):
+            meshard.fully_shard(module)
         return lambda: model(torch.ones(1, 16)).sum().backward()
 
     units = {unit.label: unit for unit in plan(job, world_size=4).units}
@@ -181,9 +181,8 @@ def test_a_job_may_be_written_for_a_device():
         dist.init_process_group("nccl")
         mesh = init_device_mesh("cuda", (dist.get_world_size(),))
         model = nn.Sequential(MlpBlock(64, 128), MlpBlock(64, 128)).cuda().to("cuda:0")
-        for block in model:
-            meshard.fully_shard(block, mesh)
-        meshard.fully_shard(model, mesh)
+        for module in (*model, model):
+            meshard.fully_shard(module, mesh)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
         scaler = meshard.ShardedGradScaler("cpu")
         losses = []
@@ -210,13 +209,10 @@ def test_a_job_may_be_written_for_a_device():
 def test_norms_by_torch_and_groups_by_any_name():
     def job():
         init_process_group("gloo")
-        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
-        for layer in model:
-            meshard.fully_shard(layer)
-        meshard.fully_shard(model)
+        model = mlp(depth=2, device="cpu")
 
         def step():
-            model(torch.ones(1, 256)).sum().backward()
+            model(torch.ones(1, WIDTH)).sum().backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             if norm.full_tensor().item() > 0:
                 raise ArithmeticError("the norm was computed")
@@ -371,11 +367,7 @@ def test_only_blocks_without_a_checkpoint_are_to_be_checkpointed(recompute):
 
 def test_a_setting_that_is_in_force_is_not_advised():
     def job():
-        with torch.device("cuda"):
-            model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
-        for layer in model:
-            meshard.fully_shard(layer, reshard_after_forward=True)
-        meshard.fully_shard(model, reshard_after_forward=True)
+        model = mlp(reshard_after_forward=True)
         model.set_reduce_scatter_max_input_buffers(1)
         return lambda: model(torch.ones(1, WIDTH, device="cuda")).sum().backward()
 
@@ -415,7 +407,6 @@ def test_a_picture_is_drawn(tmp_path):
 
 def test_the_first_difference_to_a_run_is_named():
     planned = plan(partial(make_job, "gpt"), world_size=2, device_type="cpu")
-
     ran = SimpleNamespace(events=[*planned.events[:3], *planned.events[4:]])
     compared = planned.compare(ran)
     third, fourth = planned.events[3:5]
