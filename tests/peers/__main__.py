@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from tests.peers import gradients, programs, state, use
+from tests.peers import gradients, programs, state
 from tests.peers.both import LIBRARIES, SITUATIONS, Situation, run
 from tests.support.rank_pool import RankError, RankPool
 
@@ -42,7 +42,7 @@ PAGE = {
     "a module of a unit is not used": programs.a_module_of_a_unit_is_not_used,
     "a divide factor of 3 on gloo": gradients.divide_by_three,
     "float32 and bfloat16 parameters in one unit": gradients.mixed_dtypes_in_a_unit,
-    "a float32 adapter beside a frozen bfloat16 base": use.an_adapter_beside_a_narrow_base,
+    "a float32 adapter beside a frozen bfloat16 base": gradients.an_adapter_beside_a_narrow_base,
     "parameters frozen, later thawed, between steps": state.frozen_between_steps,
     "parameters thawed under mixed precision": state.thawed_under_mixed_precision,
     "`param.register_hook`": state.hooked,
@@ -53,7 +53,7 @@ PAGE = {
         programs.resharding_after_forward_toggled_for_some
     ),
     "a submodule run by itself, then the whole trained": state.a_part_first,
-    "norms and clipping over two meshes": use.norms_over_meshes,
+    "norms and clipping over two meshes": gradients.norms_over_meshes,
 }
 
 

@@ -6,11 +6,14 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import Shard
 
+import meshard
 from tests.peers import both
-from tests.peers.both import compare_gradients, counting_gathers, mesh_of, shard
-from tests.support.models import Made, MixedDtypeBlock, Ones, seeded
+from tests.peers.both import batch, compare_gradients, mesh_of, shard
+from tests.support.models import Adapted, Made, MixedDtypeBlock, MlpStack, Ones, seeded
+from tests.support.parity import assert_same, full_grads
 
 situation = partial(both.situation, num_ranks=4)
 
@@ -74,24 +77,11 @@ def many_ones(lib):
     return values_after(unit, *[("R", 1.0, 1.0)] * 511, ("F", 1.0, 1.0))[0]
 
 
-@situation(2.5)
-def one_shard_float16(lib):
-    unit = two(lib, (4, 1), reduce_dtype=torch.float16)
-    unit.set_gradient_divide_factor(4.0)
-    return values_after(unit, ("F", 2.5, 2.5))[0]
-
-
 @situation(3.33)
 def divide_by_three(lib):
     unit = two(lib)
     unit.set_gradient_divide_factor(3.0)
     return round(values_after(unit, ("F", 2.5, 2.5))[0], 2)
-
-
-@situation((2.0, 3.0))
-def first_used_at_the_end(lib):
-    unit = two(lib, param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return values_after(unit, ("N", 1.0), ("F", 1.0, 3.0))
 
 
 @situation("RuntimeError")
@@ -101,37 +91,6 @@ def step_in_an_open_window(lib):
     run(unit, ("R", 1.0, 1.0))
     optimizer.step()
     return unit.a.full_tensor()[0].item()
-
-
-@situation("ValueError")
-def factor_of_zero(lib):
-    unit = two(lib)
-    unit.set_gradient_divide_factor(0)
-    return values_after(unit, ("F", 1.0, 1.0))
-
-
-@situation("ValueError")
-def factor_of_nan(lib):
-    unit = two(lib, (4, 1))
-    unit.set_force_sum_reduction_for_comms(True)
-    unit.set_gradient_divide_factor(float("nan"))
-    return str(values_after(unit, ("F", 1.0, 1.0))[0])
-
-
-@situation(0)
-def gathers_after_a_forward_alone(lib):
-    """How many gathers a step has more, because a forward without backward came before it."""
-    net, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.ones(1, 4)
-    shard(lib, *net, net, mesh=mesh_of(2, 2))
-    optimizer, counts = torch.optim.SGD(net.parameters(), lr=0.1), []
-    for alone in (False, False, True):
-        if alone:
-            net(x)
-            optimizer.step()
-        with counting_gathers(lib, net, counts):
-            net(x).sum().backward()
-        optimizer.step()
-    return counts[2] - counts[1]
 
 
 @situation("right")
@@ -176,3 +135,52 @@ def a_head_in_the_loss_of_some_ranks(lib):
     loss = main.sum() + (auxiliary.sum() if dist.get_rank() % 2 else 0)
     loss.backward()
     return tuple(head.bias.grad.full_tensor()[0].item() for head in (net.main, net.auxiliary))
+
+
+@both.situation("right")
+def an_adapter_beside_a_narrow_base(lib, is_frozen=True):
+    """float32 beside a bfloat16 base, in one unit, computed in bfloat16."""
+    plain, policy = seeded(Adapted(6)), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    plain.base.bfloat16().requires_grad_(not is_frozen)
+    unit = shard(lib, copy.deepcopy(plain), mp_policy=policy)
+    for each in (unit, plain.bfloat16()):
+        each(torch.ones(2, 6, dtype=torch.bfloat16)).sum().backward()
+    found, expected = (
+        {name: None if grad is None else grad.float() for name, grad in full_grads(each).items()}
+        for each in (unit, plain)
+    )
+    assert_same(found, expected, torch.bfloat16)
+    return "right"
+
+
+@both.situation("right")
+def an_adapter_beside_a_narrow_base_that_trains(lib):
+    return an_adapter_beside_a_narrow_base(lib, is_frozen=False)
+
+
+@both.situation(2.0)
+def a_factor_on_a_root_without_parameters(lib):
+    """Told not to divide: the sum over two ranks is 2."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    shard(lib, *model, model)
+    for unit in (*model, model):
+        unit.set_force_sum_reduction_for_comms(True)
+    model.set_gradient_divide_factor(1.0)
+    model(torch.ones(1, 2)).sum().backward()
+    return model[1].bias.grad.full_tensor()[0].item()
+
+
+@both.situation("right")
+def norms_over_meshes(lib):
+    """Over two meshes, and a parameter that is on none."""
+    plain = seeded(MlpStack())
+    model = copy.deepcopy(plain)
+    shard(lib, model.blocks[0], mesh=mesh_of(1, 2))
+    shard(lib, model, ignored_params={model.shift})
+    for each in (model, plain):
+        each(batch()[0]).sum().backward()
+    clip = meshard.clip_grad_norm_ if lib is meshard else torch.nn.utils.clip_grad_norm_
+    norm = clip(model.parameters(), 0.1)
+    assert_same(norm, torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1))
+    assert_same(full_grads(model), full_grads(plain))
+    return "right"

@@ -219,8 +219,3 @@ def widths(lib, first, second):
 @situation("right")
 def even_shards_of_the_largest_dim(lib):
     return widths(lib, 10, 4).train()
-
-
-@situation("right")
-def uneven_shards_of_the_largest_dim(lib):
-    return widths(lib, 9, 5).train()

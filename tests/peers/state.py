@@ -1,14 +1,9 @@
 """Parameters and their state, where torch's own fully_shard is wrong about them."""
 
-import copy
-
 import torch
-from torch import nn
-from torch.optim.swa_utils import AveragedModel
 
-from tests.peers.both import Both, batch, shard, situation
-from tests.support.models import MlpStack, seeded
-from tests.support.parity import assert_same, full_grads
+from tests.peers.both import Both, batch, situation
+from tests.support.models import MlpStack
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -68,32 +63,6 @@ def frozen_under_mixed_precision(lib):
     return both.is_right()
 
 
-@situation("right")
-def stepped_after_an_evaluation(lib):
-    both = Both(lib)
-    both.backward()
-    both.forward()
-    both.each(lambda model: torch.optim.SGD(model.parameters(), lr=0.5, foreach=True).step())
-    ours, theirs = both.forward()
-    return "right" if torch.allclose(ours, theirs, atol=1e-5) else "stale"
-
-
-@situation("right")
-def initialised_after_an_evaluation(lib):
-    return after(lambda model: nn.init.constant_(model.scale, 0.5), lib, evaluates=True)
-
-
-@situation("right")
-def an_optimizer_built_after_an_evaluation(lib):
-    both = Both(lib)
-    both.forward()
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.5) for model in both.pair]
-    both.backward()
-    for optimizer in optimizers:
-        optimizer.step()
-    return both.is_right()
-
-
 @situation(("right", "right"))
 def a_part_first(lib):
     """A submodule is evaluated by itself, then the whole is trained."""
@@ -106,80 +75,14 @@ def a_part_first(lib):
 
 
 @situation("right")
-def inference_first(lib):
-    both = Both(lib)
-    with torch.inference_mode():
-        both.model(batch()[0])
-    return both.is_right()
-
-
-@situation("right")
-def copied(lib):
-    both = Both(lib)
-    both.model = copy.deepcopy(both.model)
-    return both.is_right()
-
-
-@situation("right")
-def averaged(lib):
-    both = Both(lib)
-    averages = [AveragedModel(model) for model in both.pair]
-    for average, model in zip(averages, both.pair, strict=True):
-        average.update_parameters(model)
-    both.model, both.plain = (average.module for average in averages)
-    return both.is_right()
-
-
-def other_state():
-    return seeded(MlpStack(), 5).state_dict()
-
-
-@situation("right")
-def loaded_from_whole_tensors(lib):
-    return after(lambda model: model.load_state_dict(other_state()), lib)
-
-
-@situation("right")
-def assigned_from_whole_tensors(lib):
-    return after(lambda model: model.load_state_dict(other_state(), assign=True), lib)
-
-
-@situation("right")
-def parameter_assigned(lib):
-    def assign(model):
-        model.blocks[1].up.weight = nn.Parameter(torch.full((10, 6), 0.1))
-
-    return after(assign, lib, evaluates=True)
-
-
-@situation("right")
 def part_cast(lib):
     """A child is cast and cast back, which rounds its values."""
     return after(lambda model: model.blocks[1].up.bfloat16().float(), lib, evaluates=True)
 
 
 @situation("right")
-def cast_after_an_evaluation(lib):
-    both = Both(lib)
-    both.forward()
-    for model in both.pair:
-        model.double()
-        model(batch()[0].double()).sum().backward()
-    assert_same(full_grads(both.model), full_grads(both.plain), torch.float64)
-    return "right"
-
-
-@situation("right")
 def cast_and_cast_back_after_an_evaluation(lib):
     return after(lambda model: model.bfloat16().float(), lib, evaluates=True)
-
-
-@situation("works")
-def channels_last(lib):
-    layer = nn.Conv2d(4, 4, 3).to(memory_format=torch.channels_last)
-    shard(lib, layer)
-    layer(torch.ones(1, 4, 5, 5)).sum().backward()
-    return "works"
 
 
 @situation("right")

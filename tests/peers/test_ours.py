@@ -13,12 +13,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import Shard
 
 import meshard
-from tests.peers import gradients, programs, state, use
+from tests.peers import gradients, programs, state
 from tests.peers.both import SITUATIONS, run
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 
-FILES = (gradients, programs, state, use)  # which fill SITUATIONS
+FILES = (gradients, programs, state)  # which fill SITUATIONS
 
 
 @pytest.mark.slow
