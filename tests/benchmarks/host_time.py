@@ -26,6 +26,13 @@ KINDS = ("plain", "torch", "meshard", "flat")
 PHASES = ("forward", "backward", "optimizer", "zero_grad")
 
 
+def blocks_of(units, layers, width):
+    return [
+        nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+        for _ in range(units)
+    ]
+
+
 def stepper(kind, blocks, x):
     """Return what runs a step and returns the CPU seconds of its phases."""
     model = nn.Sequential(*blocks)
@@ -56,10 +63,7 @@ def show_added(num_units, layers, rounds, world=8, width=16):
         steps = {}
         for kind in KINDS:
             torch.manual_seed(0)
-            blocks = [
-                nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-                for _ in range(num_units)
-            ]
+            blocks = blocks_of(num_units, layers, width)
             steps[kind] = stepper(kind, blocks, torch.ones(1, width))
         _, found = in_turns(steps, rounds=rounds, warm_up=5)
         del steps, blocks

@@ -47,6 +47,7 @@ class Network:
         return self.latency * math.log2(ranks) + num_bytes * (ranks - 1) / ranks / bandwidth
 
 
+NOTHING = Network(inside=float("inf"), across=float("inf"), latency=0.0)
 _network = Network()
 
 

@@ -6,15 +6,13 @@ most that a trace adds.
 
 import statistics
 import tempfile
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
+from tests.benchmarks.host_time import blocks_of, stepper
 from tests.benchmarks.rounds import in_turns, show
 from tests.support.ranks import fake_group
 
@@ -22,26 +20,14 @@ from tests.support.ranks import fake_group
 def run(units=48, rounds=60, layers=6, world=8, width=16):
     torch.set_num_threads(1)
     with fake_group(world), tempfile.TemporaryDirectory() as folder:
-        blocks = [
-            nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
-            for _ in range(units)
-        ]
-        model = nn.Sequential(*blocks)
-        mesh = init_device_mesh("cpu", (world,))
-        for module in (*model, model):
-            meshard.fully_shard(module, mesh)
-        optimizer = meshard.flat_optimizer(model, torch.optim.AdamW, lr=0.0, foreach=True)
+        step = stepper("flat", blocks_of(units, layers, width), torch.ones(1, width))
 
-        def step(context):
+        def seconds(context):
             with context:
-                start = time.thread_time()
-                model(torch.ones(1, width)).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return time.thread_time() - start
+                return sum(step().values())
 
         path = Path(folder) / "trace.json"
-        steps = {"off": lambda: step(nullcontext()), "on": lambda: step(meshard.trace(path))}
+        steps = {"off": lambda: seconds(nullcontext()), "on": lambda: seconds(meshard.trace(path))}
         _, found = in_turns(steps, rounds=rounds, warm_up=5)
         content = path.stat().st_size
     off, on = (1e6 / units * statistics.median(found[name]) for name in steps)

@@ -9,8 +9,7 @@ from meshard import CPUOffloadPolicy
 from tests.benchmarks import contenders
 from tests.benchmarks.contenders import OURS, OURS_WHOLE, PEER, PEER_WHOLE, Configuration
 from tests.benchmarks.memory import formula
-from tests.benchmarks.network import NOTHING
-from tests.benchmarks.pretend_network import pretend_group
+from tests.benchmarks.pretend_network import NOTHING, pretend_group
 from tests.support.parity import assert_same, full_state
 from tests.support.sharding import shard_blocks
 

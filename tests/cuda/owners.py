@@ -6,8 +6,7 @@ import torch
 import torch.distributed as dist
 
 import meshard
-from tests.benchmarks.network import NOTHING
-from tests.benchmarks.pretend_network import pretend_group
+from tests.benchmarks.pretend_network import NOTHING, pretend_group
 from tests.benchmarks.rounds import in_turns, medians
 from tests.cuda.device import on_ranks
 from tests.cuda.times import kernels_of

@@ -16,8 +16,7 @@ from meshard import CommLedger
 from meshard.planning import Link, measure, measuring, plan
 from tests.benchmarks import contenders
 from tests.benchmarks.contenders import OURS, OURS_WHOLE, PLAIN
-from tests.benchmarks.network import NOTHING
-from tests.benchmarks.pretend_network import Network, pretend_group
+from tests.benchmarks.pretend_network import NOTHING, Network, pretend_group
 from tests.cuda.device import NotRehearsed
 from tests.cuda.memory import LARGE, TINY
 from tests.cuda.times import WIDE

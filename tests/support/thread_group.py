@@ -242,9 +242,6 @@ _REDUCE = {
     dist.ReduceOp.PRODUCT: _fold(torch.mul),
     dist.ReduceOp.MIN: _fold(torch.minimum),
     dist.ReduceOp.MAX: _fold(torch.maximum),
-    dist.ReduceOp.BAND: _fold(torch.bitwise_and),
-    dist.ReduceOp.BOR: _fold(torch.bitwise_or),
-    dist.ReduceOp.BXOR: _fold(torch.bitwise_xor),
 }
 
 
