@@ -20,8 +20,10 @@ import meshard
 from meshard.planning import plan
 from tests.planning.jobs import MODELS, make_job
 from tests.support.ranks import on_ranks
+from tests.support.spread import mostly_slow
 
 TWO_RANKS = [
+    {"name": "adapters", "how": "overlap"},
     *({"name": name, "reshard": reshard} for name in MODELS for reshard in (True, False)),
     *(
         {"name": name, "mode": mode, "num_microbatches": number}
@@ -100,14 +102,7 @@ def check(planned, options):
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{"name": "adapters", "how": "overlap"}], ids=str)
-def test_a_plan_is_what_happens(options, planned):
-    check(planned, options)
-
-
-@pytest.mark.slow
-@on_ranks(2)
-@pytest.mark.parametrize("options", TWO_RANKS, ids=str)
+@pytest.mark.parametrize("options", mostly_slow(TWO_RANKS, TWO_RANKS[0]), ids=str)
 def test_plans_for_two_ranks(options, planned):
     check(planned, options)
 
