@@ -5,7 +5,7 @@ import math
 import pytest
 
 from tests.clients.peers import CLIENTS
-from tests.clients.scripts import PAGES, Server, script
+from tests.clients.scripts import Server
 
 pytestmark = [pytest.mark.slow, pytest.mark.extras]
 
@@ -26,8 +26,3 @@ def test_losses_are_those_of_torch(server, client):
     assert any(of_torch) and len(ours) == client.num_ranks
     assert all(math.isfinite(loss) for losses in ours for loss in losses)
     assert ours == of_torch
-
-
-@pytest.mark.parametrize("client", CLIENTS, ids=lambda client: client.page)
-def test_scripts_are_short(client):
-    assert len(script(PAGES / f"{client.page}.md").splitlines()) < 60
