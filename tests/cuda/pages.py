@@ -14,10 +14,9 @@ from pathlib import Path
 from tests import ROOT
 from tests.clients.scripts import of_torch
 from tests.cuda.device import NotRehearsed
-from tests.house.pages import blocks
+from tests.house.pages import PAGES, blocks
 
 JOBS, SECONDS = 8, 80
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = {  # with arguments
     "checkpoint_elsewhere": [],
     "drop_ranks": [],

@@ -15,6 +15,9 @@ import textwrap
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests import ROOT
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FENCE = re.compile(
     r"^(?P<indent> *)```python\b[^\n]*\n(?P<code>.*?)^ *```[ \t]*$", re.DOTALL | re.MULTILINE
 )

@@ -13,10 +13,9 @@ import torch.distributed as dist
 
 import meshard
 from tests import ROOT
-from tests.house.pages import blocks
+from tests.house.pages import PAGES, blocks
 
 SECONDS = 240
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 MODULES = [each.name for each in pkgutil.walk_packages(meshard.__path__, "meshard.")]
 NO_NUMPY = "ignore:Failed to initialize NumPy"  # torch works without it
 # Of these pages: transformers, safetensors, checkpoints.

@@ -8,11 +8,10 @@ import sys
 import pytest
 
 from tests import ROOT
-from tests.house.pages import blocks
+from tests.house.pages import PAGES, blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.extras, pytest.mark.timeout(900)]
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 # What torch's types do not know: that a parameter or a gradient is a DTensor, and that a slice of a
 # Sequential is one.

@@ -14,6 +14,7 @@ import torch.distributed.fsdp as torch_fsdp
 
 import meshard
 from tests import ROOT
+from tests.house.pages import PAGES
 from tests.house.test_pages import LINK
 
 # Names of torch.distributed.fsdp (FSDP2), under which meshard has its own.
@@ -30,22 +31,12 @@ FSDP2_NAMES = [
     "share_comm_ctx",
 ]
 SINCE = {"DataParallelMeshDims": "2.12", "GradientReductionHandle": "2.15"}
-OWN_NAMES = [
-    "CommLedger",
-    "GradientSync",
-    "ShardPlacementResult",
-    "describe",
-    "fully_shard_units",
-    "materialize",
-    "overlap_optimizer",
-]
 
 
-# Methods that FSDP2 has, with their arguments.
 def test_names_of_fsdp2_exist_here_and_there():
     names = [name for name in FSDP2_NAMES if torch.__version__ >= SINCE.get(name, "")]
     assert [name for name in names if not hasattr(torch_fsdp, name)] == []
-    assert [name for name in FSDP2_NAMES + OWN_NAMES if name not in meshard.__all__] == []
+    assert [name for name in FSDP2_NAMES if name not in meshard.__all__] == []
 
 
 def test_methods_of_fsdp2_exist_and_take_the_same_arguments_or_more():
@@ -70,7 +61,7 @@ def test_init_exports_exactly_what_it_imports_each_under_its_own_name():
 
 
 def test_documents_and_examples_use_public_names_only():
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.py")]
+    pages = [*PAGES, *(ROOT / "examples").rglob("*.py")]
     private = re.compile(r"\b(?:from|import) meshard[\w.]*\._\w+")
     found = {page.name: private.findall(page.read_text()) for page in pages}
     assert {name: each for name, each in found.items() if each} == {}
