@@ -10,17 +10,17 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from tests import ROOT
 from tests.clients.surroundings import prepare
-from tests.house.pages import blocks
+from tests.house.pages import blocks, fork_ranks
 
 PAGES = ROOT / "docs" / "how-to"
 SECONDS = 200
@@ -105,20 +105,12 @@ def serve() -> None:
     gc.freeze()
     while request := sys.stdin.readline():
         folder, num_ranks = json.loads(request)
-        with socket.socket() as free:
-            free.bind(("localhost", 0))
-            port = free.getsockname()[1]
-        children = []
-        for rank in range(num_ranks):
-            if not (child := os.fork()):
-                return _be_rank(Path(folder), rank, num_ranks, port)
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if (codes := fork_ranks(num_ranks, partial(_be_rank, Path(folder)))) is None:
+            return
         print(json.dumps(codes), flush=True)
-    return None
 
 
-def _be_rank(folder: Path, rank: int, num_ranks: int, port: int) -> None:
+def _be_rank(folder: Path, rank: int, environment: dict[str, str]) -> None:
     """Run a script as torchrun would, and write the losses that it leaves."""
     import torch
 
@@ -128,9 +120,7 @@ def _be_rank(folder: Path, rank: int, num_ranks: int, port: int) -> None:
         os.dup2(
             os.open(folder / f"{name}-{rank}", os.O_CREAT | os.O_WRONLY, 0o600), stream.fileno()
         )
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "GROUP_RANK": "0"}
-    os.environ |= {"WORLD_SIZE": str(num_ranks), "LOCAL_WORLD_SIZE": str(num_ranks)}
-    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ |= environment
     own = folder / f"rank-{rank}"
     own.mkdir()
     os.chdir(own)

@@ -12,7 +12,9 @@ import signal
 import socket
 import sys
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests import ROOT
@@ -54,13 +56,32 @@ def run(page: Path) -> None:
             exec(compiled, namespace)
 
 
+def fork_ranks(ranks: int, be_rank: Callable[[int, dict[str, str]], None]) -> list[int] | None:
+    """Call ``be_rank`` in a copy of this process for each rank, and return their exit codes.
+
+    It gets the rank, and the environment that torchrun would set. In a copy this returns None: it
+    is to end as any other process does.
+    """
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    children = []
+    for rank in range(ranks):
+        if not (child := os.fork()):
+            numbers = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_PORT": port}
+            numbers |= {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            found = {name: str(each) for name, each in numbers.items()}
+            return be_rank(rank, {"MASTER_ADDR": "127.0.0.1", **found})
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
 def serve() -> None:
     """Run pages of which each is named in a line of the input, and print their exit codes.
 
     A line is ``[page, folder, output, seconds, ranks]`` in JSON. Every rank of a page has a process
-    that begins as a copy of this one and ends as any other: all that they share is that torch is
-    imported once. With more than one rank they find one another as under torchrun, and the output
-    of rank r is in the file ``output`` with ``.r`` behind its name.
+    that begins as a copy of this one: all that they share is that torch is imported once. The
+    output of rank r is in the file ``output`` with ``.r`` behind its name.
     """
     import torch.distributed.tensor  # noqa: F401
 
@@ -68,40 +89,23 @@ def serve() -> None:
 
     gc.freeze()  # else every copy ends by walking what was imported
     while request := sys.stdin.readline():
-        page, folder, output, seconds, ranks = json.loads(request)
-        port = _free_port()
-        children = []
-        for rank in range(ranks):
-            child = os.fork()
-            if not child:
-                signal.alarm(seconds)
-                os.chdir(folder)
-                name = output
-                if ranks > 1:
-                    name = f"{output}.{rank}"
-                    os.environ.update(_environment(rank, ranks, port))
-                file = os.open(name, os.O_CREAT | os.O_WRONLY, 0o600)
-                os.dup2(file, sys.stdout.fileno())
-                os.dup2(file, sys.stderr.fileno())
-                run(Path(page))
-                return
-            children.append(child)
-        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        *given, ranks = json.loads(request)
+        if (codes := fork_ranks(ranks, partial(_be_rank, *given))) is None:
+            return
         print(next((code for code in codes if code), 0), flush=True)
 
 
-def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """Return what torchrun sets."""
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    numbers["MASTER_PORT"] = port
-    return {"MASTER_ADDR": "127.0.0.1", **{name: str(each) for name, each in numbers.items()}}
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
+def _be_rank(
+    page: str, folder: str, output: str, seconds: int, rank: int, environment: dict[str, str]
+) -> None:
+    signal.alarm(seconds)
+    os.chdir(folder)
+    file = os.open(f"{output}.{rank}", os.O_CREAT | os.O_WRONLY, 0o600)
+    os.dup2(file, sys.stdout.fileno())
+    os.dup2(file, sys.stderr.fileno())
+    if environment["WORLD_SIZE"] != "1":
+        os.environ.update(environment)
+    run(Path(page))
 
 
 if __name__ == "__main__":
