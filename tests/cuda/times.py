@@ -84,13 +84,9 @@ def seconds_on(network, device, configuration, ranks):
             steps[OURS]()
         wire = sum(network.seconds(each.payload_bytes, each.group_size) for each in ledger.events)
 
-        def finish(step):
-            step()
-            device.synchronize()
-
-        finished = {name: partial(finish, step) for name, step in steps.items()}
-        seconds, _ = in_turns(finished, rounds=9 if device.is_real else 2, warm_up=3)
-        del steps, finished, model
+        timed = {name: partial(device.seconds, step) for name, step in steps.items()}
+        _, seconds = in_turns(timed, rounds=9 if device.is_real else 2, warm_up=3)
+        del steps, timed, model
     return medians(seconds), wire
 
 
