@@ -17,6 +17,7 @@ import meshard
 from meshard import MixedPrecisionPolicy
 from meshard._comm.gradient_buffer import GradientLayout
 from tests.support.models import Ones, Table, Tables
+from tests.support.ones import run as backward
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
@@ -43,11 +44,6 @@ def values(model):
     """Return the first element of each gradient."""
     grads = [param.grad for param in model.parameters()]
     return tuple(None if g is None else g.full_tensor().view(-1)[0].item() for g in grads)
-
-
-def backward(model, mode, *args):
-    model.set_gradient_sync(MODES[mode])
-    model(*args).backward()
 
 
 def script(mesh, microbatches, factor=None, **policy):
