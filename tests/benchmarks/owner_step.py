@@ -27,8 +27,8 @@ MIXED = [(1536, 512), (512, 512), (2048, 512), (512, 2048)], 4, 6
 
 def make(shard, mesh, shapes, depth, num_vectors):
     """Return a sharded module with values and gradients, the same for every contender."""
-    generator, model = torch.Generator().manual_seed(0), nn.Module()
-    draw = partial(torch.randn, generator=generator)
+    device, model = mesh.device_type, nn.Module()
+    draw = partial(torch.randn, generator=torch.Generator(device).manual_seed(0), device=device)
     model.matrices = nn.ParameterList(nn.Parameter(draw(each) * 0.02) for each in shapes * depth)
     vectors = [nn.Parameter(draw(512)) for _ in range(num_vectors * depth)]
     model.vectors = nn.ParameterList(vectors)

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 import meshard
+from tests.benchmarks import owner_step
 from tests.benchmarks.pretend_network import NOTHING, pretend_group
 from tests.benchmarks.rounds import in_turns, medians
 from tests.cuda.device import on_ranks
@@ -76,22 +77,9 @@ def times(device, ranks=8):
     shapes = (
         [(3072, 1024), (1024, 1024), (4096, 1024), (1024, 4096)] if device.is_real else [(8, 8)]
     )
-    generator = torch.Generator(device.kind).manual_seed(0)
+    draw = partial(torch.randn, device=device.kind)
     with pretend_group(ranks, NOTHING):
-        model = torch.nn.Module()
-        draw = partial(torch.randn, generator=generator, device=device.kind)
-        model.matrices = torch.nn.ParameterList(
-            torch.nn.Parameter(draw(each) * 0.02) for each in shapes * 8
-        )
-        meshard.fully_shard(model, device.mesh())
-        for param in model.parameters():
-            param.grad = torch.distributed.tensor.DTensor.from_local(
-                torch.ones_like(param.to_local()),
-                param.device_mesh,
-                param.placements,
-                shape=param.shape,
-                stride=param.stride(),
-            )
+        model = owner_step.make(meshard.fully_shard, device.mesh(), shapes, 8, 0)
         ours = meshard.owner_optimizer(
             model, torch.optim.Muon, lr=0.02, select=lambda _, param: param.dim() == 2
         )

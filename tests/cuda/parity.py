@@ -17,12 +17,7 @@ from tests.cuda.device import on_ranks
 from tests.support.cases import CASES
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
 from tests.support.models import MlpStack, Transformer, seeded
-from tests.support.parity import (
-    assert_same,
-    full_grads,
-    full_state,
-    train,
-)
+from tests.support.parity import assert_same, full_grads, full_state, train
 from tests.support.programs import play, programs
 from tests.support.replicated import Pair
 from tests.support.sharding import shard_blocks
