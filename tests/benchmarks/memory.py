@@ -97,7 +97,6 @@ def saved_by(modules, run):
 
 
 def formula(ranks, *, reshards, configuration=WIDTH_512, device=None):
-    """Return the peak by the formula."""
     model = configuration.make_model(device)
     tokens, following = configuration.make_batch(0, device)
 

@@ -60,14 +60,12 @@ class Meter:
         self._begin()
 
     def begin_anew(self) -> None:
-        """Forget the peak so far."""
         self.look()
         self.peak = 0
 
 
 @contextmanager
 def metered() -> Iterator[Meter]:
-    """Meter what runs inside."""
     meter = Meter()
 
     def watched(method: Any) -> Any:

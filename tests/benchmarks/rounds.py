@@ -53,7 +53,6 @@ def slowest(seconds):
 
 
 def medians(samples, factor=1.0):
-    """Return the median of each list."""
     return {name: factor * statistics.median(each) for name, each in samples.items()}
 
 

@@ -89,7 +89,6 @@ class Server:
             return Run(losses=losses, printed=printed)
 
     def close(self) -> None:
-        """Let the process end."""
         self._process.communicate()
 
 

@@ -21,7 +21,6 @@ ADAMW = partial(torch.optim.AdamW, lr=1e-3)
 
 
 def make(device, shape=(), **kwargs):
-    """Return a sharded model and its optimizer."""
     model = shard_blocks(seeded(MlpStack()), device.mesh(*shape))
     options = {"fallback_kwargs": {"lr": 1e-3}, "select": lambda _, param: param.dim() == 2}
     return model, meshard.owner_optimizer(model, torch.optim.Muon, lr=0.02, **options, **kwargs)

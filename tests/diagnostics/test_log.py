@@ -18,7 +18,6 @@ LOGGER = logging.getLogger("meshard")
 
 @contextlib.contextmanager
 def logged(level=logging.DEBUG):
-    """Collect the lines that are logged inside."""
     lines = []
     handler, before = logging.Handler(), LOGGER.level
     handler.emit = lambda record: lines.append(record.getMessage())

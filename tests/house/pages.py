@@ -36,7 +36,6 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """Return the blocks of ``page`` in order."""
     text = page.read_text()
     found = []
     for match in FENCE.finditer(text):

@@ -30,7 +30,6 @@ def messages_extension():
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    """Build the site, and return its folder."""
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "-b", "html", ROOT / "docs", out]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

@@ -31,7 +31,6 @@ class Case(NamedTuple):
     right: Any  # of every rank
 
     def run(self):
-        """Return what each rank has found."""
         return run_threads(self.play, torch.Size(self.mesh).numel(), self.mesh, *self.args)
 
 

@@ -126,7 +126,6 @@ class Both:
 
     @property
     def pair(self) -> tuple[nn.Module, nn.Module]:
-        """The sharded model and the plain one."""
         return self.model, self.plain
 
     def each(self, change: Callable[[nn.Module], Any]) -> None:

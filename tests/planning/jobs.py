@@ -131,7 +131,6 @@ def gpt(depth=6):
 
 
 def adapted():
-    """Return a frozen transformer with adapters in its MLPs."""
     model = gpt().requires_grad_(False)
     for block in model.blocks:
         block.mlp[0], block.mlp[2] = LowRank(block.mlp[0], 8), LowRank(block.mlp[2], 8)
@@ -139,7 +138,6 @@ def adapted():
 
 
 def checkpointed():
-    """Return a transformer that computes the activations of its blocks anew in backward."""
     model = gpt(depth=12)
     for block in model.blocks:
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -50,7 +50,6 @@ def through_sockets(monkeypatch):
 
 @pytest.fixture
 def planned(options):
-    """Return the plan of each rank."""
     world_size = math.prod(options.get("mesh_shape", (2,)))
     plan_of = partial(plan, partial(make_job, **options), world_size=world_size)
     return [plan_of(rank=rank, device_type="cpu") for rank in range(world_size)]

@@ -48,7 +48,6 @@ def unsharded_storages(module: nn.Module) -> list[torch.UntypedStorage]:
 
 
 def unsharded_bytes(module: nn.Module) -> int:
-    """Return the bytes of memory that unsharded parameters take."""
     storages = {storage._cdata: storage.nbytes() for storage in unsharded_storages(module)}
     return sum(storages.values())
 

@@ -112,7 +112,6 @@ class RankPool:
         self._dumps.cleanup()
 
     def kill(self) -> None:
-        """Kill the pool's own processes."""
         for process in self._processes:
             process.kill()
             process.join()

@@ -19,7 +19,6 @@ SMALL = 2e-4  # MiB: several buckets of an IntegerModel
 
 
 def run(model: nn.Module, x: torch.Tensor) -> None:
-    """Run forward and backward once."""
     integer_loss(model(x)).backward()
 
 
@@ -58,7 +57,6 @@ class Pair:
 
     @property
     def both(self) -> tuple[Any, nn.Module]:
-        """The replicated model and the plain one."""
         return self.ours, self.plain
 
     def backward(self, number: int = 0, ours: Run = run, plain: Run = run) -> None:
@@ -90,18 +88,15 @@ class Pair:
             optimizer.zero_grad()
 
     def zero_grad(self, *, set_to_none: bool = True) -> None:
-        """Clear the gradients of both."""
         for model in self.both:
             model.zero_grad(set_to_none=set_to_none)
 
     def step(self, number: int, ours: Run = run, plain: Run = run) -> None:
-        """Train both by one step."""
         self.backward(number, ours, plain)
         self.compare()
         self.update()
 
     def steps(self, numbers: Iterable[int], ours: Run = run, plain: Run = run) -> None:
-        """Train both by several steps."""
         for number in numbers:
             self.step(number, ours, plain)
 

@@ -387,6 +387,5 @@ class ThreadGroup(LocalGroup):
 
 
 def create(options: Any, _: object) -> ThreadGroup:
-    """Make a group, as torch asks a backend."""
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     return ThreadGroup(options.group_id, ranks, options.group_rank)
