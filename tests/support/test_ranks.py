@@ -90,15 +90,19 @@ def test_a_thread_that_fails_is_named_and_ends_the_others(act, match, cause):
     assert type(caught.value.__cause__) is cause
 
 
-def test_threads_see_nothing_before_the_wait_and_send_what_is_there_at_the_wait():
+@pytest.mark.parametrize("overwrites", [False, True])
+def test_on_threads_a_use_before_the_wait_spoils_the_result(overwrites):
     def step():
         work, mine, gathered = gather()
         early = gathered.clone()
-        mine.add_(8)
+        if overwrites:
+            mine.fill_(9)
         work.wait()
-        return early.isnan().all().item(), gathered.tolist()
+        return early.isnan().all(), gathered.tolist()
 
-    assert run_threads(step, 2) == [(True, [8.0, 9.0])] * 2
+    for early_is_nan, gathered in run_threads(step, 2):
+        assert early_is_nan
+        assert 9.0 in gathered if overwrites else gathered == [0.0, 1.0]
 
 
 def test_a_difference_names_the_parameter():
