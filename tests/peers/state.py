@@ -4,6 +4,7 @@ import torch
 
 from tests.peers.both import Both, batch, situation
 from tests.support.models import MlpStack
+from tests.support.parity import assert_same, full_grads
 
 MIXED = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
 
@@ -78,6 +79,17 @@ def a_part_first(lib):
 def part_cast(lib):
     """A child is cast and cast back, which rounds its values."""
     return after(lambda model: model.blocks[1].up.bfloat16().float(), lib, evaluates=True)
+
+
+@situation("right")
+def cast_after_an_evaluation(lib):
+    both = Both(lib)
+    both.forward()
+    for model in both.pair:
+        model.double()
+        model(batch()[0].double()).sum().backward()
+    assert_same(full_grads(both.model), full_grads(both.plain), torch.float64)
+    return "right"
 
 
 @situation("right")
