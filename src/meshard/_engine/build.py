@@ -311,7 +311,7 @@ class _Planner:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
         if chosen is None or isinstance(chosen, (Shard, Replicate)):
             return self._default, chosen
-        # FSDP2 has a private class for a placement on a mesh, with an attribute mesh_info.
+        # The user may also return FSDP2's private class for this, whose mesh_info has the mesh.
         is_ours = isinstance(chosen, ShardPlacementResult)
         mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
         if not isinstance(mesh, DeviceMesh):

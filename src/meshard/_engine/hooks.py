@@ -175,7 +175,7 @@ class _ShardsOnly:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an empty OrderedDict, which readers without meshard can load too."""
         state_dict = self._state_dict() or OrderedDict[str, Any]()
-        # The user may have put unsharded tensors there, or destroyed the process group.
+        # Do not warn if the user has replaced all shards, or destroyed the process group.
         has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
         if has_shards and dist.is_initialized() and dist.get_rank() == 0:
             warn_user(
@@ -301,8 +301,9 @@ class ModuleHooks(UnitHook):
             elif not running or (running[0][0] is unit and not _is_inside_itself(module)):
                 if _runs_elsewhere(module):
                     raise OtherThreadError(lifecycle, f"a forward of unit {unit.label!r} began")
-                # A KeyboardInterrupt ended the last forward: torch calls post_forward after an
-                # Exception, but not after other exceptions.
+                # The last forward has no recorded call, or its outermost call is of ``unit``, but
+                # ``module`` is not called inside itself. So an exception such as KeyboardInterrupt
+                # has cut that forward off. torch calls post_forward only after an Exception.
                 lifecycle.abort()
         call = without_modes(lifecycle.pre_forward, unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor

@@ -235,7 +235,8 @@ class Lifecycle:
             self._end_units_after(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
-        # If a unit has several modules, the first one to run unshards the unit for the others.
+        # If a unit has several modules, the first one to run unshards it. The others find it
+        # installed: they neither look for edits by the user nor read flags again.
         is_installed = group.state is ParamState.INSTALLED
         unshards = call is not None and (call.is_first or is_manual or not is_installed)
         reshards_after = unit.reshards_after_forward
@@ -277,7 +278,8 @@ class Lifecycle:
         """
         group = unit.group
         if self.backward is not None:
-            # A recomputation. Checkpointing may end it early, by an exception.
+            # A recomputation ends. ``failed`` does not count here: checkpointing may end it early,
+            # by an exception.
             self.check_recomputes(unit)
             if not unit.step.is_in_backward:
                 group.install_sharded()
@@ -398,7 +400,7 @@ class Lifecycle:
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
         # This mark records a failure if the method is interrupted before the callbacks below are
-        # in place. The last line clears the mark.
+        # in place. ``marks.clear()`` then removes the mark.
         self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
@@ -583,7 +585,8 @@ class Lifecycle:
             # The call ran without grad, inside a reentrant checkpoint, whose own node is older than
             # the call. So ``node`` may be that checkpoint, about to run the call again. But if the
             # backward of the call has begun, the checkpoint ran it in a nested run of the autograd
-            # engine. That run has ended by now: its nodes are newer than the call.
+            # engine. All nodes of that run are newer than the call, and ``node`` is older. So the
+            # nested run has ended.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
@@ -650,6 +653,8 @@ class Lifecycle:
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
         # A pipeline schedule may compute only gradients of inputs now, those of parameters later.
+        # This unit then accumulates zeros: ``_take_split_gradients`` looks for the later gradients
+        # only in units that hold unreduced ones.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
             self._post_backward(unit, is_at_end=forward_pass is None)
@@ -781,8 +786,8 @@ class Lifecycle:
         self.backward = None
         if spans.recorder is not None:
             self._enter_phase_around()
-        # Last: if a line above raises, autograd drops ``end``, and the weak references to it in
-        # ``ends`` must be there to record the failure.
+        # ``ends`` is cleared last. If a line above raises, autograd drops the callback that
+        # ``_ensure_backward`` has queued, and the weak references in ``ends`` record the failure.
         run.ends.clear()
 
     def _units_to_come(
@@ -953,7 +958,7 @@ class Lifecycle:
 
     def record_failure(self) -> None:
         """Record that a backward raised, without communication: other ranks may not have failed."""
-        # First, so that the next step calls abort() even if this method is interrupted.
+        # The mark comes first: the next step then calls abort() even if this method is interrupted.
         self.failure.marks.append("raised")
         self.failure.backward_call = None
         for group in self.groups():
@@ -994,7 +999,8 @@ class Lifecycle:
         else:
             is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
         if is_void:
-            # Cleared at the end. If this method is interrupted, the next use aborts again.
+            # ``failure.clear()`` at the end removes this mark. If this method is interrupted, the
+            # mark stays, and the next use aborts again.
             self.failure.marks.append("aborted")
             self.failure.num_voided += 1
         if self.backward is not None:

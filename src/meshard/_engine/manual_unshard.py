@@ -56,7 +56,9 @@ class InstalledParams:
         for param, before in zip(self._params, self._before, strict=True):
             unsharded, now = param.unsharded, plain_of(param.unsharded)
             if unsharded.requires_grad is not before.requires_grad:
-                # A later backward needs the flag that its forward had, which all ranks agree on.
+                # The user has changed the flag, and ``take_flags`` has carried it over. Here the
+                # old flag comes back: a backward after this counts gradients by the flags of its
+                # forward (``take_frozen``), which are equal on all ranks.
                 unsharded.requires_grad_(before.requires_grad)
             if now.data_ptr() != before.local.data_ptr() or now.dtype != before.local.dtype:
                 _restore(unsharded, before.local)

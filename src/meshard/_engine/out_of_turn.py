@@ -137,7 +137,8 @@ class RetainedUnits:
         self.retain(unit)
         watched = gradient
         if not gradient.requires_grad:
-            # A constant, such as the gradient of ``sum()``. A hook needs one that requires grad.
+            # The gradient is a constant, as that of ``sum()`` is. Only a tensor that requires grad
+            # can have a hook.
             try:
                 watched = gradient.detach().requires_grad_()
             except RuntimeError as error:

@@ -164,7 +164,8 @@ class ParamGroup:
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # Optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # ``offload`` releases them before it moves the flat shard.
+        # Objects of optimizers that refer to the memory of the flat shard. ``offload`` makes them
+        # drop these references before it moves the shard.
         self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
         # From the id of a sharded parameter to its index. Ids of replaced parameters stay in here,
         # and may belong to other tensors by now. So ``owner_of`` compares the tensor too.
@@ -414,7 +415,7 @@ class ParamGroup:
     def reshard(self, *, keep_post_forward: bool = False) -> None:
         """Free the unsharded parameters. ``keep_post_forward``: keep the post-forward shard."""
         if self._gather is not None:
-            # First, because the gather may still write to the memory that is freed below.
+            # The gather may still write to the memory that is freed below, so end it first.
             self._gather.in_flight.abandon()
             self._gather = None
         if keep_post_forward:
@@ -492,7 +493,8 @@ class ParamGroup:
         if present is not None and present.installed is None:
             self.manual_unshard = present  # its handle was not waited for yet, so it goes on
             return present
-        # ``forget_stale`` has ended ``present`` for good if modules held its parameters.
+        # If there is a ``present``, modules held its parameters, and ``forget_stale`` has ended it
+        # for good.
         manual = self.manual_unshard = ManualUnshard(self.label, self.params)
         if present is not None and self.state is ParamState.INSTALLED:
             self.finish_manual_unshard(manual)  # the copy was not stale, and is still installed
@@ -533,9 +535,10 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
-# Keyed by the id of a tensor. Tensors as keys would compare by value, and torch's ``Module.to``
-# cannot swap a tensor to which a weak reference exists. An id may belong to another tensor later,
-# so callers check what they find.
+# The keys of both dicts are ids of tensors. Tensors as keys would compare by value, and torch's
+# ``Module.to`` cannot swap a tensor to which a weak reference exists. An id may belong to another
+# tensor later. So ``owner_of`` and ``sharded_params_of`` check what they find;
+# ``has_been_sharded``, which only suppresses a warning, does not.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _latest = object()  # a token for caches, replaced by ``register_owner``
@@ -582,7 +585,8 @@ def register_manually_unsharded(owner: ParamGroup) -> None:
     for param in owner.params:
         _manually_unsharded[id(param.unsharded)] = owner
     # While modules hold unsharded parameters, module.zero_grad() finds only these. meshard's patch
-    # of zero_grad() clears .grad of the sharded ones too, but only of groups that are held pending.
+    # of zero_grad() clears .grad of the sharded ones too, but only while there is an object for
+    # which ``hold_pending`` was called.
     hold_pending(owner)
 
 

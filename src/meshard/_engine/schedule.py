@@ -50,11 +50,10 @@ class ForwardPass:
     # ``StepSchedule._window``.
     earlier: frozenset[int] = frozenset()
     window: int = -1
-    # How far backward number ``open_in`` has come in this pass; in another one the counts mean
-    # nothing. It goes through ``first_entries`` and ``exits`` from the end. The backward of the
-    # units of ``first_entries[num_open:]`` is over. That of the calls ``exits[num_to_begin:]`` has
-    # begun, or autograd has left it out; of those before, some may have begun too: see
-    # ``reached_in``.
+    # How far backward number ``open_in`` has come in this pass. In any other backward the two
+    # counts mean nothing. The backward of the units of ``first_entries[num_open:]`` is over. The
+    # backward of the calls ``exits[num_to_begin:]`` has begun, or autograd has left it out. A call
+    # before these may have begun its backward too: ``ForwardCall.reached_in`` tells.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1
@@ -144,8 +143,8 @@ class StepSchedule:
         if not num_before:
             now.first_entries.append(call)
         now.units[unit] = num_before + 1
-        # Users may call a part of a model by itself. Then other units follow each other than in a
-        # forward of the whole model. So an entry includes the unit that began the pass.
+        # Users may call a part of a model by itself. A unit may then have another successor than in
+        # a forward of the whole model. So an entry includes the unit that began the pass.
         now.entries.append(_Entry(now.first_entries[0].unit, unit, num_before))
         return call
 

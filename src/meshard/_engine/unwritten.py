@@ -19,7 +19,8 @@ from meshard._engine.unit import joined, unit_of
 from meshard._torch.private import is_of_to_empty, version_of
 from meshard._torch.user_line import warn_user
 
-# Attribute of a buffer that has got memory and no values. It holds the version of the buffer then.
+# The name of an attribute of buffers that have got memory and no values. Its value is the version
+# that the buffer had at that moment.
 _MARK = "_meshard_unwritten"
 REMEDY = (
     "No checkpoint has non-persistent buffers. For a Hugging Face model on the meta device, "
