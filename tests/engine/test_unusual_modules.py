@@ -6,6 +6,7 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
@@ -20,7 +21,7 @@ from tests.support.against_plain import (
     sharded_and_plain,
 )
 from tests.support.models import Made, MlpStack, seeded
-from tests.support.parity import assert_same
+from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.spread import spread
 
@@ -278,3 +279,21 @@ def test_a_model_may_be_made_and_sharded_for_inference(wrap, is_made_inside):
         for _ in range(2):
             assert torch.equal(model(inputs_of(0)), plain(inputs_of(0)))
     check_training(model, plain)
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+@on_threads(2)
+def test_a_module_of_a_list_may_call_another_one_that_is_not_inside_it(reshard):
+    second = nn.Linear(6, 6)
+    first = Made(lambda m, x: m.hidden[0](m.layer(x)), layer=nn.Linear(6, 6), hidden=(second,))
+    plain = seeded(nn.ModuleList([first, second]))
+    model = copy.deepcopy(plain)
+    meshard.fully_shard([*model], reshard_after_forward=reshard)
+    for is_last in (False, True):
+        model[0].set_requires_gradient_sync(is_last)
+        output = model[0](inputs_of(dist.get_rank(), is_last))
+        assert isinstance(model[1].weight, DTensor) is reshard
+        output.sum().backward()
+        for rank in range(2):
+            (plain[0](inputs_of(rank, is_last)).sum() / 2).backward()
+    assert_same(full_grads(model), full_grads(plain))

@@ -156,9 +156,9 @@ def abort_if_interrupted(lifecycle: Lifecycle) -> None:
     """Clean up after a backward that raised, or after a forward that no thread runs any more."""
     lifecycle.abort_if_failed()
     if lifecycle.phase is Phase.FORWARD:
-        modules = [module for unit, _ in lifecycle.running[:1] for module in alive(unit.modules)]
+        outermost = [unit for unit, _ in lifecycle.running[:1]]
         frames = sys._current_frames().values()
-        if not any(_num_calls_of(module, frame) for module in modules for frame in frames):
+        if not any(_num_calls_of(unit, frame) for unit in outermost for frame in frames):
             lifecycle.abort()
 
 
@@ -298,11 +298,11 @@ class ModuleHooks(UnitHook):
                 lifecycle.abort_if_failed()
                 if lifecycle.phase is Phase.BACKWARD:
                     lifecycle.check_recomputes(unit)
-            elif not running or (running[0][0] is unit and not _is_inside_itself(module)):
-                if _runs_elsewhere(module):
+            elif not running or (running[0][0] is unit and not _is_inside(unit)):
+                if _runs_elsewhere(unit):
                     raise OtherThreadError(lifecycle, f"a forward of unit {unit.label!r} began")
                 # The last forward has no recorded call, or its outermost call is of ``unit``, but
-                # ``module`` is not called inside itself. So an exception such as KeyboardInterrupt
+                # the present call is not inside that one. So an exception such as KeyboardInterrupt
                 # has cut that forward off. torch calls post_forward only after an Exception.
                 lifecycle.abort()
         call = without_modes(lifecycle.pre_forward, unit)
@@ -527,30 +527,36 @@ def has_raised(module: nn.Module) -> bool:
     module inside an ``except`` block. The traceback of that one begins outside of the call.
     """
     trace = sys.exc_info()[2]
-    return trace is not None and _is_call_of(module, trace.tb_frame)
+    return trace is not None and _called_in(trace.tb_frame) is module
 
 
-def _is_call_of(module: nn.Module, frame: FrameType) -> bool:
+def _called_in(frame: FrameType) -> object:
+    """Return the module of which ``frame`` is a call; None if it is none."""
     if frame.f_code is module_call_code:
-        return frame.f_locals.get("self") is module
-    return frame.f_code is ModuleHooks.run.__code__ and frame.f_locals.get("module") is module
+        return frame.f_locals.get("self")
+    return frame.f_locals.get("module") if frame.f_code is ModuleHooks.run.__code__ else None
 
 
-def _num_calls_of(module: nn.Module, frame: FrameType) -> int:
-    """Return how many calls of ``module`` are running in the thread of ``frame``."""
-    return sum(_is_call_of(module, each) for each, _ in traceback.walk_stack(frame))
+def _num_calls_of(unit: Unit, frame: FrameType) -> int:
+    """Return how many calls of modules of ``unit`` are running in the thread of ``frame``."""
+    modules = list(alive(unit.modules))
+    called = (_called_in(each) for each, _ in traceback.walk_stack(frame))
+    return sum(any(each is module for module in modules) for each in called)
 
 
-def _is_inside_itself(module: nn.Module) -> bool:
-    """Whether the present call of ``module`` was made inside another call of it."""
-    return _num_calls_of(module, sys._getframe()) > 1
+def _is_inside(unit: Unit) -> bool:
+    """Whether the present call of a module of ``unit`` was made inside another such call.
+
+    A module may call itself, or another one of the list that was given to ``fully_shard``.
+    """
+    return _num_calls_of(unit, sys._getframe()) > 1
 
 
-def _runs_elsewhere(module: nn.Module) -> bool:
-    """Whether a call of ``module`` is running in another thread."""
+def _runs_elsewhere(unit: Unit) -> bool:
+    """Whether a call of a module of ``unit`` is running in another thread."""
     own = threading.get_ident()
     frames = sys._current_frames().items()
-    return any(_num_calls_of(module, frame) for thread, frame in frames if thread != own)
+    return any(_num_calls_of(unit, frame) for thread, frame in frames if thread != own)
 
 
 def _was_refused(unit: Unit) -> bool:

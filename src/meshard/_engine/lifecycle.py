@@ -298,9 +298,9 @@ class Lifecycle:
             self.schedule.exit(call)
             if spans.recorder is not None:
                 self._enter_phase_around()
-        if self._runs(unit):
-            return call  # an outer call of the unit goes on: a module has called itself
         unit.step.modules_run.add(id(module))
+        if self._runs(unit):
+            return call  # an outer call goes on: a module has called itself, or one of its list
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
         if failed or (have_all_run and unit.reshards_after_forward):
             group.reshard(keep_post_forward=not failed)
