@@ -44,10 +44,22 @@ def positional(*args):
     return nn.Sequential(Positions(*args), nn.Linear(6, 6))
 
 
+class Products(dict):
+    """A caller in the traceback that has no hash."""
+
+    def add(self, name, one, other):
+        self[name] = one @ other
+
+
+def uses_a_dict():
+    return positional(lambda m, x: Products().add("of both", x + m.angles, x.T))
+
+
 IMAGES = torch.ones(3, 2, 5)
 CASES = {
     "norm": (convolutions, IMAGES, ["1.running_mean", "1.running_var"]),
     "positions": (positional, torch.ones(2, 6), ["0.angles"]),
+    "inside a dict": (uses_a_dict, torch.ones(2, 6), ["0.angles"]),
 }
 EACH = spread(apply=[fully_shard, replicate], case=list(CASES))
 

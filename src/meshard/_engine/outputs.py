@@ -343,7 +343,8 @@ def _about_dtypes(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
         for fqn, inner in outside_units(prefix, module, set())
     }
     # Buffers of modules whose forward has failed are named first, the innermost module's first.
-    running = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    running = [each for each in callers if isinstance(each, nn.Module)]
     first = dict.fromkeys([*reversed(running), *held])
     names = [name for inner in first for name in held.get(inner, ())]
     if not names:
