@@ -48,11 +48,12 @@ class Products(dict):
     """A caller in the traceback that has no hash."""
 
     def add(self, name, one, other):
-        self[name] = one @ other
+        self[name] = one @ other.T
+        return self[name] @ one
 
 
 def uses_a_dict():
-    return positional(lambda m, x: Products().add("of both", x + m.angles, x.T))
+    return positional(lambda m, x: Products().add("of both", x + m.angles, x))
 
 
 IMAGES = torch.ones(3, 2, 5)
