@@ -87,7 +87,10 @@ def test_the_version_is_that_of_the_package_and_costs_no_import():
     written = re.search(r'^version = "(.*)"$', (ROOT / "pyproject.toml").read_text(), re.M)
     assert meshard.__version__ in (written[1], "0+unknown")
     assert not hasattr(meshard, "version")
-    shown = [name for name in dir(meshard) if not name.startswith("__")]  # by tab completion
+
+
+def test_tab_completion_shows_what_users_use():
+    shown = [name for name in dir(meshard) if not name.startswith("__")]
     assert sorted(shown) == sorted([*meshard.__all__, "checkpoint", "planning"])
     assert "__version__" in dir(meshard)
     assert meshard.__getattr__("checkpoint") is meshard.checkpoint  # as its first use does
