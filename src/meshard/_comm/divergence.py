@@ -31,8 +31,9 @@ from typing import Any
 import torch.distributed as dist
 
 _DEFAULT_SECONDS = 60.0
-# A rank first waits this long for the verdict of its exchange. After that it polls, both for the
-# verdict and for errors of other groups: torch would log each further wait that times out.
+# A rank first blocks this long in ``store.wait`` for the verdict of its exchange. After that it
+# polls by ``store.check``, because torch would log each further ``wait`` that times out. It then
+# also looks for errors of other groups.
 _QUIET_SECONDS = 0.5
 _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0

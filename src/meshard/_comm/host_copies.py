@@ -59,8 +59,9 @@ class HostCopies:
                 result.copy_(host, non_blocking=True)
                 result.add_(source)
             host.copy_(result, non_blocking=True)
-            # Two records: a wait for a record frees what it keeps alive. The next store() waits for
-            # the first one. The second one keeps ``source`` alive until the caller has waited.
+            # Two records of the same work, because the first wait for a record frees what that
+            # record keeps alive. The next store() may wait before the caller does, for the first
+            # record. The second one keeps ``source`` alive until the caller has waited.
             self._writing = comm.record()
             return comm.record(source)
 

@@ -582,11 +582,12 @@ class Lifecycle:
                 return False
             if first.has_graph:
                 return True
-            # The call ran without grad, inside a reentrant checkpoint, whose own node is older than
-            # the call. So ``node`` may be that checkpoint, about to run the call again. But if the
-            # backward of the call has begun, the checkpoint ran it in a nested run of the autograd
-            # engine. All nodes of that run are newer than the call, and ``node`` is older. So the
-            # nested run has ended.
+            # The call ran without grad, inside a reentrant checkpoint. The checkpoint's own node is
+            # older than the call. So ``node`` may be the checkpoint, about to run the call again:
+            # then the unit is not over. But if the backward of the call has begun, it began in the
+            # nested run of autograd that the checkpoint starts. All nodes of that run are newer
+            # than the call, and ``node``, which runs now, is older. So the nested run has ended,
+            # and the unit is over.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 

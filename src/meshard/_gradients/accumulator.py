@@ -448,9 +448,10 @@ class GradientAccumulator:
             label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
-        # In a large unit, packing also divides. A small unit is packed by one kernel, which cannot
-        # divide. Reduce hooks must see undivided values, and a communication hook (``average``)
-        # does its own division. All ranks decide alike: layout, settings and groups are the same.
+        # In a large unit (``is_large``, on CPU only) gradients are packed one by one, and packing
+        # also divides. In other units one operator packs all, and cannot divide. Reduce hooks must
+        # see undivided values, and a communication hook (``average``) does its own division. All
+        # ranks decide alike: layout, settings and groups are the same.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:
@@ -506,7 +507,8 @@ class GradientAccumulator:
         If gradients live in host memory, return the copy to the host. The caller waits for it.
         """
         self.num_in_flight -= 1
-        # In host memory the values are valid only after settle(), which calls this too.
+        # If gradients live in host memory, zero_grad() must find this unit until their copies have
+        # ended. So settle() releases it then.
         if in_flight.publishes and self.unit_params.host_copies is None:
             self._release_if_settled()
         result = self._result_of(in_flight)
