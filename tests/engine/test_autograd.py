@@ -21,7 +21,7 @@ from tests.support.insides import unsharded_units
 from tests.support.models import Made, MlpBlock, MlpStack, Transformer
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
-from tests.support.spread import spread
+from tests.support.spread import mostly_slow
 
 
 def points_of(rank, dtype=torch.float32):
@@ -104,9 +104,13 @@ SINGLE = {"units": (), "reshard_after_forward": True}  # the gradient by its out
 
 
 # On processes: a second backward that reads freed memory may end one by SIGSEGV.
-@spread(
-    way=WAYS,
-    options=[{}] * len(WAYS) + [SINGLE] * len(WAYS) + [RESHARDS, KEEPS] * 2,
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [
+        *((way, {}) for way in WAYS),
+        *mostly_slow([(way, SINGLE) for way in WAYS], (two_penalties, SINGLE)),
+        *zip(WAYS, [RESHARDS, KEEPS] * 2, strict=False),
+    ],
 )
 @on_ranks(2)
 def test_gradients_of_gradients_agree_with_one_process(way, options):

@@ -26,7 +26,15 @@ from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 NUM_WORKERS = 4
 START_SECONDS = 120.0
-PRELOADED = ["torch.distributed.tensor", "torch._dynamo", "hypothesis", "pytest", "meshard"]
+PRELOADED = [
+    "torch.distributed.tensor.parallel",
+    "torch.distributed.optim",
+    "torch._dynamo",
+    "hypothesis",
+    "pytest",
+    "meshard.checkpoint",
+    "meshard.planning",
+]
 GRACE_SECONDS = 3.0  # after the first failure, for the other ranks to report theirs
 
 # torch 2.11 and 2.12 keep every mesh, and so the threads of its gloo groups: thousands (measured).
