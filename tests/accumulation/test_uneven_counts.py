@@ -71,6 +71,19 @@ def test_two_microbatches_more_on_one_rank_count_as_they_should(layout):
     check(wrapped(layout, LARGE), [[[one], [one, one, one]], [[one, one], [one]]])
 
 
+@pytest.mark.parametrize("numel", [SMALL, LARGE])
+@pytest.mark.parametrize("layout", ["replicate", "shard", "one shard"])
+@on_threads(2)
+def test_a_gradient_of_negative_zero_counts_as_one(layout, numel):
+    check(wrapped(layout, numel), [[[{"a": -0.0, "b": 1.0}], [{"b": 1.0}]]])
+
+
+@on_threads(4)
+def test_a_gradient_that_underflows_between_shards_and_replicas_counts_as_one():
+    tiny = -(2.0**-149)
+    check(wrapped("hsdp", SMALL), [[[{"a": tiny, "b": 1.0}], *[[{"b": 1.0}]] * 3]])
+
+
 @pytest.mark.parametrize("numel", mostly_slow([SMALL, LARGE], SMALL))
 @pytest.mark.parametrize("layout", ["replicate", "shard", "hsdp", "one shard"])
 @settings(max_examples=12)

@@ -159,7 +159,7 @@ def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
 
 @pytest.mark.parametrize("sync", list(GradientSync))
 @on_threads(2)
-def test_a_state_dict_after_an_interrupted_forward_has_shards(sync):
+def test_after_an_interrupted_forward_a_state_dict_has_shards_and_the_next_step_is_right(sync):
     def interrupt(*_):
         raise KeyboardInterrupt
 
