@@ -1,4 +1,4 @@
-"""Norms, clipping and loss scaling, against those of unsharded gradients."""
+"""Norms and clipping, against those of unsharded gradients."""
 
 import copy
 import math
@@ -17,13 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, CPUOffloadPolicy, GradientSync, OffloadPolicy
+from meshard import CommLedger, GradientSync
 from tests.support import strategies
 from tests.support.models import Made, MlpStack, Table, UnevenMlp, seeded
-from tests.support.parity import assert_same, full_grads, full_state
+from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.sharding import shard_blocks, sharded_case
-from tests.support.spread import spread
+from tests.support.sharding import shard_blocks
 from tests.support.threads import run_threads
 
 NORMS = [0.5, 1, 2, 3, math.inf]
@@ -219,41 +218,3 @@ def test_complex_gradients_are_clipped_as_by_torch():
         expected = nn.utils.clip_grad_norm_([theirs], 1.0, norm_type)
         torch.testing.assert_close(total, expected)
         torch.testing.assert_close(ours.grad, theirs.grad)
-
-
-# --- ShardedGradScaler: ranks agree on the scale and on which steps are skipped ------------
-
-
-@on_threads(4)
-@spread(infinite_on=[0, 3], policy=[OffloadPolicy(), CPUOffloadPolicy(pin_memory=False)])
-def test_an_inf_on_one_rank_skips_the_step_everywhere_and_backs_off_once(infinite_on, policy):
-    case, model, _ = sharded_case("mlp_stack", (4,), offload_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**10)
-    before = full_state(model)
-    scaler.scale(case.loss(model(case.batch(0, 0)))).backward()
-    if dist.get_rank() == infinite_on:
-        model.blocks[0].up.weight.grad.to_local()[0, 0] = math.inf
-    scaler.step(optimizer)
-    scaler.update()
-    assert_same(full_state(model), before, bitwise=True)
-    assert scaler.get_scale() == 2.0**9
-    assert all(param.grad is None for param in model.parameters())
-    scaler.scale(case.loss(model(case.batch(0, 0)))).backward()
-    scaler.step(optimizer)
-    assert not torch.equal(full_state(model)["scale"], before["scale"])
-
-
-@on_threads(4)
-def test_a_power_of_two_as_scale_changes_no_bit():
-    (case, scaled, _), (_, plain, _) = (sharded_case("mlp_stack", (2, 2)) for _ in range(2))
-    for model in (scaled, plain):
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-        scaler = meshard.ShardedGradScaler("cpu", init_scale=2.0**10, enabled=model is scaled)
-        for step in range(3):
-            optimizer.zero_grad()
-            scaler.scale(case.loss(model(case.batch(step, dist.get_rank())))).backward()
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
-    assert_same(full_state(scaled), full_state(plain), bitwise=True)
