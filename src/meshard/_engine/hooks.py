@@ -303,7 +303,7 @@ class ModuleHooks(UnitHook):
                     raise OtherThreadError(lifecycle, f"a forward of unit {unit.label!r} began")
                 # The last forward has no recorded call, or its outermost call is of ``unit``, but
                 # the present call is not inside that one. So an exception such as KeyboardInterrupt
-                # has cut that forward off. torch calls post_forward only after an Exception.
+                # has cut that forward off, and torch has not called post_forward.
                 lifecycle.abort()
         call = without_modes(lifecycle.pre_forward, unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
@@ -531,7 +531,7 @@ def has_raised(module: nn.Module) -> bool:
 
 
 def _called_in(frame: FrameType) -> object:
-    """Return the module of which ``frame`` is a call; None if it is none."""
+    """Return the module that ``frame`` is a call of; None if ``frame`` is something else."""
     if frame.f_code is module_call_code:
         return frame.f_locals.get("self")
     return frame.f_locals.get("module") if frame.f_code is ModuleHooks.run.__code__ else None
