@@ -16,6 +16,7 @@ from tests.support.collectives import Collectives
 from tests.support.models import Made, MlpBlock, seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_ranks
+from tests.support.spread import slow
 
 
 def recomputed(module, x):
@@ -64,9 +65,9 @@ BF16 = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
     [
         ((2, 2), True, 2, BF16, True),
         # Ranks that read one another's memory send nothing.
-        pytest.param((4,), False, True, {}, False, marks=pytest.mark.slow),
-        pytest.param((2, 2), False, True, BF16, True, marks=pytest.mark.slow),
-        pytest.param((4,), True, False, {}, True, marks=pytest.mark.slow),
+        slow((4,), False, True, {}, False),
+        slow((2, 2), False, True, BF16, True),
+        slow((4,), True, False, {}, True),
     ],
 )
 @on_ranks(4)

@@ -7,6 +7,7 @@ from hypothesis import Phase, example, given, seed, settings
 
 from tests.mutants import mutants
 from tests.support.programs import Layout, Microbatch, Program, failure, programs, run, shorten
+from tests.support.spread import slow
 
 shortened_by_run = settings(phases=[Phase.explicit, Phase.reuse, Phase.generate])
 
@@ -74,9 +75,9 @@ def test_programs_where_gradients_are_packed_as_they_arrive(program):
         mutants.all_reduce_of_grad_and_new,
         mutants.partial_keyed_by_position,
         # Of these most programs fail, so to shorten one takes ten times as long.
-        pytest.param(mutants.partial_added_after_the_all_reduce, marks=pytest.mark.slow),
-        pytest.param(mutants.partial_not_cleared, marks=pytest.mark.slow),
-        pytest.param(mutants.whole_gradients_reduced_but_not_cleared, marks=pytest.mark.slow),
+        slow(mutants.partial_added_after_the_all_reduce),
+        slow(mutants.partial_not_cleared),
+        slow(mutants.whole_gradients_reduced_but_not_cleared),
     ],
 )
 def test_a_failure_is_short_and_names_the_unit_the_parameter_and_the_rank(monkeypatch, mutant):

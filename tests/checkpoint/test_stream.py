@@ -26,7 +26,7 @@ from tests.support.models import seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import shard_blocks
-from tests.support.spread import spread
+from tests.support.spread import slow, spread
 
 
 def dict_of(stream):
@@ -249,7 +249,7 @@ def test_a_stream_that_is_over_stays_over():
         ("uneven", 0, 10),
         ("hsdp", 2, 6),
         ("tensor_parallel", 2, 6),
-        pytest.param("uneven", 1, 200, marks=pytest.mark.slow),
+        slow("uneven", 1, 200),
     ],
 )
 def test_delays_and_stops_leave_no_rank_in_a_collective(layout, seed, rounds):

@@ -13,7 +13,7 @@ from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake_device import Stream
 from tests.support.ranks import fake_group
-from tests.support.spread import spread
+from tests.support.spread import slow, spread
 from tests.support.stream_steps import MIXED, StreamRun
 
 UNIT_NORM = {"max_unit_norm": 1.0, "clip_value": 0.5}
@@ -123,7 +123,7 @@ def check_reads(monkeypatch, options, reads, *, steps, waits=False):
                 assert run.device.races == [], done[-2:]
 
 
-@pytest.mark.parametrize("options", [{}, DEFERRED, GATHER, LATE], ids=str)
+@pytest.mark.parametrize("options", [{}, slow(DEFERRED), GATHER, LATE], ids=str)
 def test_steps_are_over_when_step_or_wait_returns(monkeypatch, options):
     waits = "wait" in options
     check_reads(monkeypatch, options, READS, steps=options is not GATHER, waits=waits)

@@ -18,6 +18,7 @@ from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state, own_part, train
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import sharded_case
+from tests.support.spread import slow
 
 
 def sgd(params):
@@ -28,9 +29,9 @@ def sgd(params):
     ("case_name", "mesh_shape"),
     [
         ("transformer_tied", (2,)),
-        ("uneven", (2,)),
+        slow("uneven", (2,)),
         ("frozen_beside", (2,)),
-        ("mixed_dtype", (2,)),
+        slow("mixed_dtype", (2,)),
         ("mlp_stack", (2, 2)),
     ],
 )

@@ -21,6 +21,7 @@ from tests.support.integer_model import (
 from tests.support.models import Made
 from tests.support.parity import assert_same, full_grads, train
 from tests.support.ranks import on_threads
+from tests.support.spread import slow
 from tests.support.threads import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
@@ -80,13 +81,13 @@ BOTH = (Trunk, IntegerBlock)
 @pytest.mark.parametrize(
     ("units", "mesh_shape", "reshard", "recompute", "calls_trunks"),
     [
-        (BOTH, (2,), None, None, True),
-        (BOTH, (2,), None, "plain", True),
+        slow(BOTH, (2,), None, None, True),
+        slow(BOTH, (2,), None, "plain", True),
         (BOTH, (2,), None, "reentrant", True),
         (BOTH, (2, 2), True, "plain", True),
-        (BOTH, (2, 2), False, "reentrant", True),
+        slow(BOTH, (2, 2), False, "reentrant", True),
         (IntegerBlock, (2,), True, "reentrant", True),
-        (IntegerBlock, (2, 2), False, "plain", True),
+        slow(IntegerBlock, (2, 2), False, "plain", True),
         (IntegerBlock, (2,), None, "plain", False),
         (IntegerBlock, (2,), None, "reentrant", False),
     ],

@@ -81,10 +81,12 @@ SELECTIVE = {
         # As many as if every unit had a forward of its own.
         pytest.param((2,), None, {}, 9, id="default"),
         pytest.param((2,), None, {"mha_too": True}, 13, id="also the attention"),
-        pytest.param((2, 2), None, {}, 9, id="hsdp"),
-        pytest.param((2,), {"use_reentrant": False}, {}, 9, id="checkpointed"),
+        pytest.param((2, 2), None, {}, 9, id="hsdp", marks=pytest.mark.slow),
+        pytest.param(
+            (2,), {"use_reentrant": False}, {}, 9, id="checkpointed", marks=pytest.mark.slow
+        ),
         pytest.param((2,), {"use_reentrant": True}, {}, 9, id="reentrant"),
-        pytest.param((2,), SELECTIVE, {}, 9, id="selective"),
+        pytest.param((2,), SELECTIVE, {}, 9, id="selective", marks=pytest.mark.slow),
         pytest.param((2,), SELECTIVE, {"reshard_after_forward": False}, 5, id="selective, kept"),
         pytest.param((4,), None, {"reshard_after_forward": 2}, 10, id="neighbours"),
     ],

@@ -34,6 +34,7 @@ from tests.optim.optimizers import (
 from tests.optim.stand_in_optimizers import StandIn
 from tests.support.parity import assert_same, full_state, own_state
 from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.spread import slow
 from tests.support.threads import run_threads
 
 
@@ -51,10 +52,10 @@ def compare(layout, name, schedule, wait, choose):
 @pytest.mark.parametrize(
     ("layout", "name", "schedule", "wait", "choose"),
     [
-        ("one axis", "adamw", "F", "step", trainable),
+        slow("one axis", "adamw", "F", "step", trainable),
         ("two axes", "momentum", "NRF", "gather", trainable),
         ("one axis", "another class", "RF", "gather", trainable),
-        ("bfloat16", "adamw", "FFF", "gather", groups_of),
+        slow("bfloat16", "adamw", "FFF", "gather", groups_of),
         ("offloaded", "another class", "F", "step", trainable),
         # Plain tensors are read without a gather that could wait, so ``step`` steps them.
         ("replicated", "sgd", "F", "gather", trainable),

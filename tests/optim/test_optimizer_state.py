@@ -15,6 +15,7 @@ from meshard import OverlappedOptimizer, flat_optimizer, overlap_optimizer
 from tests.optim.optimizers import ADAMW, OPTIONS, make, train, trainable
 from tests.support.parity import assert_same, full_state, whole
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import slow, spread
 
 KINDS = {
     "ordinary": lambda model, cls, **options: cls(trainable(model), **options),
@@ -74,8 +75,7 @@ def count_in_numbers(own):
 
 
 @on_threads(2)
-@pytest.mark.parametrize("kind", ["flat", "in backward", "awaited by gathers"])
-@pytest.mark.parametrize("change", [unshard, count_in_numbers])
+@spread(kind=["flat", "in backward", "awaited by gathers"], change=[unshard, count_in_numbers])
 def test_a_state_of_unsharded_tensors_or_of_an_old_torch_is_loaded(change, kind):
     model = make()
     optimizer = KINDS["ordinary"](model, ADAMW, **OPTIONS)
@@ -95,8 +95,8 @@ def test_a_state_of_unsharded_tensors_or_of_an_old_torch_is_loaded(change, kind)
     ("first", "second"),
     [
         ("flat", "in backward"),
-        pytest.param("ordinary", "flat", marks=pytest.mark.slow),
-        pytest.param("in backward", "ordinary", marks=pytest.mark.slow),
+        slow("ordinary", "flat"),
+        slow("in backward", "ordinary"),
     ],
 )
 def test_resumed_from_a_checkpoint_of_torch_with_the_other(tmp_path, first, second):

@@ -29,6 +29,7 @@ from tests.support.live_memory import settled_tensor_bytes
 from tests.support.models import Made
 from tests.support.parity import assert_same, full_state, own_state, whole
 from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.spread import slow
 
 
 @on_ranks(2)
@@ -60,7 +61,7 @@ def test_attach_and_detach_in_the_middle_of_training():
     [
         (ADAMW, {}),
         (SignDescent, {}),  # not pointwise
-        (ADAMW, {"wait": "gather"}),
+        slow(ADAMW, {"wait": "gather"}),
         (ADAMW, {"clip": "deferred", "max_norm": 1e-3}),
     ],
 )

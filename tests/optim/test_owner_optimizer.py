@@ -33,6 +33,7 @@ from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, whole
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import slow
 
 ADAMW, MUON = torch.optim.AdamW, torch.optim.Muon
 OPTIMIZERS = {
@@ -213,9 +214,9 @@ def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(na
 
 @pytest.mark.parametrize(
     "kind",
-    [pytest.param("dcp", marks=pytest.mark.slow), "checkpointer"],
+    [slow("dcp"), "checkpointer"],
 )
-@pytest.mark.parametrize("name", [pytest.param("Shampoo", marks=pytest.mark.slow), "SOAP"])
+@pytest.mark.parametrize("name", [slow("Shampoo"), "SOAP"])
 @pytest.mark.extras
 @on_ranks(4)
 def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):

@@ -21,6 +21,7 @@ from tests.support.extensions import (
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.parity import assert_same, full_grads, full_state, train
 from tests.support.ranks import on_ranks, on_threads
+from tests.support.spread import slow
 from tests.support.strategies import MODES
 
 STEPS = 5
@@ -40,14 +41,14 @@ def sharded(kind, shape, fully_shard=meshard.fully_shard, dims=DIMS, **kwargs):
 @pytest.mark.parametrize(
     ("kind", "shape", "schedule", "reshard"),
     [
-        (Int8OnWire, (2,), "F", None),
-        (Int8OnWire, (3,), "NNF", False),
+        slow(Int8OnWire, (2,), "F", None),
+        slow(Int8OnWire, (3,), "NNF", False),
         (Int8OnWire, (2, 2), "RF", True),
         (Int8OnWire, (4,), "NF", 2),
-        (Bfloat16Whole, (2,), "RF", None),
+        slow(Bfloat16Whole, (2,), "RF", None),
         (Bfloat16Whole, (3,), "F", True),
         (Bfloat16Whole, (2, 2), "NNF", False),
-        (Bfloat16Whole, (4,), "NF", 2),
+        slow(Bfloat16Whole, (4,), "NF", 2),
     ],
 )
 def test_training_is_that_of_one_process(kind, shape, schedule, reshard):

@@ -7,17 +7,18 @@ import pytest
 from meshard._params.subclass_params import PackedGather
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as
 from tests.support.fake_device import FakeDevice
+from tests.support.spread import slow
 from tests.support.stream_steps import MIXED, run_steps
 
 
 @pytest.mark.parametrize(
     ("kind", "mesh_shape", "reshard_after_forward"),
     [
-        (Int8OnWire, (4,), None),
+        slow(Int8OnWire, (4,), None),
         (Int8OnWire, (2, 2), True),
-        (Bfloat16Whole, (4,), False),
+        slow(Bfloat16Whole, (4,), False),
         (Bfloat16Whole, (1,), None),
-        (Int8OnWire, (4,), 2),
+        slow(Int8OnWire, (4,), 2),
         (Bfloat16Whole, (4,), 2),
     ],
 )

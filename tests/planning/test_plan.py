@@ -49,6 +49,12 @@ def usual_plan():
     return plan(mlp_job, world_size=8)
 
 
+@functools.cache
+def plan_of_llama():
+    job = partial(built_in, "llama:8b", reshard=False)
+    return plan(job, world_size=4096, ranks_per_node=8, steps=1)
+
+
 def num_params(depth=6, width=WIDTH):
     return depth * width * width
 
@@ -346,7 +352,7 @@ def test_limits_that_are_no_sizes_are_refused(limit):
 
 
 def test_a_screen_has_eighty_columns():
-    text = str(plan(partial(built_in, "llama:8b"), world_size=4096, ranks_per_node=8, steps=1))
+    text = str(plan_of_llama())
     lines = text.splitlines()
     assert max(map(len, lines)) <= 80
     assert len(lines) <= 40
@@ -372,7 +378,7 @@ def test_a_setting_that_is_in_force_is_not_advised():
         return lambda: model(torch.ones(1, WIDTH, device="cuda")).sum().backward()
 
     advised = ("reshard_after_forward=True", "set_reduce_scatter_max_input_buffers(1)")
-    usual = str(plan(partial(built_in, "llama:8b", reshard=False), world_size=64, steps=1))
+    usual = str(plan_of_llama())
     assert all(each in usual for each in advised)
     text = str(plan(job, world_size=64))
     assert not any(each in text for each in advised)

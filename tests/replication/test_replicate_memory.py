@@ -22,7 +22,7 @@ from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import seeded
 from tests.support.ranks import on_ranks
 from tests.support.replicated import SMALL, run
-from tests.support.spread import spread
+from tests.support.spread import slow, spread
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "replicate.md"
 
@@ -150,9 +150,7 @@ FIRST, *LARGER = AT_PEAK
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    "name", [FIRST, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)]
-)
+@pytest.mark.parametrize("name", [FIRST, *(slow(name) for name in LARGER)])
 def test_gradients_at_the_peak_take_what_ddp_takes_with_views(name):
     build, cap = AT_PEAK[name]
     found, grads = {}, {}

@@ -17,7 +17,7 @@ from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import Pair, run
-from tests.support.spread import spread
+from tests.support.spread import slow, spread
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def test_gradients_of_gradients(way):
 @on_ranks(2, timeout=120)
 @pytest.mark.parametrize(
     "what",
-    ["blocks", *(pytest.param(each, marks=pytest.mark.slow) for each in ("module", "wrapper"))],
+    ["blocks", *(slow(each) for each in ("module", "wrapper"))],
 )
 def test_compiled(what):
     model = smooth()

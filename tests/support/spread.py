@@ -1,4 +1,4 @@
-"""Use ``spread`` for several axes without their product, ``mostly_slow`` for one of many values."""
+"""Use ``spread`` for several axes without their product, ``slow`` for rows of the slow tier."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -31,14 +31,17 @@ def spread(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(", ".join(axes), rows)
 
 
+def slow(*row: Any) -> Any:
+    """Return a row for ``parametrize`` that is in the slow tier."""
+    return pytest.param(*row, marks=pytest.mark.slow)
+
+
 def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
     """Return ``values`` for ``parametrize``, of which only ``fast`` are in the default tier.
 
     A tuple is a row of a test with several arguments.
     """
-    return [each if each in fast else _slow(each) for each in values]
-
-
-def _slow(value: Any) -> Any:
-    row = value if isinstance(value, tuple) else (value,)
-    return pytest.param(*row, marks=pytest.mark.slow)
+    return [
+        each if each in fast else slow(*each) if isinstance(each, tuple) else slow(each)
+        for each in values
+    ]
