@@ -219,8 +219,8 @@ class Buckets:
         for unit in self.units:
             assert isinstance(unit.group.unit_params, ReplicatedParams)
             unit.group.unit_params.unhook()
-        # An overlapped optimizer of an old bucket may step parameters of any new bucket, so each
-        # new bucket gets all of them. ``find_overlapped`` checks which parameters each one steps.
+        # The parameters of an overlapped optimizer may now be in any bucket. So every new bucket
+        # lists all these optimizers; ``find_overlapped`` checks which parameters an optimizer has.
         overlapped = {each for unit in self.units for each in unit.group.overlapped}
         self._fill(order)
         for unit in self.units:

@@ -236,7 +236,8 @@ class Lifecycle:
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
         # If a unit has several modules, the first one to run unshards it. The others find it
-        # installed: they neither look for edits by the user nor read flags again.
+        # installed, and neither look for edits by the user nor read flags again, unless the user
+        # has called unshard().
         is_installed = group.state is ParamState.INSTALLED
         unshards = call is not None and (call.is_first or is_manual or not is_installed)
         reshards_after = unit.reshards_after_forward

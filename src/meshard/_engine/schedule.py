@@ -50,10 +50,11 @@ class ForwardPass:
     # ``StepSchedule._window``.
     earlier: frozenset[int] = frozenset()
     window: int = -1
-    # How far backward number ``open_in`` has come in this pass. In any other backward the two
-    # counts mean nothing. The backward of the units of ``first_entries[num_open:]`` is over. The
-    # backward of the calls ``exits[num_to_begin:]`` has begun, or autograd has left it out. A call
-    # before these may have begun its backward too: ``ForwardCall.reached_in`` tells.
+    # ``num_open`` and ``num_to_begin`` say how far backward number ``open_in`` has come in this
+    # pass. In any other backward they mean nothing. The units of ``first_entries[num_open:]`` are
+    # over. The calls ``exits[num_to_begin:]`` have begun their backward, or autograd has left them
+    # out, or they ran without grad (a reentrant checkpoint may run these again). An earlier call
+    # may have begun its backward too: ``ForwardCall.reached_in`` tells.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1

@@ -207,8 +207,8 @@ class Unit:
     def note_open(self) -> None:
         """Let ``has_open_children`` of the units around this one search again."""
         around = self.parent() if self.parent is not None else None
-        # The loop may end at the first unit whose flag is False: the flags of all units around it
-        # are False too, because a search sets the flag of a unit after those of the units inside.
+        # A unit's flag is True only if the flags of all units inside it are True: a search sets
+        # theirs first. So from the first unit whose flag is False outwards, all are False already.
         while around is not None and around._is_over_inside:
             around._is_over_inside = False
             around = around.parent() if around.parent is not None else None

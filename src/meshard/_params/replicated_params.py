@@ -222,7 +222,8 @@ class ReplicatedParams(UnitParams):
 
     def version_unless_replaced(self) -> int | None:
         for param, dtype in zip(self.params, self._dtypes, strict=True):
-            # After a cast the parameter has another AccumulateGrad node, without our hook.
+            # After ``module.double()``, say, a parameter has another AccumulateGrad node, and our
+            # hook is on the old one.
             if param.sharded.dtype is not dtype or not param.is_installed():
                 return None
         return self.version
