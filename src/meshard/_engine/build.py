@@ -1,8 +1,8 @@
 """Construction of units, in four steps.
 
 ``collect`` lists parameters, ``plan`` decides what goes where, ``allocate`` makes the units, and
-``commit`` changes the modules, by operations that do not fail. Any earlier step may raise. Until
-``commit`` the user's modules stay as they are, except that their buffers are moved to the device.
+``commit`` changes the modules. All checks come before ``commit``. Until then the user's modules
+stay as they are, except that their buffers are moved to the device.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _spoken(fqn: str, modules: list[nn.Module]) -> str:
     """Return the name ``fqn`` for an error, with the class of the module in front.
 
     In a unit of several modules, ``fqn`` begins with the position of the module in the list. The
-    class takes its place.
+    name of the class takes the place of this position.
     """
     position, _, name = fqn.partition(".") if len(modules) > 1 else ("0", "", fqn)
     return joined(own_class(modules[int(position)]).__name__, name)
@@ -138,7 +138,7 @@ def check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
 def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -> None:
     """Raise a ValueError if two parameters share memory, which sharding would cut apart.
 
-    Parameters of units inside ``modules`` are compared too, by the memory of the originals.
+    Parameters of units inside ``modules`` are compared too, by the memory that they had originally.
     """
     extents = [(extent_of(param), fqn) for fqn, param, _ in found]
     names = {
@@ -183,7 +183,7 @@ def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
-    """Add the parameters that ``hoisting`` reserves for ``modules``, with owners in inner units."""
+    """Add parameters that ``hoisting`` reserves for ``modules``. Owners may be in inner units."""
     for position, root in enumerate(modules if _hoisted else ()):
         for prefix, module in root.named_modules(prefix=_prefix(position, modules)):
             for name, param in module._parameters.items():
@@ -214,10 +214,11 @@ def plan(
     placement_fn: PlacementFn | None,
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> list[UnitPlan]:
-    """Return one plan per mesh, and one more if some parameters there have a custom all-gather.
+    """Return one plan for each mesh and kind of parameter that occurs.
 
-    The plan for ``mesh_info`` comes first, unless all parameters are in other plans. If ``found``
-    is empty, the plan for ``mesh_info`` is the only one.
+    The kinds are: sharded or ``Replicate()``, with a custom all-gather or without. The plan for
+    parameters sharded over ``mesh_info`` without a custom all-gather comes first, unless it is
+    empty. If ``found`` is empty, this plan is the only one.
     """
     planner = _Planner(mesh_info, placement_fn, policy)
     for each in found:
@@ -311,7 +312,8 @@ class _Planner:
         """Return the mesh that ``placement_fn`` chose, and the placement on it."""
         if chosen is None or isinstance(chosen, (Shard, Replicate)):
             return self._default, chosen
-        # The user may also return FSDP2's private class for this, whose mesh_info has the mesh.
+        # The user may also return FSDP2's private class for a placement on another mesh. The
+        # ``mesh_info`` of that object has the mesh.
         is_ours = isinstance(chosen, ShardPlacementResult)
         mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
         if not isinstance(mesh, DeviceMesh):
@@ -406,7 +408,7 @@ def allocate(
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Copy this rank's rows of a subclass, which may support only what torch's FSDP2 uses."""
+    """Copy this rank's rows by operations of torch's FSDP2: a subclass may support no others."""
     chunks = local.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
     own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
@@ -480,9 +482,9 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
 def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
     """Return the ``forward`` of the class that ``adopt_module`` makes of ``original``.
 
-    If a user calls ``module.forward(...)`` directly, it unshards the unit. Inside ``module(...)``,
-    where hooks have done so, it only calls the ``forward`` of ``original``. Returns None if
-    ``original`` has no ``forward``.
+    If a user calls the result directly (``module.forward(...)``), it unshards the unit. Inside
+    ``module(...)``, where hooks have unsharded the unit, it only calls the ``forward`` of
+    ``original``. Returns None if ``original`` has no ``forward`` that is a Python function.
     """
     plain = original.forward
     if plain is nn.Module.forward or not inspect.isfunction(plain):
@@ -507,7 +509,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     """Make a root of ``unit`` and the units inside, and name those after their modules.
 
     Usually a root gets its lifecycle at its first use. But if units inside were used before, the
-    new root gets a lifecycle here, which takes over modes and retained units of the old ones.
+    new root gets its lifecycle here, with the modes and retained units of the old lifecycles.
     """
     own, inside = with_siblings(unit), _units_inside(unit, modules)
     roots = dict.fromkeys(inner.root for inner in inside)

@@ -6,7 +6,7 @@ lifecycle: there is none before the first use, and an outer ``fully_shard`` repl
 ``load_state_dict`` copies or assigns tensors to sharded parameters. These are DTensors, so torch
 refuses an ordinary tensor there. Before a module loads, a hook therefore replaces each unsharded
 tensor in the state dict by this rank's shard of it. Every rank has the unsharded tensor, so that
-takes no communication.
+takes no communication. (A DTensor with other placements is gathered first.)
 """
 
 from __future__ import annotations
@@ -90,7 +90,8 @@ def register_hooks(unit: Unit) -> None:
     hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        # With always_call, torch calls it after an Exception in forward too: then it reshards.
+        # With always_call, torch calls this hook after an Exception in forward too. The hook
+        # reshards the unit then.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
@@ -102,7 +103,7 @@ def register_hooks(unit: Unit) -> None:
 
 @torch.no_grad()
 def _cast_buffers(module: nn.Module, _: Any = None) -> None:
-    """Cast the buffers of a unit to its ``buffer_dtype``, at first and after ``load_state_dict``.
+    """Cast the floating-point buffers of a unit to its ``buffer_dtype``.
 
     The cast is in place, so that a buffer that several units share stays one tensor.
     """
@@ -232,7 +233,7 @@ def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
 
 
 def check_may_pickle(unit: Unit | None) -> None:
-    """Raise unless modules of ``unit`` hold unsharded parameters. ``unit`` is None if freed."""
+    """Raise if ``unit`` has shards outside of ``unsharded_params``, or was freed (None)."""
     name = "a unit that is gone"
     if unit is not None:
         group, name = unit.group, f"unit {unit.label!r}"
@@ -259,7 +260,7 @@ class UnitHook:
         self._unit = weakref.ref(unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHook:
-        """Return a hook for the copy of the unit if that is copied too, else for the same unit."""
+        """Return a hook for the copy of the unit, or for the same unit if that is not copied."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         unit = self._unit()
@@ -270,7 +271,8 @@ class UnitHook:
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as a function that does nothing: a pickled module is a plain one, without units.
 
-        The result of a forward hook would replace the output, so pickles leave forward hooks out.
+        As a forward hook, that function would replace the output by its result. So pickles leave
+        forward hooks out.
         """
         check_may_pickle(self._unit())
         return partial, (nn.Identity,)  # a callable of torch's that takes any arguments
@@ -301,9 +303,9 @@ class ModuleHooks(UnitHook):
             elif not running or (running[0][0] is unit and not _is_inside(unit)):
                 if _runs_elsewhere(unit):
                     raise OtherThreadError(lifecycle, f"a forward of unit {unit.label!r} began")
-                # The last forward has no recorded call, or its outermost call is of ``unit``, but
-                # the present call is not inside that one. So an exception such as KeyboardInterrupt
-                # has cut that forward off, and torch has not called post_forward.
+                # The recorded forward has no call, or its outermost call is of ``unit``, but the
+                # present call is not inside that call. So an exception such as KeyboardInterrupt
+                # has cut the recorded forward off, and torch has not called post_forward.
                 lifecycle.abort()
         call = without_modes(lifecycle.pre_forward, unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
@@ -382,7 +384,7 @@ def run_in_unit(
 
 
 class _OutsideHook(UnitHook):
-    """A hook on a module that is inside a root and has no unit. Users may call it by itself."""
+    """A hook on a module without a unit, inside a root. Users may call the module by itself."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:  # torch.compile traces this line only, as ``_explain`` is skipped
@@ -430,22 +432,23 @@ def _modules_inside(unit: Unit) -> list[nn.Module]:
 
 
 class Watched(NamedTuple):
-    """A forward of a unit that has ended. Hooks on its outputs tell when its backward begins."""
+    """An ended call of a unit. Hooks on the outputs tell when the backward of the call begins."""
 
     unit: weakref.ref[Unit]
     forward_pass: ForwardPass
     call: ForwardCall
-    num_rebuilds: int  # ``ParamGroup.num_rebuilds`` when it ran
+    num_rebuilds: int  # ``ParamGroup.num_rebuilds`` when the call ended
 
 
 def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
-    """End the forward of ``module`` in ``unit``. Returns None if no backward can follow."""
+    """End the forward of ``module`` in ``unit``. Returns None if the outputs need no hooks."""
     lifecycle = unit.lifecycle
     forward_pass = lifecycle.present_pass
-    # A root gets hooks on its outputs even if it has no parameters. Units inside that do not run in
-    # this microbatch may hold gradients of earlier ones, which the root's backward has to reduce.
+    # A root gets hooks on its outputs even if it has no parameters. Some units inside may not run
+    # in this microbatch, but hold gradients of earlier microbatches. The root's backward has to
+    # reduce these gradients.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     may_hide = not isinstance(output, torch.Tensor) and lifecycle.backward is None
@@ -524,7 +527,7 @@ def has_raised(module: nn.Module) -> bool:
     """Whether a hook of ``module`` is called because the forward of ``module`` raised.
 
     If it did not raise, there may be another exception in ``sys.exc_info()``: users may call the
-    module inside an ``except`` block. The traceback of that one begins outside of the call.
+    module inside an ``except`` block. The traceback of that other one begins outside of the call.
     """
     trace = sys.exc_info()[2]
     return trace is not None and _called_in(trace.tb_frame) is module
@@ -547,7 +550,7 @@ def _num_calls_of(unit: Unit, frame: FrameType) -> int:
 def _is_inside(unit: Unit) -> bool:
     """Whether the present call of a module of ``unit`` was made inside another such call.
 
-    A module may call itself, or another one of the list that was given to ``fully_shard``.
+    A module may call itself, or another module of the list that was given to ``fully_shard``.
     """
     return _num_calls_of(unit, sys._getframe()) > 1
 
@@ -580,8 +583,8 @@ def register_load_hooks(unit: Unit) -> None:
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Adopt parameters that ``load_state_dict(assign=True)`` has assigned.
 
-    They are adopted at once, and not at the next use: right after the load the user may list
-    parameters, and tied parameters must be one tensor again.
+    They are adopted at once, and not at the next use: the user may list parameters right after the
+    load, and tied parameters must be one tensor by then.
     """
     for unit in units_of(module):
         if unit.group.holds_shards:

@@ -2,15 +2,15 @@
 
 Every rank must issue the same collectives in the same order, even if ranks use different parameters
 of a unit. Units are gathered in the order in which their modules run. A unit is reduced when its
-last gradient arrives. If this rank does not use one of the parameters, the gradient of that one
-never arrives. Then the unit is reduced at the latest when a unit that ran before it in forward
-begins its backward. An outer unit is reduced after the units inside it, even if it had all
+last gradient arrives. If this rank does not use one of its parameters, a gradient never arrives.
+Then the unit is reduced when a unit that ran before it in forward begins its backward, or when the
+whole backward ends. An outer unit is reduced after the units inside it, even if it had all
 gradients before. So the order depends on which units ran, never on which of their parameters got a
 gradient.
 
 A *window* is all microbatches of one optimizer step.
 
-If shards live in host memory, they are copied to the device, and their gradients back. The
+If shards live in host memory, they are copied to the device, and gradients are copied back. The
 lifecycle waits for these copies at the end of the last backward of a window, at the end of an
 evaluation, when a call of the user finishes reductions (``finalize_gradients``), and when it cleans
 up an interrupted step. At other times copies may be running. Other code on the host must then wait
@@ -131,13 +131,13 @@ def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
 class Lifecycle:
     """The steps of one root and all units inside it.
 
-    It is made when one of these units is first used. While the user applies ``fully_shard`` to one
-    layer after the other, each layer is a root of its own for a while, and needs no lifecycle.
+    A lifecycle is made once one of these units is used. While the user applies ``fully_shard`` to
+    one layer after the other, each layer is a root of its own for a while, and needs no lifecycle.
     """
 
     def __init__(self, root: Root) -> None:
-        self.forward: ForwardRun | None = None  # while one runs
-        self.backward: BackwardRun | None = None  # while one runs, perhaps inside a forward
+        self.forward: ForwardRun | None = None  # None: no forward runs
+        self.backward: BackwardRun | None = None  # a backward may run inside a forward
         self.failure = root.failure  # shared with the parameter groups
         self.is_last_backward = True
         # Not None after set_manual_backward_finalization(True): ``finalize_backward`` ends windows,
@@ -147,13 +147,14 @@ class Lifecycle:
         self.retained = RetainedUnits()
         # The divide factor of units for which the user has not set one. None: the number of ranks.
         self.usual_divide_factor: float | None = None
-        # Set by ``meshard.uneven_batches``: called before each reduction over all ranks (``FULL``),
-        # also on a mesh without replicas.
+        # ``meshard.uneven_batches`` sets this function. It is called before each reduction over all
+        # ranks (``FULL``), also on a mesh without replicas.
         self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
-        # The passes whose autograd graph may be alive on this rank: hooks in the graph refer to
-        # them. Ranks may differ in this, so it must not decide whether a collective is issued.
+        # The passes whose autograd graph may be alive on this rank: hooks in a graph keep its pass
+        # alive. Other ranks may have freed a graph, so this list must not decide whether a
+        # collective is issued.
         self._passes: list[weakref.ref[ForwardPass]] = []
         self._prefetcher = Prefetcher(self._units)
         devices = (group.spec.device for group in self.groups() if group.params)
@@ -166,7 +167,7 @@ class Lifecycle:
         self.use(comm)
 
     def use(self, comm: Communicator) -> None:
-        """Communicate through ``comm`` from now on. No collective may be in flight."""
+        """Finish the reductions in flight, and communicate through ``comm`` from now on."""
         self._queue.finish_all()
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
@@ -186,7 +187,7 @@ class Lifecycle:
 
     @property
     def running(self) -> list[tuple[Unit, ForwardCall]]:
-        """The forwards that have begun and not ended, outermost first."""
+        """The calls that have begun and not ended, outermost first. Recomputations are left out."""
         return [] if self.forward is None else self.forward.calls
 
     @property
@@ -235,9 +236,9 @@ class Lifecycle:
             self._end_units_after(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
-        # If a unit has several modules, the first one to run unshards it. The others find it
-        # installed, and neither look for edits by the user nor read flags again, unless the user
-        # has called unshard().
+        # If a unit has several modules, the first module to run unshards the unit. The others find
+        # the unit installed. They do not look again for edits by the user, nor read requires_grad
+        # again, unless the user has called unshard().
         is_installed = group.state is ParamState.INSTALLED
         unshards = call is not None and (call.is_first or is_manual or not is_installed)
         reshards_after = unit.reshards_after_forward
@@ -275,7 +276,8 @@ class Lifecycle:
     def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
         """Record that ``module`` of ``unit`` has run, or raised; reshard the unit if that is due.
 
-        Returns the call of the unit to which this run of ``module`` belongs.
+        Returns the call of the unit to which this run of ``module`` belongs. In a recomputation,
+        that is always the last call of the unit in the recomputed pass.
         """
         group = unit.group
         if self.backward is not None:
@@ -301,7 +303,7 @@ class Lifecycle:
                 self._enter_phase_around()
         unit.step.modules_run.add(id(module))
         if self._runs(unit):
-            return call  # an outer call goes on: a module has called itself, or one of its list
+            return call  # the unit still runs: one of its modules has called itself or another
         have_all_run = len(unit.step.modules_run) == len(unit.modules)
         if failed or (have_all_run and unit.reshards_after_forward):
             group.reshard(keep_post_forward=not failed)
@@ -315,12 +317,12 @@ class Lifecycle:
     # cost more than the test.
 
     def _enter_phase(self, phase: str, unit: Unit | None) -> None:
-        """Record for a trace that a phase of ``unit`` begins; None: outside of units."""
+        """Record for a trace that a phase of ``unit`` begins. ``unit`` is None outside of units."""
         if spans.recorder is not None:  # another thread may have ended the trace since
             spans.recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
 
     def _enter_phase_around(self) -> None:
-        """Record for a trace that a forward or backward ends; a forward may run around it."""
+        """Record for a trace that a forward or backward ends, perhaps inside another forward."""
         if self.running:
             self._enter_phase("forward", self.running[-1][0])
         else:
@@ -332,7 +334,7 @@ class Lifecycle:
             raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
 
     def is_inside(self, unit: Unit) -> bool:
-        """Whether a forward of ``unit`` is running, or is being recomputed."""
+        """Whether ``unit`` runs. In a backward: whether its modules hold unsharded parameters."""
         if self.backward is not None:
             return unit.group.state is ParamState.INSTALLED
         return self._runs(unit)
@@ -353,11 +355,11 @@ class Lifecycle:
             if unit.step.modules_run:
                 if unit.reshards_after_forward:
                     # The unit is still unsharded if only some of its modules have run, or if the
-                    # user called unshard() after they ran.
+                    # user called unshard() after its forward.
                     unit.group.reshard(keep_post_forward=True)
                 elif torch.is_grad_enabled() and not unit.gradients.is_replicated:
                     unit.group.keep_installed()
-                else:  # after an evaluation, users edit parameters or build an optimizer
+                else:  # replicate, or the end of an evaluation: users may now edit parameters
                     unit.group.install_sharded()
                 unit.step.modules_run.clear()
 
@@ -374,10 +376,10 @@ class Lifecycle:
         return self._num_backwards + (self.backward is None)
 
     def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
-        """Begin a backward, unless it has begun. Returns the one that runs.
+        """Return the backward that runs; begin it if it has not begun.
 
-        ``first`` is the unit for which a gradient has come. If autograd has put that into ``.grad``
-        of a parameter, ``early`` is the index of the parameter.
+        ``first`` is the unit for which a gradient has come. If autograd has put the gradient into
+        ``.grad`` of a parameter, ``early`` is the index of the parameter.
         """
         task, run = graph_task_id(), self.backward
         if run is not None and run.graph_task == task and not self.failure.marks:
@@ -400,8 +402,8 @@ class Lifecycle:
             # A warning too, because distributed autograd drops the text of the error.
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
-        # This mark records a failure if the method is interrupted before the callbacks below are
-        # in place. ``marks.clear()`` then removes the mark.
+        # If this method is interrupted before the callbacks below are in place, only this mark
+        # records the failure. Otherwise ``marks.clear()`` below removes the mark.
         self.failure.marks.append("begun")
         self._num_backwards += 1
         run = self.backward = BackwardRun(
@@ -440,7 +442,7 @@ class Lifecycle:
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def _record_nested(self, run: BackwardRun) -> None:
-        """Record that another graph task runs inside the backward, as of a reentrant checkpoint."""
+        """Record that a graph task, as of a reentrant checkpoint, runs inside the backward."""
         # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
@@ -471,27 +473,27 @@ class Lifecycle:
             return None
         replacement = None
         if unit.settings.unshard_in_backward:
-            # A checkpoint inside the unit may run a part of the forward again. It reads the
+            # A checkpoint inside the unit may run a part of the forward again. That part reads the
             # parameters from the modules, which must hold the unsharded ones.
             group.install_unsharded(read_flags=False)
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
-            # The unit was called several times, and all its gradients came in the backward of a
-            # later call: on this rank the first call used no parameter. The reduction has waited
-            # for the backward of the first call (see ``has_all``), which begins now.
+            # This is for a unit that was called several times. If on this rank the first call used
+            # no parameter, all gradients came in the backward of a later call. The reduction has
+            # waited for the backward of the first call (see ``has_all``), which begins now.
             self._on_last_gradient(run, unit)
         return replacement
 
     def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
-        """Begin the backward of a pass, unless it has begun. End the passes reached before it."""
+        """Begin the backward of a pass, unless it has begun. End the passes reached earlier."""
         if forward_pass in run.reached:
             return
         for later in self._ended_passes(run):
             self._end_pass(run, later)
         forward_pass.open(self._num_backwards)
         run.reached.append(forward_pass)
-        # With retain_graph=True, an earlier backward may have gone through this graph and reduced
-        # these units. This one brings gradients for them once more.
+        # With retain_graph=True, an earlier backward may have gone through the graph of this pass
+        # and reduced its units. The present backward brings gradients for these units once more.
         for call in forward_pass.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph and unit.group.num_trainable:
@@ -517,7 +519,7 @@ class Lifecycle:
         self, run: BackwardRun, unit: Unit, forward_pass: ForwardPass, call: ForwardCall
     ) -> None:
         """Begin the backward of ``call``: end units that are over, unshard ``unit``, prefetch."""
-        # If the call has several outputs, another one may have got its gradient before.
+        # If the call has several outputs, another output may have got its gradient before.
         has_begun = call.reached_in == self._num_backwards
         call.reached_in = self._num_backwards
         self._end_units_over(
@@ -543,7 +545,7 @@ class Lifecycle:
     ) -> None:
         """Begin the backward of calls that autograd leaves out on this rank.
 
-        Example: the loss of this rank does not use an auxiliary head, or drops a layer. Other ranks
+        Example: the loss of this rank does not use the output of an auxiliary head. Other ranks
         gather and reduce for these calls, so this rank must do so too. Nothing is done under
         ``torch.autograd.grad``, which accumulates nothing: it leaves out the same calls on all
         ranks.
@@ -561,18 +563,18 @@ class Lifecycle:
         forward_pass: ForwardPass,
         is_over: Callable[[ForwardCall], bool],
     ) -> None:
-        """End those units of a pass for whose first call ``is_over`` returns True."""
+        """End units of a pass, last first, as long as ``is_over`` of their first call is True."""
         for number in forward_pass.pop_over(is_over):
             other = self._units[number]()
             if other is not None:
                 self._end_unit(run, other, forward_pass)
 
     def _end_units_after(self, run: BackwardRun, node: int) -> None:
-        """End the units that are over when autograd node ``node`` recomputes a forward.
+        """End the units whose backward is over when autograd node ``node`` recomputes a forward.
 
-        The recomputation is about to gather. Ranks that used all parameters of a unit that is over
-        have reduced it before this gather, at its last gradient. A rank that left out a parameter
-        must do so before this gather too.
+        The recomputation is about to gather. A rank that used all parameters of such a unit may
+        have reduced the unit before this gather, at its last gradient. A rank that left out a
+        parameter must then do so before this gather too.
         """
         forward_pass = run.current_pass
         if forward_pass is None:
@@ -584,11 +586,11 @@ class Lifecycle:
             if first.has_graph:
                 return True
             # The call ran without grad, inside a reentrant checkpoint. The checkpoint's own node is
-            # older than the call. So ``node`` may be the checkpoint, about to run the call again:
-            # then the unit is not over. But if the backward of the call has begun, it began in the
-            # nested run of autograd that the checkpoint starts. All nodes of that run are newer
-            # than the call, and ``node``, which runs now, is older. So the nested run has ended,
-            # and the unit is over.
+            # older than the call. So ``node`` may be the checkpoint, which is about to run the call
+            # again. Then the unit is not over. But if the backward of the call has begun, it has
+            # begun in the nested run of autograd that the checkpoint starts. All nodes of the
+            # nested run are newer than the call. ``node`` is older, and it runs now. So the nested
+            # run has ended, and the unit is over.
             unit = self._units[first.unit]()
             return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
 
@@ -596,7 +598,7 @@ class Lifecycle:
         self._end_units_over(run, forward_pass, is_over)
 
     def post_gradient(self, unit: Unit, index: int) -> None:
-        """Reduce ``unit`` if the gradient of parameter ``index`` is its last one."""
+        """Record the gradient of parameter ``index``. Reduce ``unit`` if it has all gradients."""
         run = self._ensure_backward(unit, index)
         run.accumulates = True
         step = unit.step
@@ -620,7 +622,7 @@ class Lifecycle:
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record that a gradient of ``unit`` has come from outside of its forward.
 
-        The unit is reduced at the end of the backward.
+        The unit is reduced at the end of the backward, if not before.
         """
         self._ensure_backward(unit).accumulates = True
         unit.await_gradients()
@@ -628,8 +630,8 @@ class Lifecycle:
     def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
         # A reentrant checkpoint starts a nested run of the autograd engine (a graph task) inside
         # this backward. If a parameter is also used outside of the checkpoint, or in another one,
-        # the nested run brings only one of several gradients to add up. So after a nested run,
-        # units are not reduced at their last gradient, but when their backward is over.
+        # the nested run brings only one of several gradients to add up. So from the first nested
+        # run on, a unit is not reduced at its last gradient, but when its backward is over.
         if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
             self._post_backward(unit)
 
@@ -638,8 +640,8 @@ class Lifecycle:
     ) -> None:
         """Reshard and reduce a unit whose backward is over in ``forward_pass`` (None: in all)."""
         if self._runs(unit):
-            # This backward runs inside the forward of this unit, which goes on. If that forward has
-            # a graph, the backward of that graph reduces the unit.
+            # This backward runs inside a forward of this unit, and the forward goes on. If the
+            # forward has a graph, the backward of that graph reduces the unit.
             if any(call.has_graph for other, call in self.running if other is unit):
                 return
         else:
@@ -654,9 +656,9 @@ class Lifecycle:
             return
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
-        # A pipeline schedule may compute only gradients of inputs now, those of parameters later.
-        # This unit then accumulates zeros: ``_take_split_gradients`` looks for the later gradients
-        # only in units that hold unreduced ones.
+        # A pipeline schedule may compute only gradients of inputs now, and those of parameters
+        # later. This unit then accumulates zeros, because ``_take_split_gradients`` looks for the
+        # later gradients only in units that hold unreduced gradients.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
             self._post_backward(unit, is_at_end=forward_pass is None)
@@ -666,9 +668,9 @@ class Lifecycle:
     def _post_backward(self, unit: Unit, *, is_at_end: bool = False) -> None:
         """Reduce or accumulate the gradients of ``unit``, which are complete.
 
-        A unit waits until all units inside it are complete. When the last of them is, the loop goes
-        on to the outer unit, which has waited. ``is_at_end``: the backward ends, so no gradient
-        will come from inside ``unit``.
+        A unit waits until all units inside it are complete. When the last inner unit is complete,
+        the loop goes on to the outer unit, which has waited. ``is_at_end``: the backward ends, so
+        no gradient will come from inside ``unit``.
         """
         unit.step.are_complete = True
         around: Unit | None = unit
@@ -676,7 +678,7 @@ class Lifecycle:
             is_awaited = around.children and not is_at_end
             if is_awaited and (around.has_open_children or self._may_begin_inside(around)):
                 return
-            if around.step.are_complete:  # otherwise it gets no gradient: it may be frozen
+            if around.step.are_complete:  # otherwise no gradient is due, as in a frozen unit
                 around.step.record_taken()
                 sync = around.settings.sync
                 if sync.reduces:
@@ -687,8 +689,8 @@ class Lifecycle:
                     )
                 else:
                     self._queue.accumulate(around.gradients, around.settings)
-            # is_at_end is False for the next unit around: of other units inside it, gradients may
-            # still come.
+            # The next unit around may contain other units that still get gradients. So for that
+            # unit, is_at_end is False.
             around, is_at_end = around.parent() if around.parent is not None else None, False
 
     def _may_begin_inside(self, unit: Unit) -> bool:
@@ -749,7 +751,7 @@ class Lifecycle:
                 subscriber(unit)
 
     def finish_backward(self, run: BackwardRun | None = None) -> None:
-        """End the backward that runs; or ``run``, a stand-in if autograd has run no backward."""
+        """End the backward that runs. ``run`` is a stand-in if autograd has run no backward."""
         run = run or self.backward
         assert run is not None
         units = self.units()
@@ -795,11 +797,11 @@ class Lifecycle:
     def _units_to_come(
         self, run: BackwardRun, units: Sequence[Unit], ended: Sequence[ForwardPass]
     ) -> set[int]:
-        """Return the numbers of the units whose backward comes later.
+        """Return the numbers of the units whose backward is still to come, after this backward.
 
-        They ran in other passes than those that this backward has reached. Example: for each chunk
-        of the hidden states, a loss runs the output layer and calls backward; the backward of the
-        other layers comes last. All ranks return the same numbers, because these do not depend on
+        These units ran in passes that this backward has not reached. Example: for each chunk of the
+        hidden states, a loss runs the output layer and calls backward; the backward of the other
+        layers comes last. All ranks return the same numbers, because the numbers do not depend on
         which graphs are alive.
         """
         if not run.reached:
@@ -816,7 +818,7 @@ class Lifecycle:
         }
 
     def start_manual_unshard(self, unit: Unit) -> ManualUnshard | None:
-        """Start gathering ``unit`` for the user's ``unshard()``; None: it has no parameters.
+        """Start gathering ``unit`` for the user's ``unshard()``. None if it has no parameters.
 
         **Collective:** the shard group.
         """
@@ -835,8 +837,8 @@ class Lifecycle:
     def finish_split_backward(self) -> None:
         """Accumulate the gradients that a pipeline schedule wrote outside of backwards, and reduce.
 
-        This is done in the units that already hold unreduced gradients: they are the same on all
-        ranks, while the units in which the schedule wrote gradients may differ between ranks.
+        Gradients are accumulated only in units that already hold unreduced gradients. These units
+        are the same on all ranks. The units in which the schedule wrote gradients may differ.
         """
         self.abort_if_failed()
         with self._recorded_failure():
@@ -869,7 +871,7 @@ class Lifecycle:
             gradients.end_window()
 
     def set_manual(self, enabled: bool) -> None:
-        """Choose what ends windows: ``finalize_backward`` if ``enabled``, or the last backward."""
+        """Let ``finalize_backward`` end windows if ``enabled``, and otherwise the last backward."""
         self.abort_if_failed()
         if enabled is (self.finalization is not None):
             return
@@ -905,7 +907,7 @@ class Lifecycle:
             with self._recorded_failure():
                 self._take_split_gradients()
         for unit in units:
-            # A unit that waits for its backward stays unsharded.
+            # A unit whose backward is still to come stays unsharded.
             is_over = not unit.step.awaits_gradients and not unit.step.is_retained
             if is_over and unit.settings.reshard_after_backward:
                 unit.group.reshard()
@@ -915,7 +917,7 @@ class Lifecycle:
         return finalization.started
 
     def finish_finalization(self, started: _Finalizing) -> None:
-        """Finish the reductions that ``start_finalization`` started, and end the windows."""
+        """Finish the reductions that ``start_finalization`` started."""
         self.abort_if_failed()
         finalization = self.finalization
         if finalization is None or finalization.started is not started:
@@ -990,9 +992,9 @@ class Lifecycle:
     def abort(self, *, keeps_window: bool = False) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
 
-        If a backward has failed, or a window is open, the gradients of all units are dropped,
-        because those of some microbatches are missing. With ``keeps_window``, an open window stays
-        open and keeps its gradients, unless a backward has failed.
+        If a backward or a reduction has failed, or a window is open, the gradients of all units are
+        dropped, because those of some microbatches are missing. With ``keeps_window``, an open
+        window stays open and keeps its gradients, unless a backward or a reduction has failed.
         """
         pending = (group.gradients for group in self.groups())
         is_void = bool(self.failure.marks)
@@ -1030,9 +1032,9 @@ class Lifecycle:
 def _check_finds_parameters(unit: Unit) -> None:
     """Raise if a pipeline schedule splits this backward, and would miss gradients of ``unit``.
 
-    The schedule calls ``unshard()`` on the unit, and looks for the parameters that the graph has
-    used among those that its modules hold. If the forward has resharded the unit, the modules hold
-    shards. The schedule does not find the parameters then, and writes no gradients for them.
+    The schedule calls ``unshard()`` on the unit. Then it looks in the graph for the parameters that
+    the modules of the unit hold. If the forward has resharded the unit, the modules hold shards.
+    The schedule does not find these in the graph, and writes no gradients.
     """
     is_split = not unit.settings.sync.reduces and keeps_graph()
     if is_split and not unit.group.is_manually_unsharded:

@@ -19,7 +19,7 @@ from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 
-# Units that were gathered because a parameter was read. The reader's forward still runs.
+# Units that a reader has read. ``_end_reads`` removes them when the reader's forward ends.
 _read_units: weakref.WeakSet[Unit] = weakref.WeakSet()
 _readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with the hook ``_end_reads``
 

@@ -2,12 +2,13 @@
 
 ``Prefetcher`` starts gathers ahead of use, in the order that the schedule predicts.
 
-``RetainedUnits`` keeps two kinds of units unsharded beyond their forward or backward, because no
-hook could gather them again in time. First, a backward with ``create_graph=True`` makes a graph
-whose nodes have saved unsharded parameters. A second backward runs these nodes before it calls any
-hook of a unit. Second, if ``forward`` of a unit returns no tensor (but an object of the user's own
-class, for example), there is nothing to put a hook on. Retained units are resharded when a backward
-that frees the graph has ended, when the graph was dropped, or when the shards have changed.
+``RetainedUnits`` keeps units unsharded beyond their forward or backward if no hook could gather
+them again in time. There are two such cases. First, a backward with ``create_graph=True`` makes a
+graph whose nodes have saved unsharded parameters. A second backward runs these nodes before it
+calls any hook of a unit. Second, if ``forward`` of a unit returns no tensor (but an object of the
+user's own class, for example), there is nothing to put a hook on. Retained units are resharded
+after a backward that frees the last of these graphs. If the graphs were dropped, or the shards have
+changed, the next forward begins by resharding these units.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Prefetcher:
     ) -> list[Unit]:
         if not chosen:
             return [] if predicted is None else alive([self._units[predicted]])
-        # ``drop_unused`` would drop a gather for another root when the forward of this one ends.
+        # Units of other roots are left out: ``drop_unused`` would drop their gathers when the
+        # forward of this root ends.
         return [each for each in alive(chosen) if each.root is unit.root]
 
     def unshard(
@@ -56,13 +58,13 @@ class Prefetcher:
     ) -> None:
         """Unshard a unit that is about to compute, and start gathering ``up_next``.
 
-        ``in_forward``: gather the shards with the user's edits, and no post-forward shards.
+        ``in_forward``: look for the user's edits of the shards, and gather no post-forward shards.
         ``keep_shard``: keep a post-forward shard, if the unit has a group for it.
         """
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
             _start_unshard(unit, in_forward=in_forward)
-            # Nothing is computed during this gather, so the next gathers start at once, beside it.
+            # Compute waits for this gather, so the next gathers start at once, beside this one.
             self._start(up_next, in_forward=in_forward)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
         if not is_cold:
@@ -95,7 +97,7 @@ def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
 
 
 class _SecondOrder:
-    """Stands for the graph that one backward has made. Only hooks in that graph keep it alive."""
+    """Stands for the graph that one backward makes. Afterwards only hooks in the graph hold it."""
 
     was_used = False  # whether the backward that runs goes through this graph
 
@@ -105,18 +107,18 @@ class _SecondOrder:
 
 
 class RetainedUnits:
-    """The units of a root that are not resharded when their forward or backward ends."""
+    """The units of a root that stay unsharded because a graph may read them again."""
 
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self._graphs: list[weakref.ref[_SecondOrder]] = []
-        self._num_hidden = 0  # in how many passes a unit returned no tensor
+        self._num_hidden = 0  # passes with a backward to come in which a unit returned no tensor
         self._hidden_in: ForwardPass | None = None  # the last such pass
         self._making: _SecondOrder | None = None  # set while a create_graph=True backward runs
         self._frees = False
 
     def take_over(self, other: RetainedUnits) -> None:
-        """Also retain the units that ``other`` retains. They are under this root now."""
+        """Also retain the units that ``other`` retains. These units are under this root now."""
         self._units += other._units
         self._graphs += other._graphs
         self._num_hidden += other._num_hidden
@@ -187,7 +189,7 @@ class RetainedUnits:
             self.release()
 
     def begin_forward(self) -> None:
-        """Reshard the units before a forward of the root, if they are stale or no graph is left."""
+        """Reshard the units before a forward, if any unit is stale or no graph is left."""
         if not self._units:
             return
         units = alive(self._units)

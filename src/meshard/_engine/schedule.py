@@ -1,9 +1,9 @@
 """Recorded and predicted order of units. A unit is given by its number (``Unit.number``).
 
 There are two orders. In forward, each unit is expected to be followed by the same unit as the last
-time. In backward, units come in the reverse of the order in which their forwards ended. There is
-one list for each order. If one list served both, a backward would end with a prefetch for the next
-forward, of a unit that the optimizer has not stepped yet.
+time. In backward, units come in the reverse of the order in which their forwards ended. The two
+orders are recorded apart. If one record served both, a backward would end with a prefetch for the
+next forward, of a unit that the optimizer has not stepped yet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class _Entry(NamedTuple):
-    """The beginning of one forward of a unit. It equals the same entry of another pass."""
+    """The beginning of one forward of a unit. It equals the corresponding entry of other passes."""
 
     began_with: int  # the first unit of the pass
     unit: int
@@ -28,7 +28,8 @@ class ForwardCall:
     unit: int
     is_first: bool = True  # the first call of its unit in this pass; its backward comes last
     has_graph: bool = True  # it ran with grad enabled
-    # len(ForwardPass.exits) when the call began: the index of the first call that ends inside it.
+    # len(ForwardPass.exits) when the call began. The next call to end gets this index: the first to
+    # end inside this call, or this call itself.
     first_inside: int = 0
     exit_position: int = -1  # index in ForwardPass.exits; -1: it has not ended
     reached_in: int = -1  # number of the last backward that reached it
@@ -39,22 +40,22 @@ class ForwardCall:
 
 @dataclass(eq=False)  # no slots: there are weak references to it
 class ForwardPass:
-    """One forward of the outermost unit, and of all units that ran inside it."""
+    """One forward of a root, or of a part that the user called by itself, with all units inside."""
 
     exits: list[ForwardCall] = field(default_factory=list)
     first_entries: list[ForwardCall] = field(default_factory=list)
     units: dict[int, int] = field(default_factory=dict)  # unit -> how often it was entered
     entries: list[_Entry] = field(default_factory=list)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
-    # The units of earlier passes whose backward may still come. Valid while ``window`` is equal to
-    # ``StepSchedule._window``.
+    # The units of earlier passes whose backward may still come. This is valid while ``window`` is
+    # equal to ``StepSchedule._window``.
     earlier: frozenset[int] = frozenset()
     window: int = -1
     # ``num_open`` and ``num_to_begin`` say how far backward number ``open_in`` has come in this
     # pass. In any other backward they mean nothing. The units of ``first_entries[num_open:]`` are
     # over. The calls ``exits[num_to_begin:]`` have begun their backward, or autograd has left them
-    # out, or they ran without grad (a reentrant checkpoint may run these again). An earlier call
-    # may have begun its backward too: ``ForwardCall.reached_in`` tells.
+    # out, or they ran without grad (a reentrant checkpoint may run these again). A call with a
+    # lower index may have begun its backward too: ``ForwardCall.reached_in`` tells.
     num_open: int = 0
     num_to_begin: int = 0
     open_in: int = -1
@@ -82,7 +83,7 @@ class ForwardPass:
         Autograd runs nodes in the reverse order of their creation. So when the backward of a call
         begins, each unit that first ran after that call had ended is over, even if its outputs
         were not used. In the same way, when a node runs, each unit that first ran after the node
-        was made is over. The caller passes the test as ``is_over``, of the first call of a unit.
+        was made is over. The caller's ``is_over`` tests the first call of a unit for this.
         """
         while self.num_open and is_over(self.first_entries[self.num_open - 1]):
             self.num_open -= 1
@@ -104,15 +105,16 @@ class StepSchedule:
     """The order of units in the steps of one root. Units are given by number."""
 
     def __init__(self) -> None:
-        # From an entry to the unit that entered next, the last time; None: it was the last entry.
+        # Key: an entry. Value: the unit that entered after it, when this was last recorded; None if
+        # the entry was the last of its pass.
         self._successors: dict[_Entry, int | None] = {}
-        self._last: ForwardPass | None = None  # the last pass whose backward may come
+        self._last: ForwardPass | None = None  # the last pass with grad since ``end_passes``
         self._window = 0  # counts how often passes were forgotten
         self.current = ForwardPass()
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
-        # Learn the order from the last pass, which has ended: ``forget`` has dropped an interrupted
-        # pass, because ranks may differ in how far they came in it.
+        # Learn the order from the last pass. That pass has ended: ``forget`` drops a pass that is
+        # interrupted, because ranks may differ in how far they came in it.
         entries = self.current.entries
         following = [*(each.unit for each in entries[1:]), None]
         self._successors.update(zip(entries, following, strict=False))
@@ -126,7 +128,7 @@ class StepSchedule:
             self._last = self.current
 
     def end_passes(self) -> None:
-        """Forget all passes: their backward has come, or will not come any more."""
+        """Forget all passes: from now on no reduction waits for the backward of one of them."""
         self._last = None
         self._window += 1
 
@@ -136,7 +138,7 @@ class StepSchedule:
         self.current = ForwardPass()
 
     def enter(self, unit: int, *, node: int, with_graph: bool = True) -> ForwardCall:
-        """Record that a unit begins; ``node`` is the number of the next autograd node."""
+        """Record that a unit begins. ``node`` is the number of the next autograd node."""
         now = self.current
         num_before = now.units.get(unit, 0)
         call = ForwardCall(unit, not num_before, with_graph, began_at=node)
@@ -156,16 +158,17 @@ class StepSchedule:
         now.last_call[call.unit] = call
 
     def next_in_forward(self) -> int | None:
-        """Return the unit that is expected to enter next; None if none is, or none is known."""
+        """Return the unit that is expected to enter next; None if no unit is expected."""
         entries = self.current.entries
         return self._successors.get(entries[-1]) if entries else None
 
     def runs_before(self, forward_pass: ForwardPass | None, unit: int) -> bool:
-        """Return whether ``unit`` ran before ``forward_pass``, in a pass whose backward may come.
+        """Return whether ``unit`` ran before ``forward_pass``, in a pass that is not forgotten.
 
         ``forward_pass`` None: the last pass. If the result is True, the unit must not be reduced
         before the backward of the earlier pass. A rank that used the unit's parameters only in the
-        later pass has all gradients sooner, but all ranks must reduce at the same moment.
+        later pass has all gradients before that backward, but all ranks must reduce at the same
+        moment.
         """
         forward_pass = forward_pass or self._last
         return (

@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # circular at run time
 
 
 class Phase(enum.Enum):
-    """What the outermost unit is doing."""
+    """What a root, or a part of it, is doing."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
@@ -28,7 +28,7 @@ class Phase(enum.Enum):
 
 @dataclass(eq=False, slots=True)
 class ForwardRun:
-    """A forward of the outermost unit, while it runs."""
+    """A forward of a root, or of a part that the user called by itself, while it runs."""
 
     # The calls that have begun and not ended, outermost first. The list is empty when the forward
     # begins, and stays empty if an interrupt comes before the first call is recorded.
@@ -49,13 +49,13 @@ class ForwardRun:
 class BackwardRun:
     """A backward, while it runs."""
 
-    graph_task: int = -1  # autograd's id of the graph task (engine run) in which it began
+    graph_task: int = -1  # autograd's id of the graph task (engine run) that began it
     thread: int = 0
     keeps_graph: bool = False  # another backward may follow through its graph
     accumulates: bool = True  # it adds to .grad; torch.autograd.grad does not
     has_nested: bool = False  # another graph task began inside it
     reached: list[ForwardPass] = field(default_factory=list)  # the passes whose backward has begun
-    current_pass: ForwardPass | None = None  # the pass of the last unit that began its backward
+    current_pass: ForwardPass | None = None  # the pass of the unit that began its backward last
     # Weak references to the callback that autograd calls at the end of the backward. If the
     # backward raises, autograd drops the callback instead, and these references notice it.
     ends: list[weakref.ref[Any]] = field(default_factory=list)
@@ -69,12 +69,12 @@ class ManualFinalization:
 
     def settle(self) -> None:
         """Begin a step: nothing is to be finalized."""
-        self.is_due = False  # a backward ran, and finalize_backward was not called yet
+        self.is_due = False  # a backward ran, and no finalize_backward has finished since
         # Whether a backward since the last finalize_backward kept its graph. If so, a pipeline
         # schedule may write gradients of parameters later, outside of any backward.
         self.is_split = False
-        # The units whose windows end when the user calls wait() of the handle that
-        # finalize_backward returned. None: there is no such handle, or wait() was called.
+        # The units whose reductions finish when the user calls wait() of the handle that
+        # finalize_backward returned. None: there is no handle to wait for.
         self.started: list[weakref.ref[Unit]] | None = None
 
     @property
@@ -99,8 +99,8 @@ class Failure:
         self.marks: list[object] = []  # not empty: clean up before the next use
         self.num_voided = 0  # how often a clean-up has dropped gradients
         self.backward_call: BackwardCall | None = None  # the user's call of the backward that runs
-        # An exception, such as KeyboardInterrupt, in a weakref callback, where Python swallows it.
-        # ``clear`` raises it again.
+        # An exception, such as KeyboardInterrupt, that was raised in a weakref callback. Python
+        # swallows it there, so ``clear`` raises it again.
         self.interrupt: BaseException | None = None
 
     def has_backward_returned(self) -> bool:
@@ -115,7 +115,7 @@ class Failure:
         return bool(self.marks) or self.has_backward_returned()
 
     def clear(self) -> None:
-        """Clear all marks, after cleaning up. Raises an interrupt that came meanwhile."""
+        """Clear all marks, after cleaning up. Raises the recorded interrupt, if there is one."""
         self.marks.clear()
         interrupt, self.interrupt = self.interrupt, None
         if interrupt is not None:

@@ -2,9 +2,10 @@
 
 A unit has one mesh, and one all-gather brings all of its parameters. A module needs several units
 if its parameters lie on several meshes, or if some are tensor subclasses with a custom all-gather.
-The units of one module are *sibling units*. They are nested as if the module had been wrapped once
-per unit: a forward enters the outermost sibling first and leaves it last, and units of submodules
-are inside all siblings. Only the outermost sibling casts inputs and outputs.
+Under ``replicate`` each bucket is a unit. The units of one module are *sibling units*. They are
+nested as if the module had been wrapped once per unit: a forward enters the outermost sibling first
+and leaves it last, and units of submodules are inside all siblings. Only the outermost sibling
+casts inputs and outputs.
 """
 
 from __future__ import annotations
@@ -58,16 +59,17 @@ class UnitStep:
     """The progress of a unit in the present step."""
 
     arrived: set[int] = field(default_factory=set)  # indices of params that got a gradient
-    awaits_gradients: bool = False  # a forward ran; its gradients were not reduced or added up yet
+    awaits_gradients: bool = False  # gradients are due, and not reduced or added up yet
     may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
     is_in_backward: bool = False  # its backward is under way
-    are_complete: bool = False  # it has all gradients, and waits for those of units inside
+    are_complete: bool = False  # its gradients are complete, and it waits for units inside
     in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
     last_pass: ForwardPass | None = None  # the last pass in which it ran with grad enabled
     is_retained: bool = False  # it stays unsharded for a later backward: see ``RetainedUnits``
     num_running: int = 0  # forward calls that have begun and not ended
-    modules_run: set[int] = field(default_factory=set)  # ids of its modules that ran in this pass
+    # The ids of its modules that ran in this pass. If all have run, the next call empties the set.
+    modules_run: set[int] = field(default_factory=set)
     is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
 
     def end_backward(self) -> None:
@@ -80,9 +82,9 @@ class UnitStep:
     def has_all(self, num_trainable: int) -> bool:
         """Whether all gradients came, and the backward of every call of the unit has begun.
 
-        The backward of the first call comes last. If this rank used no parameter in that call, it
-        has all gradients before that backward begins. Other ranks reduce only after it has begun,
-        so this rank waits until then too.
+        The backward of the first call comes last. If this rank used no parameter in that call, all
+        its gradients come before that backward begins. Other ranks reduce only after that backward
+        has begun, so this rank waits for it too.
         """
         if len(self.arrived) < num_trainable:
             return False
@@ -99,7 +101,7 @@ class UnitStep:
 
 
 class Unit:
-    """One parameter group with the modules that were passed to ``fully_shard``.
+    """One parameter group with the modules passed to ``fully_shard`` or ``replicate``.
 
     A module owns its unit, the unit its parameter group, and the group its parameters. References
     in the other direction are weak, so deleting a model frees its memory without the garbage
@@ -127,7 +129,8 @@ class Unit:
         self.mesh_name = ""  # suffix of the label: mesh of a sibling, or bucket of replicate
         # Called with this unit once per window (the microbatches of one optimizer step), after the
         # last reduction of the unit, in the same order on all ranks. The gradients are in .grad
-        # then; but in host memory and under replicate only after ``GradientAccumulator.settle``.
+        # then. Under replicate, and if they live in host memory, they are there only after
+        # ``GradientAccumulator.settle``.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called ``on_reduced``
         self.group: ParamGroup  # made by ``set_params``; it may have no parameters
@@ -207,8 +210,8 @@ class Unit:
     def note_open(self) -> None:
         """Let ``has_open_children`` of the units around this one search again."""
         around = self.parent() if self.parent is not None else None
-        # A unit's flag is True only if the flags of all units inside it are True: a search sets
-        # theirs first. So from the first unit whose flag is False outwards, all are False already.
+        # A search sets ``_is_over_inside`` of a unit after that of all units inside. So if it is
+        # False for one unit, it is False for all units around that unit, and the loop ends.
         while around is not None and around._is_over_inside:
             around._is_over_inside = False
             around = around.parent() if around.parent is not None else None
@@ -234,12 +237,12 @@ class Unit:
 
 
 class Root:
-    """The units of an outermost module and of all modules inside it. They share one lifecycle.
+    """The outermost unit, its siblings, and all units inside. They share one lifecycle.
 
-    ``fully_shard`` of a module around them puts them under a new root.
+    A later ``fully_shard`` of a module around them puts these units under a new root.
     """
 
-    _first_use = threading.RLock()  # reentrant: a signal handler may use a unit while it is held
+    _first_use = threading.RLock()  # reentrant: a signal handler may use a unit meanwhile
 
     def __init__(
         self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
