@@ -56,7 +56,7 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
 
 
 def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
-    """Accumulate unsharded gradients without any collective: ``gradient_sync`` with NONE.
+    """Accumulate gradients unsharded, without reducing them: ``gradient_sync`` with NONE.
 
     Each rank then keeps all gradients unsharded in memory. Under ``GradientSync.REDUCE_SCATTER`` it
     keeps only its shard of them.
@@ -72,8 +72,9 @@ def microbatches(
 ) -> Iterator[Batch]:
     """Iterate over the microbatches of one step. Only the last one reduces gradients fully.
 
-    The sync mode (``until_last`` before the last batch) and ``set_is_last_backward`` are set before
-    each batch is yielded, and restored when the loop ends. ``batches`` is read one batch ahead.
+    The sync mode (FULL for the last batch, ``until_last`` for the others) and
+    ``set_is_last_backward`` are set before each batch is yielded, and restored when the loop ends.
+    ``batches`` is read one batch ahead.
 
     If a forward or backward raises, the gradients that the loop has accumulated are dropped. Do not
     catch the exception inside the loop: the next iteration would raise a RuntimeError.
@@ -130,9 +131,9 @@ def _microbatches(
 
 
 def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> bool:
-    """Whether gradients were dropped since ``voided_before``, or will be after a failure."""
+    """Whether gradients were dropped since ``voided_before`` was read, or a clean-up is due."""
     if any(lifecycle.failure.has_happened() for lifecycle in lifecycles):
-        return True  # not cleaned up here: until a clean-up, optimizers refuse to step
+        return True  # without a clean-up here: until there is one, optimizers refuse to step
     for lifecycle in lifecycles:
         abort_if_interrupted(lifecycle)
     return [lifecycle.failure.num_voided for lifecycle in lifecycles] != voided_before
@@ -145,9 +146,9 @@ class PendingGradients(dict[str, DTensor | None]):
     """Gradients that are accumulated but not in ``.grad``, by parameter name.
 
     The value of a parameter is its partial sum, a DTensor ``(Partial("avg"), Shard(dim))`` that is
-    reduced over the shard group; None if its gradients have not been reduced at all. ``bool()`` of
-    the mapping says whether gradients are pending. ``bool()`` is the same on all ranks, even on a
-    rank where the mapping is empty.
+    reduced over the shard group; None if some of its gradients have not been reduced at all.
+    ``bool()`` of the mapping says whether gradients are pending. ``bool()`` is the same on all
+    ranks, even on a rank where the mapping is empty.
     """
 
     def __init__(self, partials: dict[str, DTensor | None], *, is_open: bool) -> None:
@@ -164,7 +165,8 @@ class PendingGradients(dict[str, DTensor | None]):
 def pending_gradients(module: nn.Module) -> PendingGradients:
     """Return the gradients that the units in ``module`` have accumulated and not fully reduced.
 
-    **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight.
+    **Collective:** only if reductions are in flight, as after ``set_is_last_backward(False)`` or
+    under manual finalization.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
@@ -330,8 +332,8 @@ class _Report(enum.IntEnum):
     NO_BATCH = enum.auto()
     HAS_BATCH = enum.auto()
     FAILED = enum.auto()  # may also be sent instead of one of the reports below
-    # Sent when the rank reduces its first unit, or else when the body of the loop ends; by a rank
-    # without a batch, at once:
+    # A rank with a batch sends one of these when it reduces its first unit, or else when the body
+    # of the loop ends. A rank without a batch sends one at once.
     REDUCES = enum.auto()
     KEEPS = enum.auto()  # its backward has accumulated, and reduced nothing
     JOINS = enum.auto()  # it has no batch, and will take part in the reductions of the others
@@ -444,8 +446,8 @@ class _UnevenLoop:
             self._exchange_mode(_Report.REDUCES)
         elif self._reduces_in != self.lifecycle.backward_number:
             # A second backward of this iteration reduces, which is an error. Ranks that have run
-            # only one are in begin() of the next iteration, and wait for a report. This one makes
-            # all ranks raise.
+            # only one backward are in begin() of the next iteration, and wait for a report. The
+            # report that is sent here makes all ranks raise.
             self._exchange(_Report.FAILED)
 
     def join(self, module: nn.Module) -> bool:

@@ -2,8 +2,8 @@
 
 A bucket is all-reduced once its last gradient has arrived, so it should hold gradients that arrive
 at about the same time. Before the first backward the order of arrival is unknown, and buckets are
-filled in the reverse order of ``module.parameters()``. The second iteration rebuilds them in the
-order in which gradients have arrived on the first rank.
+filled in the reverse order of ``module.parameters()``. After the first reduction, the next forward
+that records a graph rebuilds them in the order in which gradients have arrived on the first rank.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Buckets:
         for number, unit in enumerate(reversed(self.units)):
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
         self._fill(list(reversed(range(len(params)))))
-        # In the first backward the recorders write the order of arrival to ``_arrivals``. The
-        # buckets are then rebuilt in this order, once, and ``_is_final`` is set.
+        # Until the buckets are rebuilt, the recorders write to ``_arrivals`` in which order
+        # gradients arrive. ``_is_final`` says that the buckets will not be rebuilt any more.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders = [
@@ -146,7 +146,7 @@ class Buckets:
         return copied
 
     def _fill(self, order: list[int]) -> None:
-        """Distribute parameters over units in ``order``, in which gradients are expected."""
+        """Distribute parameters over units in ``order``: that in which gradients are expected."""
         params = [self._params[position] for position in order]
         parts = partition([param.sharded for param in params], self._cap)
         dtypes = [param.sharded.dtype for param in params]
@@ -189,16 +189,16 @@ class Buckets:
 
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """Call ``prepare`` if the forward records a graph. Runs before the units' own hooks."""
+        """Call ``prepare`` if the forward records a graph. This hook runs before those of units."""
         # Not in a recomputation: its backward has begun with the current buckets.
         is_in_backward = self.units[0].lifecycle.phase is Phase.BACKWARD
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
 
     def prepare(self, module: nn.Module) -> None:
-        """Rebuild the buckets, once, after the first backward. Broadcast the module's buffers.
+        """Rebuild the buckets, once, after the first reduction. Send buffers if that was asked for.
 
-        **Collective:** all ranks of the mesh.
+        **Collective:** all ranks of the mesh, if it does either.
         """
         # has_reduced is the same on all ranks, even if some have raised an error.
         is_late = not self._is_final and self.units[0].gradients.has_reduced
@@ -283,8 +283,8 @@ class ReplicateModule(GradientSetters):
     def register_comm_hook(self: Any, state: object, hook: Callable[[Any, Any], Any]) -> None:
         """Let a communication hook of DDP average the gradients, instead of an all-reduce.
 
-        ``hook(state, bucket)`` runs each time that a bucket is fully reduced, and returns a future
-        of the mean over ranks. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so
+        ``hook(state, bucket)`` runs at each full reduction of a bucket, and returns a future of the
+        mean over ranks. ``bucket`` has the methods of ``torch.distributed.GradBucket``, so
         hooks of ``torch.distributed.algorithms.ddp_comm_hooks`` run unchanged. ``buffer()`` is
         ``[n]`` in the reduce dtype: this rank's gradients, summed over microbatches. A
         ``copy.deepcopy`` of the module has no hook.
@@ -339,19 +339,20 @@ def replicate(
 ) -> ReplicateModule:
     """Average the gradients of ``module`` over the ranks of ``mesh``, in place.
 
-    Every rank keeps all parameters as the same tensor objects. Gradients are accumulated in
-    buckets; each is all-reduced as soon as all its gradients have arrived, while backward goes on.
-    A parameter that any rank has used gets its averaged gradient on all ranks.
+    Every rank keeps all parameters, and the tensor objects stay the same. Gradients are accumulated
+    in buckets; each is all-reduced as soon as all its gradients have arrived, while backward goes
+    on. A parameter that any rank has used gets its averaged gradient on all ranks.
 
     **Collective:** every rank of the mesh, in the same order; also the first forward after a
     backward, and with ``broadcast_buffers`` every forward that records a graph.
-    **Lifetime:** a ``.grad`` that you keep is overwritten in the next step; ``clone()`` it.
+    **Lifetime:** a ``.grad`` that you keep is overwritten in the next step, unless
+    ``gradient_as_bucket_view=False``; ``clone()`` it.
 
     Args:
         module: The outermost module that is called. Units of ``fully_shard`` inside stay sharded.
             Parameters and buffers in host memory are moved to the device of the mesh.
         mesh: 1D or 2D; all axes replicate. None: 1D over the default group, as for ``fully_shard``.
-        bucket_cap_mb: MiB of parameters per bucket; the first bucket has 1 MiB.
+        bucket_cap_mb: MiB of parameters per bucket; the first bucket has at most 1 MiB.
         gradient_as_bucket_view: False makes every ``.grad`` a tensor of its own: twice the memory.
         mp_policy: dtypes for compute, communication and accumulation. With a ``param_dtype``, each
             forward and its backward use a copy of the parameters in that dtype.
@@ -419,7 +420,7 @@ def replicate(
     unit = buckets.units[0]
     adopt_module(module, unit, ReplicateModule, "Replicated")
     module.__dict__["_meshard_buckets"] = buckets
-    for each in reversed(with_siblings(unit)):  # prepended, so those of the outermost run first
+    for each in reversed(with_siblings(unit)):  # the outermost last: its pre-hook runs first
         register_hooks(each)
     adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)

@@ -11,11 +11,13 @@ The exchanges of a group are numbered, and each has four keys:
     came      how many ranks have arrived
     verdict   ``go``, or the text of the error
 
-The verdict is written by the last rank to arrive, or by the first rank whose timeout ends. Only the
-first verdict counts, also for ranks that arrive later. After an error each rank begins a new
-*round*, in which numbers start at 0 again. So ranks that raised in exchanges of different numbers
-can be compared again. The first error of a round is also written to the store of the default group:
-ranks that wait for other groups in that round read it there.
+The verdict is written by the last rank to arrive, by a rank whose timeout ends, or by a rank that
+reads of an error in another group. Only the first verdict counts, also for ranks that arrive later.
+After an error each rank begins a new *round*, in which numbers start at 0 again. So ranks that
+raised in exchanges of different numbers can be compared again. The first error of a round is also
+written to the store of the default group: ranks that wait in exchanges of other groups in that
+round read it there. Two more keys, ``seen`` and ``all_seen``, tell a rank that raises when the
+others have read the error.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ REMEDY = (
 # The key is the default process group, which may be destroyed and made again. The value says how
 # many rounds have ended in an error on this rank.
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group: number of the last exchange of this round, over all models.
+# By group: number of the last exchange of this round. All models count together.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: how many roots were ever made that communicate through it, without copies of roots.
 # ``name_root`` numbers them by this count, alike on all ranks.
@@ -199,8 +201,8 @@ class _Exchange:
     def start_new_round(self) -> None:
         _rounds[self._world] = _rounds.get(self._world, 0) + 1
         _numbers.clear()
-        # The caller raises next, which may end this process. If it hosts the store, the store ends
-        # too. So wait until the other ranks have read the verdict.
+        # The caller raises next, which may end this process. If the process hosts the store, the
+        # store ends too. So wait a moment for the other ranks to read the verdict.
         with contextlib.suppress(RuntimeError):
             seen = self._store.add(f"{self._keys}/seen", 1)
             if seen >= self._store.add(f"{self._keys}/came", 0):

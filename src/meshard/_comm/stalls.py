@@ -27,7 +27,7 @@ from meshard._torch.user_line import user_frame
 _VARIABLE = "MESHARD_STALL_SECONDS"
 _DEFAULT_SECONDS = 30.0
 _IS_CAPTURING = "is_current_stream_capturing"  # torch.cuda has it, not every device module
-_EVENTS = 1024  # how many collectives of a device are remembered at most
+_EVENTS = 1024  # how many collectives a ``WatchedStream`` remembers at most
 _logger = logging.getLogger("meshard")
 
 # An operation, and the name of the unit that it serves. If it serves no unit, the second string is
@@ -56,10 +56,10 @@ def _parsed(text: str) -> float:
 
 
 class Waiting:
-    """A context in which this thread waits for other ranks.
+    """A context in which a thread waits for other ranks.
 
-    Every wait of a step enters such a context, so ``__enter__`` does as little as possible. The
-    watching thread does the rest, in ``look``.
+    On CPU a step enters such a context at every wait, so ``__enter__`` does as little as possible.
+    The watching thread does the rest, in ``look``.
     """
 
     __slots__ = ("_group", "_is_reported", "_missing", "_thread", "_what", "began")
@@ -127,13 +127,13 @@ class WatchedStream:
         if self._device is None and hasattr(self._module, "current_device"):
             self._device = self._module.current_device()
         now = time.monotonic()
-        self._forget_if_over(now, most=2)  # forgets two for each one added, so few remain
+        self._forget_if_over(now, most=2)  # up to two for each one added, so few remain
         events.append((event, now, collective))
 
     def _forget_if_over(self, now: float, most: int, queued_by: float = float("inf")) -> None:
-        """Forget up to ``most`` collectives that are over and were queued by ``queued_by``.
+        """Forget collectives that are over and were queued no later than ``queued_by``.
 
-        Stop at the first other one.
+        Forget up to ``most``, and stop at the first that is not over or was queued later.
         """
         events = self._events
         with contextlib.suppress(IndexError):  # none is left; the other thread forgets them too
@@ -148,9 +148,9 @@ class WatchedStream:
         """Report the first collective that is not over, if none has ended for ``seconds``."""
         events = self._events
         with self._on_device():
-            # A query would invalidate a graph capture that is under way. Until ``add`` clears them,
-            # the events of the warm-up right before the capture are still here. They are young, so
-            # events younger than ``seconds`` are not queried.
+            # A query would invalidate a graph capture that is under way. The events of the warm-up
+            # right before the capture are here until the first ``add`` of the capture clears them.
+            # They are young, so events younger than ``seconds`` are not queried.
             self._forget_if_over(now, most=_EVENTS, queued_by=now - seconds)
         if not events or now - max(events[0][1], self._moved_at) < seconds:
             return
@@ -165,7 +165,7 @@ class WatchedStream:
 
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         # The watching thread starts on device 0. A query there would create a CUDA context, which
-        # takes memory on a device that belongs to another rank.
+        # takes memory on a device that may belong to another rank.
         if self._device is None:
             return contextlib.nullcontext()
         guard: contextlib.AbstractContextManager[Any] = self._module.device(self._device)

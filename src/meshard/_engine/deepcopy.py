@@ -40,15 +40,16 @@ from meshard._torch.private import composable_keys
 # ``register_fsdp_forward_method``. The value is the method that the user had set on the module
 # itself; None: the method is that of the class.
 FORWARD_METHODS = "_meshard_forward_methods"
-# The names of those attributes of a module that are dicts by the ids of hooks. The values are the
-# hooks, or True in ``_forward_hooks_with_kwargs`` and its like.
+# The names of all attributes of a module that are dicts with ids of hooks as keys. The values are
+# the hooks, or True in ``_forward_hooks_with_kwargs`` and its like.
 _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 
-    Neither gradients nor unsharded parameters are copied. Nothing is communicated.
+    Neither gradients nor unsharded parameters are copied. Nothing is communicated, unless an
+    optimizer step is pending that communicates.
     """
     if id(unit_of(module)) in memo:  # an outer call has copied the units
         return _copy_module(module, memo)
@@ -69,7 +70,7 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module as an instance of its original class, which may have a ``__deepcopy__``."""
+    """Copy a module while it has its original class, which may have a ``__deepcopy__``."""
     sharded_class = type(module)
     module.__class__ = own_class(module)
     try:

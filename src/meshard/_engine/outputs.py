@@ -9,9 +9,9 @@ The second part explains three kinds of errors of torch: about shards beside ord
 mixed torch.Tensor and DTensor"); about dtypes, if buffers are not in the dtype of the parameters;
 and about the meta device, if buffers were left there. torch raises these errors in C++, before any
 code of meshard is called. A tensor class that checked for the first kind would slow down every
-operator on shards. So an error is explained when it leaves the forward of a unit, or of a module
-inside a unit that the user called by itself. The local variables in the traceback tell which
-tensors were used.
+operator on shards. So an error is explained when it leaves the forward of a unit. An error of the
+first kind is also explained when it leaves a module inside a unit, if the user called that module
+by itself. The local variables in the traceback tell which tensors were used.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def may_collect(value: Any) -> bool:
-    """Whether ``value`` has a container into which a forward may put tensors, such as a list."""
+    """Whether ``value`` is or contains an object to which a forward may add tensors (a list)."""
     if isinstance(value, _SIMPLE):
         return False
     return any(map(may_collect, value)) if type(value) is tuple else True
@@ -177,11 +177,11 @@ class _Alias(torch.autograd.Function):
 
 
 def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool) -> Any:
-    """Return ``output`` with an alias in place of each tensor that this forward did not compute.
+    """Return ``output`` with an alias in place of each input, output of another unit, and leaf.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
-    it. Without the alias, two units would have hooks on the same tensor. Then nothing would tell
-    which backward begins first, and ranks would differ in it if only some of them skip the layer.
+    it. Without the alias, two units would have hooks on the same tensor, and nothing would tell
+    whose backward begins first. If only some ranks dropped the layer, ranks would differ in that.
     A module may also return a leaf, such as its own parameter. A hook on the leaf would stay there
     for all later backwards.
 
@@ -268,10 +268,9 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
     units = [each for each in units_in(outermost) if id(each) not in passed]
     sharded, frames = _sharded_of(units), _frames_of(error)
     found = _first_known(sharded, frames)
+    # Without tensor parallelism, inputs are ordinary tensors. If one is a DTensor, it is the cause.
     if not found and all(
-        param.dtensor_placement is None
-        for param in unit.params
-        if isinstance(param, ShardedParam)  # no tensor parallelism: inputs are ordinary tensors
+        param.dtensor_placement is None for param in unit.params if isinstance(param, ShardedParam)
     ):
         given = next((each for each in tensors_in(inputs) if isinstance(each, DTensor)), None)
         if given is not None:
@@ -342,7 +341,7 @@ def _about_dtypes(error: RuntimeError, unit: Unit, module: nn.Module) -> str:
         ]
         for fqn, inner in outside_units(prefix, module, set())
     }
-    # Buffers of modules whose forward has failed are named first, the innermost module's first.
+    # The names begin with buffers of modules whose forward has failed, from the innermost outwards.
     callers = [frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__)]
     running = [each for each in callers if isinstance(each, nn.Module)]
     first = dict.fromkeys([*reversed(running), *held])
@@ -370,7 +369,7 @@ def _meta_tensors(outermost: nn.Module) -> list[str]:
 def explain_outside(error: BaseException | None, units: Iterable[Unit]) -> None:
     """Add to torch's message which parameter of ``units`` was read while none of them ran.
 
-    ``error`` has left a module that is inside one of these units. The user called it by itself.
+    ``error`` has left a module inside one of these units. The user called that module by itself.
     """
     if _TEXT_OF_TORCH not in str(error) or error is None or hasattr(error, _EXPLAINED):
         return

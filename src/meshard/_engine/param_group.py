@@ -1,4 +1,4 @@
-"""The parameters of a unit, gathered and resharded together; and a lookup of a tensor's group."""
+"""The parameters of a unit, gathered and resharded together; and which group has a tensor."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()  # gathered; modules hold the sharded parameters
     INSTALLED = enum.auto()  # gathered; modules hold the unsharded parameters
-    SUMMONED = enum.auto()  # modules hold parameters of ``meshard.unsharded_params``
+    SUMMONED = enum.auto()  # modules hold what ``SummonedUnit`` installed, or else shards
 
 
 _ALLOWED = {
     ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
     ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
-    # UNSHARDED to itself: ``finish_unshard`` was interrupted after its move, and runs again.
+    # UNSHARDED to itself: ``finish_unshard`` was interrupted after ``_move``, and runs again.
     ParamState.UNSHARDED: (ParamState.UNSHARDED, ParamState.INSTALLED, ParamState.SHARDED),
     ParamState.INSTALLED: (ParamState.UNSHARDED,),
     ParamState.SUMMONED: (ParamState.SHARDED,),
@@ -84,9 +84,9 @@ class _Gather:
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
     # Whether this rank may keep a post-forward shard of the result. False if the user's unshard()
-    # uses this gather. Such a gather is finished by the wait for the handle, which keeps no shard,
-    # or by a forward, which would. Which of them comes first may differ between ranks, and their
-    # next gathers would then be over different groups.
+    # uses this gather. The wait for its handle may finish the gather, and keeps no shard; or a
+    # forward may finish it, and would keep one. Which of the two comes first may differ between
+    # ranks. The next gathers of these ranks would then be over different groups.
     may_keep_shard: bool
 
 
@@ -111,7 +111,7 @@ class SummonOptions:
             )
 
     def check_may_run(self, group: ParamGroup) -> None:
-        """Raise if only the first rank has the unsharded parameters, and this is another one."""
+        """Raise if only the first rank has the unsharded parameters, and this is another rank."""
         if self.rank0_only and not group.spec.mesh_info.is_first_rank:
             raise RuntimeError(
                 f"unit {group.label!r} is unsharded on rank 0 only, so it cannot run on this rank; "
@@ -146,7 +146,7 @@ class ParamGroup:
         self.num_steps = 0
         self.num_effective_steps = 0  # steps that found a gradient
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
-        self.was_resharded_between = False  # whether this step's forward resharded the unit
+        self.was_resharded_between = False  # whether a forward since the last step resharded it
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
         self.failure: Failure  # shared by all units of a root; ``Root`` sets it
         self.modules: list[weakref.ref[nn.Module]] = []  # of the unit; ``Root`` sets it
@@ -159,10 +159,11 @@ class ParamGroup:
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
         # Two sums over a few elements of the initial weights. The first is over unsharded weights;
-        # ranks compare it. The second is over this rank's shards; it tells whether these were
+        # ranks compare it. The second is over this rank's shards; it tells whether the shards were
         # written to since. None: nothing was recorded, or ``take_first_values`` has returned it.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
-        # Optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
+        # All optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
+        # Under ``replicate`` also some that step parameters of other buckets.
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # Objects of optimizers that refer to the memory of the flat shard. ``offload`` makes them
         # drop these references before it moves the shard.
@@ -187,7 +188,7 @@ class ParamGroup:
 
     @property
     def holds_shards(self) -> bool:
-        """Whether modules hold the sharded parameters."""
+        """Whether modules hold the sharded parameters. False while the unit is summoned."""
         return self.state not in (ParamState.INSTALLED, ParamState.SUMMONED)
 
     @property
@@ -226,7 +227,7 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """A number that grows with every edit of a shard and every step of an optimizer."""
+        """A number that grows with each optimizer step, and with each edit that autograd counts."""
         return self.num_steps + self.unit_params.version
 
     @property
@@ -313,7 +314,7 @@ class ParamGroup:
             raise
 
     def finish_copies(self) -> None:
-        """Wait for copies between host memory and the device, if shards live in host memory."""
+        """Wait for copies between host memory and the device; a pending step does so itself."""
         if self.unit_params.host_copies is not None and self.pending_step is None:
             self.unit_params.host_copies.wait()
 
@@ -341,8 +342,8 @@ class ParamGroup:
     ) -> None:
         """Start gathering, unless a gather has begun or the parameters are unsharded.
 
-        ``only_for_backward``: do not look for edits of the shards, as the next forward will gather
-        the unit again. ``may_keep_shard``: see ``_Gather``.
+        ``only_for_backward``: do not look for edits of the shards. The unit is resharded after the
+        backward, so the next forward gathers it again. ``may_keep_shard``: see ``_Gather``.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
         """
         if self._gather is not None:
@@ -372,10 +373,10 @@ class ParamGroup:
         self._move(ParamState.GATHERING)
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Make the current stream wait for the unsharded parameters. Gathers them if need be.
+        """Gather the parameters if need be, and wait for them (on a device, the stream waits).
 
-        With a ``post_forward_group``, also keep this rank's post-forward shard: the next gather is
-        among the ranks of that group only.
+        With a ``post_forward_group``, also keep this rank's post-forward shard, if the gather may
+        keep one. The next gather is then among the ranks of that group only.
         """
         self.start_unshard()
         gather = self._gather
@@ -390,7 +391,8 @@ class ParamGroup:
             raise
         if gather.is_post_forward:
             rows = [block.view(shard_count // len(rows), -1) for block in rows]
-        # No tensor here requires a gradient, so no torch.no_grad is needed.
+        # torch.no_grad is not needed here: rows require no gradient, and ``all_gather_copy_out``
+        # disables grad where it reads parameters.
         self.unit_params.all_gather_copy_out(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
@@ -401,10 +403,10 @@ class ParamGroup:
         self._move(ParamState.UNSHARDED)
         self._gather = None
         log_event("unsharded", self.unit_params.label)
-        gather.in_flight.release()  # nothing reads the gathered rows after this
+        gather.in_flight.release()  # the rows were copied out, or are the memory of a parameter
 
     def forget_stale(self, *, voids_graphs: bool = False) -> None:
-        """End the user's ``unshard()``, and reshard if the unsharded copy is stale."""
+        """Drop a post-forward shard, end the user's ``unshard()``, and reshard a stale copy."""
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
@@ -413,7 +415,10 @@ class ParamGroup:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Free the unsharded parameters. ``keep_post_forward``: keep the post-forward shard."""
+        """Make modules hold the shards, and free the unsharded parameters.
+
+        ``keep_post_forward``: keep the post-forward shard. With ``keeps_storage``, free nothing.
+        """
         if self._gather is not None:
             # The gather may still write to the memory that is freed below, so end it first.
             self._gather.in_flight.abandon()
@@ -446,11 +451,12 @@ class ParamGroup:
                 installed.take_flags()  # the user may have set flags on what the modules hold
             self.num_trainable = take_flags(self.params)
         elif self.state is ParamState.INSTALLED:
-            return  # another module of the unit has installed them
+            return  # modules hold them already
         else:  # in a backward: a parameter that was frozen since its forward counts no longer
             self.num_trainable -= take_frozen(self.params)
         if self.state is not ParamState.INSTALLED:
-            # The state changes first: if the rest is interrupted, the clean-up then undoes it.
+            # The state changes first. If the installation is interrupted, the clean-up sees by the
+            # state that it must undo it.
             self._move(ParamState.INSTALLED)
         install_unsharded(self.params)
 
@@ -462,7 +468,7 @@ class ParamGroup:
             self._move(ParamState.UNSHARDED)
 
     def keep_installed(self) -> None:
-        """Leave the unsharded parameters on the modules after forward, until the next reshard.
+        """Leave the unsharded parameters on the modules after a forward, until ``install_sharded``.
 
         The user may read them: a loss may be computed from a weight.
         """
@@ -491,7 +497,7 @@ class ParamGroup:
         self.forget_stale()  # ends ``present``
         self.start_unshard(may_keep_shard=False)
         if present is not None and present.installed is None:
-            self.manual_unshard = present  # its handle was not waited for yet, so it goes on
+            self.manual_unshard = present  # it goes on: its handle was not waited for yet
             return present
         # If there is a ``present``, modules held its parameters, and ``forget_stale`` has ended it
         # for good.
@@ -512,8 +518,8 @@ class ParamGroup:
     def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
         """End the user's ``unshard()``, if there is one.
 
-        With ``refuse``, raise if a parameter was cast, moved or given other data: that would be
-        lost. With ``voids_graphs``, count up the versions of the unsharded parameters, so that
+        With ``refuse``, raise if a parameter was cast, moved or given other data: the change would
+        be lost. With ``voids_graphs``, count up the versions of the unsharded parameters, so that
         autograd refuses a later backward through a graph that has saved them.
         """
         if self.manual_unshard is None:
@@ -535,10 +541,10 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
-# The keys of both dicts are ids of tensors. Tensors as keys would compare by value, and torch's
-# ``Module.to`` cannot swap a tensor to which a weak reference exists. An id may belong to another
-# tensor later. So ``owner_of`` and ``sharded_params_of`` check what they find;
-# ``has_been_sharded``, which only suppresses a warning, does not.
+# The keys of both dicts are ids of tensors. Tensors as keys would be kept alive. Weak references to
+# them would not do either, because torch's ``Module.to`` cannot swap a tensor that has one. An id
+# may belong to another tensor later. So ``owner_of`` and ``sharded_params_of`` check what they
+# find; ``has_been_sharded``, which only suppresses a warning, does not.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _latest = object()  # a token for caches, replaced by ``register_owner``
@@ -554,7 +560,7 @@ def register_owner(owner: ParamGroup) -> None:
 
 
 def latest_registration() -> object:
-    """Return a token that is another object after any group has registered parameters."""
+    """Return a token. Each time that a group registers parameters, another object replaces it."""
     return _latest
 
 
@@ -571,7 +577,7 @@ def owners_of(params: Iterable[torch.Tensor]) -> list[ParamGroup]:
 
 
 def all_owners() -> set[ParamGroup]:
-    """Return all groups."""
+    """Return all groups that have parameters."""
     return set(_owners.values())
 
 
@@ -596,7 +602,8 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return list(params)
     given = list(params)
     owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
-    # The ids found above may be those of tensors that were freed, so take ids of living ones only.
+    # An id in ``_manually_unsharded`` may be that of a freed tensor. So these owners only say where
+    # to look, and the result is found by the ids of tensors that are alive.
     sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
     return [sharded.get(id(param), param) for param in given]
 

@@ -20,7 +20,7 @@ from meshard._torch.private import is_of_to_empty, version_of
 from meshard._torch.user_line import warn_user
 
 # The name of an attribute of buffers that have got memory and no values. Its value is the version
-# that the buffer had at that moment.
+# that the buffer had when it was marked.
 _MARK = "_meshard_unwritten"
 REMEDY = (
     "No checkpoint has non-persistent buffers. For a Hugging Face model on the meta device, "
@@ -54,7 +54,7 @@ def is_untouched(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None]:
-    """Mark the buffers in ``module`` to which ``module._apply(fn)`` gives memory and no values."""
+    """Mark buffers that have memory and no values after the block, which calls ``_apply(fn)``."""
     empties = is_of_to_empty(fn)
     held = [
         (inner, name, buffer)
@@ -68,7 +68,7 @@ def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None
         # Fake and meta tensors have no values, and inference tensors have no version.
         if type(buffer) is not torch.Tensor or buffer.is_meta or buffer.is_inference():
             continue
-        if not hasattr(buffer, _MARK):  # the same function, for an inner unit, may have marked it
+        if not hasattr(buffer, _MARK):  # the call for an inner unit may have marked it
             with torch.no_grad():
                 if empties or before.is_meta:
                     poisoned(buffer)

@@ -2,9 +2,9 @@
 
 The local tensor of each sharded parameter is a view of the unit's flat buffer. ``to_empty``, ``to``
 and ``load_state_dict(assign=True)`` put other local tensors into the parameters, or other
-parameters into the modules. The unit compares object identities at the end of such a call, and at
-its next use, as the call may have been on a module inside. If it finds other objects, it copies
-their values into a new flat buffer.
+parameters into the modules. The unit compares object identities at the end of such a call. It does
+so at its next use too, because the call may have been on a module inside. If it finds other
+objects, it copies their values into a new flat buffer.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ class FlatParams(ShardedUnitParams):
         if dtypes != [own.dtype for own in self.locals]:
             on_wire = FlatLayout.build(on_wire.params, dtypes, on_wire.order)
         self.plan = GatherPlan(self.layout, on_wire)
-        # Not inference tensors: a module that first runs under inference_mode may train later.
+        # Not inference tensors: a forward under inference_mode may rebuild the unit, and the module
+        # may train later.
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)

@@ -1,4 +1,4 @@
-"""Parameters that every rank keeps unsharded.
+"""Parameters of ``replicate``, which every rank keeps unsharded.
 
 The engine treats such a parameter as sharded over one rank. Gradients lie in a *bucket*, one flat
 buffer that is all-reduced. A gradient has the same memory order in the bucket as its parameter has
@@ -51,7 +51,7 @@ class ReplicatedParam(UnitParam):
         self.sharded = self.unsharded = param
 
     def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``gradient`` as ``[numel]``, with the elements in the order of the parameter."""
+        """Return ``gradient`` as ``[numel]``, in the memory order of the parameter."""
         param = self.sharded
         if gradient.is_sparse:
             gradient = gradient.to_dense()
@@ -67,10 +67,10 @@ class ReplicatedParam(UnitParam):
         """Return None: only the gradient of a DTensor can lack a sum."""
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return ``flat``, a range ``[numel]`` of a bucket, as a tensor like the parameter.
+        """Return ``flat [numel]`` in the shape and the memory order of the parameter.
 
-        The result shares the memory of ``flat``. It is detached because users may call
-        ``detach_()`` on a gradient, which torch refuses for a view.
+        The result shares the memory of ``flat``. It is detached because it may be a gradient: users
+        may call ``detach_()`` on that, which torch refuses for a view.
         """
         param = self.sharded
         return flat.as_strided(param.shape, _dense_strides(param), flat.storage_offset()).detach()
@@ -131,7 +131,7 @@ class ReplicatedParams(UnitParams):
         params: list[ReplicatedParam],  # in the order of the bucket
         *,
         spec: GroupSpec,
-        param_dtype: torch.dtype | None,  # in which modules compute; None: that of each parameter
+        param_dtype: torch.dtype | None,  # modules compute in it; None: in each parameter's own
         gradient_hook: GradientHookMaker,
     ) -> None:
         self.params: list[ReplicatedParam] = params

@@ -47,9 +47,9 @@ class TensorTag(enum.Enum):
 
 
 def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
-    """Attach to ``tensor`` its role, and its dotted name from the unit's module."""
-    # Stores the name of the tag, not the enum: torch.save pickles attributes, and the tensor may be
-    # loaded where meshard is not installed.
+    """Attach to ``tensor`` its role, and the dotted name by which errors call it."""
+    # The attribute has the name of the tag, not the enum: torch.save pickles attributes, and the
+    # tensor may be loaded where meshard is not installed.
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
@@ -65,7 +65,7 @@ class Extent(NamedTuple):
     storage: object  # the same object for all tensors of one storage
     first: int  # byte offset of the first element
     end: int  # byte offset behind the last element
-    has_gaps: bool  # whether bytes in between are not its own, as for a column of a matrix
+    has_gaps: bool  # whether other elements lie in between, as for a column of a matrix
 
 
 def extent_of(original: torch.Tensor) -> Extent | None:
@@ -137,8 +137,9 @@ class UnitParam(abc.ABC):
     def for_copy(self, memo: dict[int, Any]) -> UnitParam:
         """Return a parameter without owners, with a deep copy of the sharded parameter.
 
-        ``memo`` is that of ``copy.deepcopy``. It maps the unsharded parameter to the same copy, so
-        the copy of a module holds a sharded parameter, even if the module is unsharded now.
+        ``memo`` is that of ``copy.deepcopy``. The method enters the same copy for the unsharded
+        parameter. So the copy of a module holds a sharded parameter, even if the module holds the
+        unsharded one now.
         """
 
     # --- owners ----------------------------------------------------------------------------
@@ -211,14 +212,14 @@ class ShardedParam(UnitParam):
     def make_sharded(
         self, local: torch.Tensor, mesh_info: MeshInfo, *, requires_grad: bool
     ) -> None:
-        """Create the sharded parameter over ``local``, a view of the unit's flat shard."""
+        """Create the sharded parameter over ``local``, this rank's shard of it."""
         self._shard_rank = mesh_info.shard_rank
         dtensor = self._over_mesh(local, mesh_info, mesh_info.placements(self.layout.shard_dim))
         self.sharded = as_parameter(dtensor, requires_grad=requires_grad)
         tag_tensor(self.sharded, TensorTag.SHARD, self.fqn)
 
     def make_unsharded(self, plain: nn.Parameter, hook: GradientHook) -> None:
-        """Create the unsharded parameter; ``hook`` is called once its gradient is complete."""
+        """Create the unsharded parameter. Autograd calls ``hook`` after it has set ``.grad``."""
         self.unsharded = self.as_used(plain)
         tag_tensor(self.unsharded, TensorTag.UNSHARDED, self.fqn)
         if self.unsharded.is_floating_point():
@@ -272,8 +273,8 @@ class ShardedParam(UnitParam):
     def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of ``gradient``, a DTensor, in the placements of the parameter.
 
-        **Collective:** only if the gradient has other placements, as a partial sum under sequence
-        parallelism does. It is then redistributed among the ranks of the axes that change.
+        **Collective:** only if the gradient has other placements, such as those of a partial sum
+        under sequence parallelism. The ranks of the axes that change then redistribute it.
         """
         assert self.dtensor_placement is not None
         used = self.dtensor_placement.in_use
@@ -309,8 +310,8 @@ class ShardedParam(UnitParam):
         return placement.missing_sum(gradient.placements)
 
 
-# A step calls the functions below several times for all parameters of a unit. For speed, their
-# loops call no Python function, except to change ``requires_grad``.
+# A step calls the functions below several times for each unit. For speed, their loops call no
+# Python function, except to change ``requires_grad``.
 
 
 def take_flags(params: Sequence[UnitParam]) -> int:
@@ -353,8 +354,9 @@ def install_sharded(params: Sequence[UnitParam]) -> None:
 def install_unsharded(params: Sequence[UnitParam]) -> None:
     """Make every owner that holds the sharded parameter hold the unsharded one.
 
-    What the user has assigned to an owner between forward and backward stays there: backward does
-    not read the attributes of modules, and the next forward adopts the assigned parameter.
+    What the user has assigned to an owner between forward and backward stays there, and the next
+    forward adopts it. Backward does not read the attributes of modules, unless a checkpoint runs a
+    forward again.
     """
     for param in params:
         for parameters, name in param.owner_dicts:

@@ -1,7 +1,8 @@
 """Memory of sharded and unsharded parameters.
 
-Each unit has one buffer, laid out by a ``FlatLayout``. The local tensors of its sharded parameters
-are views of the buffer. So an all-gather sends the buffer itself, or a copy in another dtype.
+A unit with ``FlatParams`` has one buffer, laid out by a ``FlatLayout``. The local tensors of its
+sharded parameters are views of the buffer. So an all-gather sends the buffer itself, or a copy of
+it: on the device if shards live in host memory, and in the dtype of compute if that is another.
 """
 
 from __future__ import annotations
@@ -83,13 +84,13 @@ _ALIGNMENT = 64  # bytes: a cache line
 
 
 class UnshardedMemoryPool:
-    """One allocation per dtype for all unsharded parameters of a unit.
+    """One allocation per dtype for the unsharded parameters of a unit.
 
     The tensors live until the parameters are rebuilt. ``free`` resizes their storages to zero.
-    Views that autograd has saved stay views of these storages, and are valid again once a storage
-    has memory and is filled. Storages are filled through ``views``, whose version counters are not
-    those of the parameters, so that autograd does not see a saved tensor change. ``layout`` has the
-    dtypes of the unsharded parameters.
+    Views that autograd has saved stay views of these storages. They are valid again once their
+    storage has memory and is filled. Storages are filled through ``views``, whose version counters
+    are not those of the parameters, so that autograd does not see a saved tensor change. ``layout``
+    has the dtypes of the unsharded parameters.
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:

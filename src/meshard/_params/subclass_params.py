@@ -1,17 +1,17 @@
 """Parameters with a custom all-gather (float8, int8).
 
-This is torch's contract for ``fully_shard``: ``fsdp_pre_all_gather`` turns a shard into tensors to
-gather, and ``fsdp_post_all_gather`` turns what was gathered into the unsharded parameter. Tensor
+The contract is that of torch's ``fully_shard``. ``fsdp_pre_all_gather`` turns a shard into tensors
+to gather, and ``fsdp_post_all_gather`` turns what was gathered into the unsharded parameter. Tensor
 subclasses have the two methods; users may also set them on the local tensor of any parameter.
 
 The first gather creates the unsharded parameter from what ``fsdp_post_all_gather`` returns; later
 gathers fill it again. ``fsdp_post_all_gather`` also returns the plain tensors that hold the memory
-of the unsharded parameter. Between gathers their storages are resized to zero.
+of the unsharded parameter. ``free_unsharded`` resizes their storages to zero.
 
-Parameters of a tensor subclass are in a unit of their own (a sibling unit of the module's ordinary
-one), and each shard has memory of its own. If instead users set the methods on local tensors, all
-shards stay in the flat buffer of ``FlatParams``. ``_OrdinaryGather`` then has the two methods for
-the other parameters of the unit.
+Parameters of a tensor subclass are in a unit of their own (a sibling unit, if the module has
+ordinary parameters too), and each shard has memory of its own. If instead users set the methods on
+local tensors, all shards stay in the flat buffer of ``FlatParams``. ``_OrdinaryGather`` then has
+the two methods for the other parameters of the unit.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ def has_own_methods(tensor: torch.Tensor) -> bool:
 def has_gather_methods(fqn: str, tensor: torch.Tensor) -> bool:
     """Return whether ``tensor`` has both methods.
 
-    Raises a ValueError if it has only one, or if the first takes other arguments than in torch.
+    Raises a ValueError if it has only one, or if ``fsdp_pre_all_gather`` takes other arguments than
+    in torch.
     """
     has_pre, has_post = hasattr(tensor, PRE), hasattr(tensor, POST)
     if not has_pre and not has_post:
@@ -106,7 +107,7 @@ def _described(value: object) -> str:
 
 
 class _OrdinaryGather:
-    """The two methods for a parameter that lacks them, if other parameters of its unit do not."""
+    """The two methods for a parameter without them, in a unit where other parameters have them."""
 
     def __init__(self, param: ShardedParam, shard: torch.Tensor, dtype: torch.dtype) -> None:
         self._layout = param.layout
@@ -259,7 +260,7 @@ def _memory_of(tensors: Sequence[torch.Tensor]) -> list[tuple[torch.UntypedStora
 
 
 class Form(NamedTuple):
-    """The dtype and shape of one tensor that every rank sends."""
+    """The dtype and shape of one of the tensors that a rank sends."""
 
     dtype: torch.dtype
     rows: int
@@ -363,7 +364,7 @@ class SubclassParams(ShardedUnitParams):
         params: list[ShardedParam],  # sharded already
         *,
         spec: GroupSpec,
-        mp_policy: MixedPrecisionPolicy,  # as the user gave it; passed to the methods
+        mp_policy: MixedPrecisionPolicy,  # as the user gave it
         gradient_hook: GradientHookMaker,
     ) -> None:
         self.params = params

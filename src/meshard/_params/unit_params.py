@@ -52,11 +52,12 @@ class GroupSpec:
 class UnitParams(abc.ABC):
     """Sharded and unsharded parameters of one unit, with the memory behind them."""
 
-    params: Sequence[UnitParam]  # in the order of the module
+    params: Sequence[UnitParam]  # in the order of the module, or of a bucket of ``replicate``
     spec: GroupSpec
-    label: str = ""  # the name of the unit, for errors; known once its root is sharded
-    # Shared by all units of a root, and set when one of them is first used. Until then it is this
-    # placeholder, whose ``hold_until_done`` and ``begin_phase`` do nothing: optimizers call them.
+    label: str = ""  # the name of the unit, for errors and logs; ``Root`` sets it
+    # That of the root, or a variant with the user's collectives. Set when a unit of the root is
+    # first used. Until then it is this placeholder. Optimizers may call ``hold_until_done`` and
+    # ``begin_phase`` of it, which do nothing.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
@@ -89,7 +90,11 @@ class UnitParams(abc.ABC):
     @property
     @abc.abstractmethod
     def version(self) -> int:
-        """A number that grows with every edit of a shard, direct or through its local tensor."""
+        """A number that grows with each edit of a shard that raises a version counter.
+
+        The edit may be direct, or of the local tensor. Writes to ``.data`` raise no counter.
+        ``replicate`` counts only the parameters that have a cast copy.
+        """
 
     @abc.abstractmethod
     def version_unless_replaced(self) -> int | None:
@@ -101,11 +106,11 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def rebuild(self) -> None:
-        """Build storage and hooks anew for the adopted parameters. The unit must be resharded."""
+        """Build storage and hooks anew for the adopted parameters of a resharded unit."""
 
     @abc.abstractmethod
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
-        """Return the storage of a copied unit. ``params`` are deep copies of these parameters."""
+        """Return a copy of this object for a copied unit. ``params`` are the copied parameters."""
 
     @abc.abstractmethod
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
@@ -131,10 +136,10 @@ def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ShardedUnitParams(UnitParams):
-    """What ``FlatParams`` and ``SubclassParams`` share: parameters that are DTensors if sharded."""
+    """The common base of ``FlatParams`` and ``SubclassParams``. Sharded parameters are DTensors."""
 
     params: list[ShardedParam]
-    locals: list[torch.Tensor]  # the local tensor over which each sharded parameter was made
+    locals: list[torch.Tensor]  # the local tensors of ``params``, as they were last adopted
     _gradient_hook: GradientHookMaker
 
     @property
@@ -143,7 +148,7 @@ class ShardedUnitParams(UnitParams):
         return sum(version_of(shard) + version_of(local_of(shard)) for shard in shards)
 
     def version_unless_replaced(self) -> int | None:
-        # Called before each gather. For speed it is one loop, and methods of ours are inlined.
+        # Each forward of the unit calls this. For speed it is one loop, with our methods inlined.
         version = 0
         with without_torch_function():
             for param, own in zip(self.params, self.locals, strict=True):
