@@ -133,7 +133,7 @@ def _microbatches(
 def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> bool:
     """Whether gradients were dropped since ``voided_before`` was read, or a clean-up is due."""
     if any(lifecycle.failure.has_happened() for lifecycle in lifecycles):
-        return True  # without a clean-up here: until there is one, optimizers refuse to step
+        return True  # no clean-up here: without one, optimizers refuse to step
     for lifecycle in lifecycles:
         abort_if_interrupted(lifecycle)
     return [lifecycle.failure.num_voided for lifecycle in lifecycles] != voided_before

@@ -345,8 +345,8 @@ def replicate(
 
     **Collective:** every rank of the mesh, in the same order; also the first forward after a
     backward, and with ``broadcast_buffers`` every forward that records a graph.
-    **Lifetime:** a ``.grad`` that you keep is overwritten in the next step, unless
-    ``gradient_as_bucket_view=False``; ``clone()`` it.
+    **Lifetime:** a ``.grad`` that you keep is overwritten in the next step (unless
+    ``gradient_as_bucket_view=False``); ``clone()`` it.
 
     Args:
         module: The outermost module that is called. Units of ``fully_shard`` inside stay sharded.

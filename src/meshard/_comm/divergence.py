@@ -12,12 +12,12 @@ The exchanges of a group are numbered, and each has four keys:
     verdict   ``go``, or the text of the error
 
 The verdict is written by the last rank to arrive, by a rank whose timeout ends, or by a rank that
-reads of an error in another group. Only the first verdict counts, also for ranks that arrive later.
+finds an error of another group. Only the first verdict counts, also for ranks that arrive later.
 After an error each rank begins a new *round*, in which numbers start at 0 again. So ranks that
 raised in exchanges of different numbers can be compared again. The first error of a round is also
 written to the store of the default group: ranks that wait in exchanges of other groups in that
-round read it there. Two more keys, ``seen`` and ``all_seen``, tell a rank that raises when the
-others have read the error.
+round read it there. By two more keys, ``seen`` and ``all_seen``, a rank that is about to raise
+learns that the others have read the error.
 """
 
 from __future__ import annotations

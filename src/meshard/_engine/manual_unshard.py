@@ -5,8 +5,8 @@ that does not reshard. These parameters are a copy of the shards' values. If the
 ``requires_grad``, the flag is carried over to the sharded parameters. If the user edits their
 values, the edits are lost when the copy is freed, and a warning says so. If the user casts them or
 gives them other data (``weight.data = ...``), the module holds memory that no gather fills. That is
-undone, with an error after ``unshard()``, and a warning after a forward. If another forward has run
-on the same copy, changes before that forward are not found.
+undone, with an error after ``unshard()``, and a warning after a forward. Changes after one forward
+are not found if another forward then runs on the same copy.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ class InstalledParams:
             unsharded, now = param.unsharded, plain_of(param.unsharded)
             if unsharded.requires_grad is not before.requires_grad:
                 # The user has changed the flag, and ``take_flags`` has carried it over. Put the old
-                # flag back: a later backward expects gradients by the flags of its forward. It then
-                # compares both flags to find what was frozen since (``take_frozen``).
+                # flag back: a later backward expects gradients by the flags of its forward. Where
+                # old and new flags differ, it finds what was frozen since (``take_frozen``).
                 unsharded.requires_grad_(before.requires_grad)
             if now.data_ptr() != before.local.data_ptr() or now.dtype != before.local.dtype:
                 _restore(unsharded, before.local)

@@ -53,7 +53,7 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
 
 def may_collect(value: Any) -> bool:
-    """Whether ``value`` is or contains an object to which a forward may add tensors (a list)."""
+    """Whether ``value`` is or has a list, or another object to which a forward may add tensors."""
     if isinstance(value, _SIMPLE):
         return False
     return any(map(may_collect, value)) if type(value) is tuple else True
@@ -177,11 +177,12 @@ class _Alias(torch.autograd.Function):
 
 
 def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool) -> Any:
-    """Return ``output`` with an alias in place of each input, output of another unit, and leaf.
+    """Return ``output`` with an alias for each input, each leaf and each output of another unit.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Without the alias, two units would have hooks on the same tensor, and nothing would tell
-    whose backward begins first. If only some ranks dropped the layer, ranks would differ in that.
+    whose backward begins first. If only some ranks dropped the layer, the order would differ
+    between ranks.
     A module may also return a leaf, such as its own parameter. A hook on the leaf would stay there
     for all later backwards.
 
@@ -268,7 +269,7 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
     units = [each for each in units_in(outermost) if id(each) not in passed]
     sharded, frames = _sharded_of(units), _frames_of(error)
     found = _first_known(sharded, frames)
-    # Without tensor parallelism, inputs are ordinary tensors. If one is a DTensor, it is the cause.
+    # Without tensor parallelism, inputs should be ordinary tensors. A DTensor there is the cause.
     if not found and all(
         param.dtensor_placement is None for param in unit.params if isinstance(param, ShardedParam)
     ):

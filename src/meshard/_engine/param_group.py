@@ -1,4 +1,4 @@
-"""The parameters of a unit, gathered and resharded together; and which group has a tensor."""
+"""The parameters of a unit, gathered and resharded together; and how to find a tensor's group."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()  # gathered; modules hold the sharded parameters
     INSTALLED = enum.auto()  # gathered; modules hold the unsharded parameters
-    SUMMONED = enum.auto()  # modules hold what ``SummonedUnit`` installed, or else shards
+    # Modules hold the parameters of a ``SummonedUnit``. With rank0_only, other ranks hold shards.
+    SUMMONED = enum.auto()
 
 
 _ALLOWED = {
@@ -146,7 +147,7 @@ class ParamGroup:
         self.num_steps = 0
         self.num_effective_steps = 0  # steps that found a gradient
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
-        self.was_resharded_between = False  # whether a forward since the last step resharded it
+        self.was_resharded_between = False  # a forward since the last step has resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
         self.failure: Failure  # shared by all units of a root; ``Root`` sets it
         self.modules: list[weakref.ref[nn.Module]] = []  # of the unit; ``Root`` sets it
@@ -227,7 +228,7 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """A number that grows with each optimizer step, and with each edit that autograd counts."""
+        """A number that grows with optimizer steps, and with edits that raise a version counter."""
         return self.num_steps + self.unit_params.version
 
     @property
@@ -373,7 +374,7 @@ class ParamGroup:
         self._move(ParamState.GATHERING)
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Gather the parameters if need be, and wait for them (on a device, the stream waits).
+        """Gather the parameters if need be, and wait. On a device only the current stream waits.
 
         With a ``post_forward_group``, also keep this rank's post-forward shard, if the gather may
         keep one. The next gather is then among the ranks of that group only.
@@ -415,10 +416,7 @@ class ParamGroup:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Make modules hold the shards, and free the unsharded parameters.
-
-        ``keep_post_forward``: keep the post-forward shard. With ``keeps_storage``, free nothing.
-        """
+        """Free the unsharded parameters. ``keep_post_forward``: keep the post-forward shard."""
         if self._gather is not None:
             # The gather may still write to the memory that is freed below, so end it first.
             self._gather.in_flight.abandon()
@@ -455,8 +453,8 @@ class ParamGroup:
         else:  # in a backward: a parameter that was frozen since its forward counts no longer
             self.num_trainable -= take_frozen(self.params)
         if self.state is not ParamState.INSTALLED:
-            # The state changes first. If the installation is interrupted, the clean-up sees by the
-            # state that it must undo it.
+            # The state changes first. If what follows is interrupted, the clean-up sees from the
+            # state what to undo.
             self._move(ParamState.INSTALLED)
         install_unsharded(self.params)
 
@@ -542,7 +540,7 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
 # The keys of both dicts are ids of tensors. Tensors as keys would be kept alive. Weak references to
-# them would not do either, because torch's ``Module.to`` cannot swap a tensor that has one. An id
+# tensors would not do either: torch's ``Module.to`` cannot swap a tensor to which one exists. An id
 # may belong to another tensor later. So ``owner_of`` and ``sharded_params_of`` check what they
 # find; ``has_been_sharded``, which only suppresses a warning, does not.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
@@ -602,8 +600,8 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
         return list(params)
     given = list(params)
     owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
-    # An id in ``_manually_unsharded`` may be that of a freed tensor. So these owners only say where
-    # to look, and the result is found by the ids of tensors that are alive.
+    # An owner may have been found by the id of a freed tensor. So compare with the ids of tensors
+    # that are alive.
     sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
     return [sharded.get(id(param), param) for param in given]
 

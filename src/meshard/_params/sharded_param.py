@@ -137,9 +137,8 @@ class UnitParam(abc.ABC):
     def for_copy(self, memo: dict[int, Any]) -> UnitParam:
         """Return a parameter without owners, with a deep copy of the sharded parameter.
 
-        ``memo`` is that of ``copy.deepcopy``. The method enters the same copy for the unsharded
-        parameter. So the copy of a module holds a sharded parameter, even if the module holds the
-        unsharded one now.
+        ``memo``, that of ``copy.deepcopy``, then maps the unsharded parameter to the same copy. So
+        the copy of a module holds a sharded parameter, even if the module is unsharded now.
         """
 
     # --- owners ----------------------------------------------------------------------------
@@ -219,7 +218,7 @@ class ShardedParam(UnitParam):
         tag_tensor(self.sharded, TensorTag.SHARD, self.fqn)
 
     def make_unsharded(self, plain: nn.Parameter, hook: GradientHook) -> None:
-        """Create the unsharded parameter. Autograd calls ``hook`` after it has set ``.grad``."""
+        """Make the unsharded parameter. Autograd calls ``hook`` when it has added to ``.grad``."""
         self.unsharded = self.as_used(plain)
         tag_tensor(self.unsharded, TensorTag.UNSHARDED, self.fqn)
         if self.unsharded.is_floating_point():

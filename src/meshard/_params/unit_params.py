@@ -56,8 +56,8 @@ class UnitParams(abc.ABC):
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors and logs; ``Root`` sets it
     # That of the root, or a variant with the user's collectives. Set when a unit of the root is
-    # first used. Until then it is this placeholder. Optimizers may call ``hold_until_done`` and
-    # ``begin_phase`` of it, which do nothing.
+    # first used. Until then it is this placeholder: optimizers may call its ``hold_until_done`` and
+    # ``begin_phase``, which do nothing.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
@@ -90,11 +90,7 @@ class UnitParams(abc.ABC):
     @property
     @abc.abstractmethod
     def version(self) -> int:
-        """A number that grows with each edit of a shard that raises a version counter.
-
-        The edit may be direct, or of the local tensor. Writes to ``.data`` raise no counter.
-        ``replicate`` counts only the parameters that have a cast copy.
-        """
+        """A number that grows with each edit of a shard that raises a version counter."""
 
     @abc.abstractmethod
     def version_unless_replaced(self) -> int | None:
