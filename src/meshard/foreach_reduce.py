@@ -202,7 +202,7 @@ def resolve_divisors(
     Their product is ``c``, exactly: ``c / R`` for the reduce-scatter and ``R`` for the all-reduce.
     float16 overflows at 65504, so in float16 both numbers are split: a power of two near the square
     root divides before the collective, the rest divides after it. In other dtypes the whole number
-    divides after the sum, which rounds only once; ``early_divisor`` is the exception.
+    divides after the sum, so that division rounds only once. ``early_divisor`` is an exception.
 
     >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
     [1.0, 8.0, 1.0, 4.0]
@@ -220,9 +220,9 @@ def resolve_divisors(
 def early_divisor(divisors: Divisors, shard_count: int) -> int:
     """Return the number by which gradients may be divided while they are packed; 1 if none.
 
-    This saves a pass over the gradients. The number is the divisor of the reduce-scatter, or that
-    of the all-reduce if the shard group has one rank; but it must be a power of two. A division by
-    a power of two rounds no number above 1e-37 (in float32), so it may come before the sum.
+    This saves a pass over the sum. The number is the divisor of the reduce-scatter, or that of the
+    all-reduce if the shard group has one rank; but it must be a power of two. A division by a power
+    of two is exact if its result is above 1e-37 (in float32), so it may come before the sum.
     """
     share = divisors.after_scatter if shard_count > 1 else divisors.after_all_reduce
     is_power = share.denominator == 1 and share.numerator & (share.numerator - 1) == 0
@@ -252,9 +252,9 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         # The reciprocal is exact: the divisor is a power of two, or a fraction such as 1 / 7.
         tensor.mul_(as_operand(denominator / numerator, tensor))
     else:
-        # Multiplying by the reciprocal would round twice. Devices multiply if the divisor is a
-        # Python number, so on a device the divisor is a tensor. It has one dim, because torch would
-        # round a 0-d tensor to the dtype of ``tensor``, which may be bfloat16.
+        # Multiplying by the reciprocal would round twice. On a device torch does that if the
+        # divisor is a Python number, so there the divisor is a tensor. This tensor has one dim,
+        # because torch would round a 0-d one to the dtype of ``tensor``, which may be bfloat16.
         quotient = numerator / denominator
         if tensor.is_cpu:
             tensor.div_(as_operand(quotient, tensor))
@@ -279,7 +279,7 @@ class ReducePlan(NamedTuple):
 
     @property
     def divisors(self) -> Divisors:
-        """All divisors of the gradients, including ``divided_by`` of packing."""
+        """The divisors of the reduction, as if packing did not divide (``divided_by``)."""
         return resolve_divisors(
             self.shard_group.size(), self.replicate_count, self.divide_factor, self.wire_dtype
         )
@@ -296,20 +296,21 @@ class Reduced(NamedTuple):
     """The result of a reduction."""
 
     shard: torch.Tensor  # [shard_numel], in the accumulate dtype
-    used: frozenset[int]  # the parameters for which some rank had a gradient
+    used: frozenset[int]  # the parameters for which a rank that took part had a gradient
 
 
 class Reduction:
     """A reduction in flight.
 
-    Where waits block the host (CPU), each ``advance`` runs one stage. On a device ``__init__``
-    queues all stages. ``rows`` are one block ``[shard_count, shard_numel]``, or from
-    ``Communicator.send_rows``. They are cast to the wire dtype before they are sent. The caller
-    must not use them afterwards.
+    The stages are the reduce-scatter and, over replicas, the all-reduce. On CPU, where waits block
+    the host, ``__init__`` starts the first stage. ``advance`` ends a stage and starts the next. On
+    a device ``__init__`` queues all stages. ``rows`` are one block ``[shard_count, shard_numel]``,
+    or from ``Communicator.send_rows``. They are cast to the wire dtype before they are sent, and
+    the caller must not use them again.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` makes the
-    caller's stream wait for the last one.
+    caller's stream wait for all of them.
     **Lifetime:** the object keeps all tensors in use alive until ``finish``.
     """
 
@@ -345,7 +346,10 @@ class Reduction:
             self._queue_all(rows, is_alone=is_alone)
 
     def _made_ready(self, rows: Rows, *, is_alone: bool) -> Rows:
-        """Return the rows in the wire dtype, with marks, divided by ``before_scatter``."""
+        """Return the rows as they are sent: divided by ``before_scatter``, cast, with marks.
+
+        In a group of one rank, which sends nothing, they keep their dtype.
+        """
         plan, marks = self._plan, self._marks
         for block in rows:
             divide_(block, self._divisors.before_scatter)
@@ -370,7 +374,7 @@ class Reduction:
 
         To enter a stream takes the host as long as to launch several kernels, so each stream is
         entered only once. If the shard group has one rank, the reduce-scatter sends nothing, and
-        its work is queued on the stream of the all-reduce.
+        its work is queued on the stream of the all-reduce, if there is an all-reduce.
         """
         is_across = self._plan.replicate_group is not None
         is_on_one = is_across and is_alone
@@ -387,11 +391,11 @@ class Reduction:
 
     @property
     def has_more(self) -> bool:
-        """Whether there are stages left for ``advance``."""
+        """Whether ``advance`` has a stage to end."""
         return self._stages_left > 0
 
     def advance(self) -> None:
-        """Run the next stage, which blocks the host until the previous stage is over."""
+        """End the stage that is under way, for which the host waits. Start the next, if any."""
         self._stages_left -= 1
         if self._ends:  # the scatter is over, so the all-reduce has been started
             self._after_all_reduce()
@@ -425,8 +429,8 @@ class Reduction:
         if self._partial is not None:
             if self._unused is not None:
                 self._unused = self._unused & marks.is_marked(self._partial)
-            # With one rank in the shard group, packing has already divided the new gradients by
-            # a divisor of the all-reduce. The old partial is divided by it only here.
+            # With one rank in the shard group, ``divided_by`` of packing is the divisor of the
+            # all-reduce (or 1). It has divided the new gradients, but not yet the old partial.
             divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
             self._result.add_(self._partial, alpha=1 / divided_by)
         if self._sum_dtype != plan.accumulate_dtype:
@@ -444,8 +448,8 @@ class Reduction:
         divide_(self._result, self._divisors.before_all_reduce)
         self._wire = self._result.to(plan.wire_dtype)
         self._marks.write(self._wire, self._unused)
-        # If there is an ``average``, it averages the gradients instead of the all-reduce, and may
-        # overwrite the marks. So the all-reduce sums a copy of the marks, and nothing else.
+        # An ``average`` takes the mean of the gradients itself, and may overwrite the marks. So if
+        # there is one, the all-reduce sums only a copy of the marks.
         average = plan.average
         self._marked = self._wire if average is None else self._marks.first_elements(self._wire)
         self._pending = self._comm.all_reduce(
@@ -465,12 +469,12 @@ class Reduction:
         self._ends.append(self._comm.record(self._reduced, after=self._pending))
 
     def finish(self) -> Reduced:
-        """Run the stages that are left and return the result, usable on the current stream."""
+        """End the stages that are left. Return the result, usable on the current stream."""
         while self.has_more:
             self.advance()
         for end in self._ends:
             end.wait()
-        # Inputs are freed only now, because the current stream now waits for every use of them.
+        # On a device inputs are freed only now, when the current stream waits for all uses of them.
         del self._scattered, self._partial
         if self._plan.replicate_group is None:
             return Reduced(self._result, self._marks.used_after(self._unused))

@@ -34,7 +34,7 @@ class _CastRange(NamedTuple):
 
     @property
     def end(self) -> tuple[int, int, int, int]:
-        """Where the next range must begin, in both buffers, so that the two can be merged."""
+        """Where the next range must begin, in both buffers, to be merged with this one."""
         end = self.from_offset + self.numel
         return self.from_segment, end, self.to_segment, self.to_offset + self.numel
 
@@ -64,9 +64,9 @@ class GatherPlan:
     ) -> None:
         """Prepare to fill the tensors ``unsharded``. Those of one dtype share one storage.
 
-        ``allocate`` allocates their memory. If it is given, and the unit has a single parameter
-        that ``ParamLayout.is_regular``, the memory of this parameter is the receive buffer of
-        gathers, and nothing is copied out.
+        ``allocate`` allocates their memory. If it is given, and the unit has a single parameter,
+        which is regular (``ParamLayout.is_regular``), a gather on CPU may receive into the memory
+        of this parameter. Then nothing is copied out.
         """
         self._unsharded = list(unsharded)
         self._regular = [
@@ -133,7 +133,7 @@ class GatherPlan:
         num_bytes, resize = storage.nbytes(), storage.resize_
         if num_bytes <= _TINY:
             return ReceiveMemory(flat, rows)
-        # ``_receive`` calls this from the second gather on. For the first, new_empty allocates.
+        # ``_receive`` calls this from the second gather on. new_empty above serves the first one.
         self._allocate_kept = partial(resize, num_bytes)
         return ReceiveMemory(flat, rows, free=partial(resize, 0))
 
@@ -163,7 +163,7 @@ class GatherPlan:
         return targets, sources
 
     def copy_out(self, rows: Rows) -> None:
-        """Fill the tensors that were passed to ``bind`` from the gathered rows, without padding."""
+        """Copy the gathered ``rows``, without padding, into the tensors that ``bind`` got."""
         if self._kept is not None and rows[0] is self._kept.rows:
             blocks = [self._kept_segments]
             self._copy_kept_out()

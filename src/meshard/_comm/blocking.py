@@ -1,8 +1,9 @@
 """Blocking collectives, for set-up and for use between steps.
 
 All ranks of ``group`` must call them, with tensors of one shape and dtype. Each call, except that
-of ``send_max``, waits for the result: on CPU the host waits, on a device the current stream. By
-default the first rank of a group sends to the others, or receives from them.
+of ``send_max``, waits for the result. If that is a tensor on a device, the current stream waits,
+otherwise the host. If one rank sends to the others, or receives from them, it is by default the
+first rank of the group.
 """
 
 from __future__ import annotations
@@ -80,9 +81,8 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Return the ``numbers`` of every rank. If a rank waits long, its warning names ``purpose``.
 
-    The exchange is not announced to observers, because it sets up a group or a root before the
-    first collective of a step. If ``MESHARD_STALL_SECONDS`` is not a number, it raises a
-    ValueError.
+    Observers are not told of the exchange: it sets up or checks what other collectives rely on. It
+    raises a ValueError if ``MESHARD_STALL_SECONDS`` is not a number.
     """
     stall_seconds()
     own = torch.tensor(numbers, device=device)

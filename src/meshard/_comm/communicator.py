@@ -29,8 +29,8 @@ from meshard._torch.private import backend_of
 from meshard.policies import AllGather, Comm, ReduceScatter
 
 # A matrix with one row per rank, in rank order, as a list of blocks. A block [k, n] has k rows.
-# Usually one block has all rows. With shared memory each row may be a block of its own, because the
-# rows are separate allocations, some of them made by other ranks.
+# Usually one block has all rows. With shared memory each row may be a block of its own: a gathered
+# row stays in the memory of its rank, and a row that is not sent lies apart from those that are.
 Rows = list[torch.Tensor]
 
 
@@ -62,7 +62,10 @@ class Pending(Protocol):
         """Make all that the caller does next run after this work. May be called repeatedly."""
 
     def poll(self) -> bool:
-        """Return whether the work is done, without blocking. If so, also do what ``wait`` does."""
+        """Return whether the work is known to be done, without blocking.
+
+        If so, also do what ``wait`` does.
+        """
 
 
 class InFlight(Pending, Protocol):
@@ -84,7 +87,7 @@ class GatherInFlight(Protocol):
     def release(self) -> None:
         """Release the rows, which must not be read afterwards.
 
-        With shared memory, other ranks may wait for the release to reuse their memory.
+        With shared memory, other ranks may reuse their memory only after the release.
         """
 
     def abandon(self) -> None:
@@ -262,8 +265,8 @@ class CommSettings:
 
 def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the backend of ``group`` can allocate memory on ``device``."""
-    # torch does not document this method. It has no public one for memory that NCCL sends without a
-    # copy.
+    # torch does not document this method. No public method of torch allocates memory that NCCL
+    # sends without a copy.
     return bool(backend_of(group, device).supports_tensor_alloc(device))
 
 
@@ -313,7 +316,10 @@ class Communicator:
     # --- streams ---------------------------------------------------------------------------
 
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
-        """Queue the work of the block on ``comm_stream``, after all work queued by the caller."""
+        """Queue the work of the block on ``comm_stream``, after all work queued by the caller.
+
+        ``gather_after`` makes an exception.
+        """
         raise NotImplementedError
 
     def record(self, *keep: torch.Tensor, after: Pending | None = None) -> RecordedWork:
@@ -335,7 +341,10 @@ class Communicator:
         pending.wait()
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Keep tensors that other streams allocated until the current stream's work is done."""
+        """Keep tensors of other streams alive until the device has done the current stream's work.
+
+        Only a communicator with streams does this.
+        """
 
     # --- memory ----------------------------------------------------------------------------
 
@@ -373,7 +382,7 @@ class Communicator:
         return ""
 
     # --- collectives: all ranks of ``group`` call them, and they are queued on the caller's stream.
-    # The caller must keep the returned object until it has waited for it. ------------------
+    # The caller must keep a returned object until it has waited for that object. -----------
 
     def is_alone(self, group: dist.ProcessGroup) -> bool:
         """Whether ``group`` has no other rank, so that nothing is sent in it."""
@@ -389,9 +398,9 @@ class Communicator:
     ) -> GatherInFlight:
         """Start gathering every rank's ``source [n]``.
 
-        ``receive`` returns memory for the result, which the caller may reuse for its next gather.
-        It is called only if waits block the host. On a device, a stream may still be reading the
-        result of the previous gather.
+        ``receive`` returns memory for the result, perhaps that of the caller's previous gather. So
+        it is called only if waits block the host: on a device, a stream may still be reading the
+        previous result.
         **Lifetime:** ``source`` must not be edited until the rows are released.
         """
         if self.is_alone(group):

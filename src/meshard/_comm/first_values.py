@@ -1,9 +1,9 @@
 """Comparison of the parameter values that the ranks have passed to ``fully_shard``.
 
-The ranks compare before the first reduction and not earlier, because weights may be loaded after
-sharding. They compare a few elements of each parameter. This is enough to notice that ranks were
-seeded differently, or that only some have loaded weights. MESHARD_DEBUG=1 compares every bit,
-before anything is sharded.
+The ranks compare before the first reduction over all ranks and not earlier, because weights may be
+loaded after sharding. They compare a sum over a few elements of each parameter. This is enough to
+notice that ranks were seeded differently, or that only some have loaded weights. MESHARD_DEBUG=1
+compares every bit, before anything is sharded.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from meshard._torch.private import backend_name
 from meshard._torch.user_line import warn_user
 
 INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_SAMPLES = 16  # elements of each parameter: reading them takes a few microseconds
+_SAMPLES = 16  # about so many elements of each parameter are read, in a few microseconds
 
 
 class FirstValues(NamedTuple):
@@ -55,8 +55,8 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
 
     ``brought`` has the mesh and the sample of each unit. None: there is no sample, for example
     because the parameters were on the meta device.
-    **Collective:** all ranks of the meshes, with the same number of units; each rank sends five
-    numbers per process group.
+    **Collective:** all ranks of the meshes, with the same number of units. The ranks of a mesh
+    exchange five numbers per rank: over the first process group, then all these over the second.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[FirstValues | None]]] = {}
     for mesh_info, values in brought:

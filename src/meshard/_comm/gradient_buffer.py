@@ -9,7 +9,7 @@ parameter with ``-0.0``; a rank with a gradient makes sure that the first elemen
 not ``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. So the first
 element of the sum is ``-0.0``, a *mark*, exactly if no rank had a gradient. Dividing can underflow
 to ``-0.0``, so marks are read from raw sums and restored after each division. A rank that has all
-gradients reads no mark. A rank that lacks some has to wait for its device to read them.
+gradients reads no mark. A rank that lacks some must read the marks, and so wait for its device.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _EXACT = (torch.float32, torch.float64)
 # The range of a used parameter must not begin with ``-0.0``. If all parameters are used, 0.0 may be
 # added to every element, which avoids indexing the first elements of the ranges. That is faster
 # (4 against 120 us for six parameters on 4096 ranks) while the buffer has at most ``_SMALL``
-# elements, or each row at most ``_FEW`` elements per parameter. On a device the limit is
+# elements, or each row at most ``_FEW`` elements per parameter. On a device the first limit is
 # ``_SMALL_ON_DEVICE``: indexing launches several kernels there, and an addition only one.
 _SMALL, _SMALL_ON_DEVICE, _FEW = 2**14, 2**23, 8
 _LARGE = 2**18  # elements: from this many on, memory matters more than the number of operators
@@ -89,9 +89,9 @@ class GradientLayout:
     def packed_early(self) -> frozenset[int]:
         """The parameters whose gradients are packed as soon as they arrive, if a buffer exists.
 
-        The smallest gradients are not among them. They are packed together after the last one has
-        arrived, which takes less time. Together they are no larger than the largest gradient. If
-        the buffer is not ``is_large``, no parameter is packed early.
+        The smallest gradients are packed together after the last gradient has arrived, which takes
+        less time. Together they are no larger than the largest gradient. If the buffer is not
+        ``is_large``, no gradient is packed early.
         """
         if not self.is_large:
             return frozenset()
@@ -239,7 +239,7 @@ class GradientLayout:
         self.mark_unused(buffer, used)
 
     def mark_unused(self, buffer: torch.Tensor, used: frozenset[int]) -> None:
-        """Fill ranges of ``buffer [..., n]`` with ``-0.0``: of parameters not in ``used``."""
+        """Fill the ranges of parameters not in ``used`` with ``-0.0``, in ``buffer [..., n]``."""
         for index, param_range in self.ranges.items():
             if index not in used:
                 buffer.narrow(-1, param_range.offset, param_range.numel).fill_(-0.0)
@@ -377,8 +377,11 @@ class UnusedParamMarks:
         return buffer.numel() <= small or buffer.size(-1) <= _FEW * self._used_columns.numel()
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return which ranges start with ``-0.0``. ``flat`` is ``[n]``, or its first elements."""
-        # If there are as many elements as ranges, they are the first elements.
+        """Return which ranges start with ``-0.0``.
+
+        ``flat`` is ``[n]``, or what ``first_elements`` has returned for it.
+        """
+        # If ``flat`` has as many elements as there are ranges, they are the first elements.
         first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
         return torch.signbit(first) & (first == 0)
 
@@ -403,9 +406,9 @@ class UnusedParamMarks:
         flat.index_copy_(0, self._columns, first)
 
     def used_after(self, unused: torch.Tensor | None) -> frozenset[int]:
-        """Return the parameters that some rank used. Waits for the device unless all are used.
+        """Return the parameters that some rank used.
 
-        ``unused`` is what ``read`` returned.
+        ``unused`` is what ``read`` returned. Waits for the device unless this rank used all.
         """
         if unused is None:
             return self.used

@@ -1,9 +1,9 @@
 """Copies between host memory and the device.
 
 Shards are copied to the device on the gather stream, right before the all-gather that needs them.
-Gradients are copied to the host on the ``HOST`` stream, beside the reductions that follow. All
-copies are asynchronous. The host may read or write the host memory of a unit only after ``wait``,
-which blocks. A copy sees what the host wrote before the copy was queued.
+Gradients are copied to the host on the ``HOST`` stream, beside the reductions that follow. Copies
+from and to pinned memory are asynchronous. The host may read or write the host memory of a unit
+only after ``wait``, which blocks. A copy sees what the host wrote before the copy was queued.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class HostCopies:
 
         The host does not cast to the compute dtype before the copy. A cast would halve the bytes,
         but keep the host from launching other work. For 25 million float32 the cast takes 13 ms
-        (measured), and the copy takes only 2 ms less, at 25 GB/s.
+        (measured), and then the copy takes only 2 ms less, at 25 GB/s.
         """
         with comm.on_stream(CommStream.GATHER), profiled("copy_to_device", label, comm.clock):
             copy = torch.empty_like(shard, device=self._device, pin_memory=False)
@@ -46,10 +46,10 @@ class HostCopies:
     ) -> RecordedWork:
         """Copy ``source [n]`` from the device to ``host [n]``; with ``add``, add it to ``host``.
 
-        The sum is computed on the device. To compute it, the host would have to wait for the copy
-        in the middle of backward.
-        **Lifetime:** the returned handle keeps ``source`` alive until the caller has waited for it
-        on the current stream. ``host`` has the values after ``wait``.
+        The sum is computed on the device. To compute it itself, the host would have to wait for the
+        copy in the middle of backward.
+        **Lifetime:** the returned handle keeps ``source`` alive until the caller has waited for the
+        handle on the current stream. ``host`` has the values after ``HostCopies.wait``.
         """
         with comm.on_stream(CommStream.HOST), profiled("copy_to_host", label, comm.clock):
             self._writing.wait()  # the previous store() may have used another stream

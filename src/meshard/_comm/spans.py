@@ -1,6 +1,6 @@
 """Spans of time, for profilers and for ``meshard.trace``: what meshard does, and when.
 
-While nothing records, ``profiled`` and ``issued`` cost one comparison each. A recorder stores
+While nothing records, ``profiled`` and ``issued`` cost a comparison or two. A recorder stores
 *moments*: on a CPU they are seconds of ``time.monotonic``, on a device events on the current
 stream. Events are read once the trace is over, so recording waits for no device.
 """
@@ -146,7 +146,8 @@ class HostClock:
 def _statm_of(process: int) -> int:
     """Return an open ``/proc/self/statm``, cached because opening it takes longer than reading.
 
-    ``process`` is its id, in the key of the cache: after a fork the file must be opened again.
+    ``process`` is the id of this process. It is in the key of the cache, because after a fork the
+    file must be opened again.
     """
     return os.open(_STATM, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -171,7 +172,7 @@ class StreamClock:
         return self._device_module.current_stream() in self._comm_streams.values()
 
     def now(self) -> Moment:
-        """Return an event on the current stream. Return None in a graph, where it has no time."""
+        """Return an event on the current stream; None during a capture, where it has no time."""
         if self._is_capturing():
             return None
         event = self._device_module.Event(enable_timing=True)

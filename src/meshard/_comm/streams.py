@@ -3,11 +3,11 @@
 Note: Stream rules.
     The *compute* stream is the one that is current when a comm stream is entered or ``wait`` is
     called. These rules order every read after its write, and every reuse of memory after its last
-    use. So ``record_stream`` is not needed, which delays reuse until the allocator polls an event:
+    use. So ``record_stream`` is not needed, which delays reuse until the allocator polls an event.
 
     1. *A comm stream waits for compute when it is entered.* So it sees what compute wrote (shards,
-       gradients). And it never allocates memory that compute still reads: a block that was freed
-       before the entry was last used before the entry.
+       gradients). And it never allocates memory that compute still reads: if a block was freed
+       before the entry, compute has queued its last use of the block before the entry too.
     2. *``wait`` makes compute wait for the comm stream* up to the end of the collective or local
        work in question, and not for work queued later. One comm stream waits for another only if
        ``wait`` is called while the first one is current.
@@ -15,11 +15,11 @@ Note: Stream rules.
        a comm stream (the input of a reduce-scatter) is dropped only after compute has waited for
        that stream. A tensor allocated on a comm stream and used on compute (gathered shards,
        reduced gradients) may be dropped at any time while compute is current, by rule 1.
-    4. *A tensor that one comm stream allocated and another uses lives until ``Reduction.finish``*,
-       when compute has waited for both streams.
+    4. *A tensor that one comm stream allocated and another uses lives until compute has waited for
+       both streams*: until ``Reduction.finish``, or until the wait for a copy to the host.
     5. *Memory that the optimizer stream used is held until the device is done with it* (see
        ``hold_until_done``). The optimizer stream reads gradients that other comm streams allocated,
-       and no stream waits for the optimizer stream before the next gather.
+       and perhaps no stream waits for the optimizer stream before the next gather.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class _EventInFlight:
         self.event = event
         self._keep = keep  # rule 3: dropped only after compute has waited for the comm stream
         self._compute = compute  # the stream from which the comm stream was entered
-        self.issued: spans.Issued | None = None  # a trace's record of the collective before it
+        self.issued: spans.Issued | None = None  # the collective for which a trace counts the wait
 
     def wait(self) -> None:
         stream = self._device_module.current_stream()
@@ -85,8 +85,8 @@ class _EventInFlight:
     def __del__(self) -> None:
         if self._keep:
             # The caller has dropped the work without a wait, for example by deleting the model.
-            # Rule 3 still requires that compute waits. It is ``_compute`` that waits, not the
-            # current stream: the garbage collector may call this while that one is captured.
+            # Rule 3 still requires that compute waits. ``_compute`` waits, not the current stream,
+            # because the garbage collector may call this while the current stream is captured.
             self._order(self._compute)
 
 

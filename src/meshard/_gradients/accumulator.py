@@ -1,18 +1,22 @@
 """Accumulation of gradients across microbatches.
 
-Each unit has three accumulators, all in the accumulate dtype: ``U`` holds unsharded gradients that
-are not reduced, ``Q`` gradients that are reduced over the shard group but not across the replicas,
-and ``A`` is the ``.grad`` of the sharded parameters. ``g`` are the gradients of one backward,
-``mean_S`` is the mean over the shard group, and ``mean_R`` that over the replicas:
+Each unit has three accumulators, all in the accumulate dtype. ``U`` holds unsharded gradients that
+are not reduced. ``Q`` holds gradients that are reduced over the shard group but not across the
+replicas. ``A`` is what ``.grad`` of the sharded parameters shows. ``g`` are the gradients of one
+backward. ``mean_S`` is the mean over the shard group, and ``mean_R`` that over the replicas:
 
     NONE             U += g
     REDUCE_SCATTER   Q += mean_S(U + g);                   U = 0
     FULL             A += mean_R(Q + mean_S(U + g));       U = 0;  Q = 0
 
+On a mesh without replicas REDUCE_SCATTER does what FULL does. Under ``replicate`` it does what NONE
+does.
+
 A gradient may lack a sum over mesh axes of another parallelism. Under sequence parallelism, for
-example, each tensor-parallel rank has the gradient of a norm for its own part of the sequence. In a
-window of several microbatches each rank adds up its own parts in ``U``, and the sum over those axes
-is taken of ``U`` once, before ``U`` is reduced.
+example, each tensor-parallel rank has the gradient of a norm for its own part of the sequence.
+Under NONE each rank adds up its own terms in ``U``. The sum over those axes is taken once, of
+``U``, before ``U`` is reduced. If there are hooks on arrived gradients, the sum of each gradient is
+taken before they run.
 
 Note: Each rank decides by the placements of its own gradients whether to take that sum. The ranks
     of one sum decide alike, because DTensor requires them to run the same operations. Ranks that
@@ -52,7 +56,7 @@ class GradientRules:
     def __init__(
         self,
         unit_params: UnitParams,
-        reduce_dtype: torch.dtype | None,  # None: the widest dtype of the unsharded gradients
+        reduce_dtype: torch.dtype | None,  # None: what the dtypes of the gradients promote to
         accumulate_dtype: torch.dtype | None,  # None: see the method of this name
     ) -> None:
         self._unit_params = unit_params
@@ -93,10 +97,14 @@ class GradientRules:
         return self._layouts[indices]
 
     def accumulate_dtype(self, gradients: GradientLayout) -> torch.dtype:
-        """Return the dtype in which ``gradients`` are added up. Frozen parameters do not count."""
+        """Return the dtype in which ``gradients`` are added up.
+
+        By default it is the widest dtype of the shards, and at least float32. Frozen parameters do
+        not count.
+        """
         if self.chosen_dtype is not None:
             return self.chosen_dtype
-        # The cache is invalid if the layout has changed: Module.double() may have cast parameters.
+        # The unit gets another layout when Module.double(), say, casts its parameters.
         layout, known = self._unit_params.layout, self._widest_of
         if known is None or layout is not known[0] or gradients is not known[1]:
             dtypes = [
@@ -156,7 +164,7 @@ class ReductionInFlight(NamedTuple):
     reduction: Reduction
     layout: GradientLayout
     publishes: bool  # True: its result is added to .grad; False: it is kept as the partial
-    after: list[TensorHook]  # the hooks that were registered when it started
+    after: list[TensorHook]  # the ``after`` hooks that were registered when it started
 
 
 class GradientAccumulator:
@@ -196,7 +204,7 @@ class GradientAccumulator:
 
     @property
     def pending(self) -> str:
-        """Why accumulated gradients are not in ``.grad`` yet, for an error; empty if they are."""
+        """Why gradients are not fully reduced yet, for an error; empty if all are."""
         if self._unreduced is not None:
             return "not reduced yet (GradientSync.NONE)"
         if self._partial is not None:
@@ -206,7 +214,7 @@ class GradientAccumulator:
         return ""
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
-        """Return pending gradients by parameter index: the partial, or None if unreduced."""
+        """Return pending gradients by parameter index: the partial; None if a part is unreduced."""
         mesh_info, found = self.unit_params.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
@@ -217,10 +225,10 @@ class GradientAccumulator:
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
-        # Two optimizers may each clear half of the parameters, so ``_cleared`` adds up. U and Q
-        # become None once all parameters of their layout are cleared. To clear those that this rank
-        # used is not enough: other ranks may have used others, and all ranks must agree on whether
-        # gradients are pending.
+        # Two optimizers may each clear half of the parameters, so ``_cleared`` collects the
+        # parameters of both calls. U and Q become None only once all parameters of their layout are
+        # cleared, and not just those that this rank used: other ranks may have used more, and all
+        # ranks must agree on whether gradients are pending.
         self._cleared |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
@@ -229,7 +237,7 @@ class GradientAccumulator:
         if self._partial is not None:
             self._partial = self._partial.without(self._cleared)
         if self.sharded.has_arrivals:
-            for index in gone:  # after unshard(), users may have set gradients here
+            for index in gone:  # the user, or a pipeline schedule, may have set .grad here
                 self.unit_params.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
@@ -245,7 +253,7 @@ class GradientAccumulator:
 
     def _release_if_settled(self) -> None:
         # After release_pending(), zero_grad() no longer calls ``clear``. An open window needs that
-        # call even when nothing is pending: it closes the window.
+        # call even when nothing is pending, because ``clear`` closes the window.
         if not self.window.is_open and not self.num_in_flight and not self.is_pending:
             release_pending(self)
 
@@ -279,8 +287,9 @@ class GradientAccumulator:
     def begin_backward(self, settings: ReduceSettings) -> None:
         """Let ``receive`` put large gradients into the bucket of ``replicate`` as they arrive.
 
-        This saves memory: a gradient that waits for the last one exists twice, by itself and as a
-        range of the bucket. It requires that gradients are sent in the accumulate dtype.
+        This saves memory. Otherwise a gradient that waits for the last one would exist twice: by
+        itself, and as a range of the bucket. Nothing is done unless gradients are sent in the
+        accumulate dtype.
         """
         if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
             return
@@ -330,9 +339,9 @@ class GradientAccumulator:
     def _as_plain(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
         """Return a gradient as the plain tensor to be reduced.
 
-        With ``may_lack_sum`` this may be only this rank's term of a sum over other mesh axes. The
-        sum is then taken later, of ``U``. So any gradients of the parameter that are in ``U``
-        already must lack the same sum.
+        With ``may_lack_sum`` the result may be only this rank's term of a sum over other mesh axes.
+        The sum is then taken later, of ``U``. So if ``U`` has a gradient of the parameter already,
+        that gradient must lack the same sum.
         """
         param, unreduced = self.unit_params.params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
@@ -342,7 +351,7 @@ class GradientAccumulator:
             self._missing_sums[index] = missing
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
-            # plain_gradient() sums this gradient over the other axes, so sum U over them too.
+            # plain_gradient() returns a sum over the other axes, so sum U over them too.
             self._add_up(unreduced.layout, unreduced.flat, index)
         return param.plain_gradient(gradient)
 
@@ -402,7 +411,8 @@ class GradientAccumulator:
     ) -> ReductionInFlight | None:
         """Start reducing ``U`` and the arrived gradients.
 
-        **Collective:** the shard group, then the replica group if ``over_replicas``.
+        Returns None if no parameter can have a gradient. **Collective:** the ranks of missing sums
+        (TP), then the shard group, then the replica group if ``over_replicas``.
         """
         # A hook on arrived gradients must see their sum over the other mesh axes (TP). Without such
         # hooks, that sum may be taken after the gradients were added to ``U``.
@@ -449,9 +459,9 @@ class GradientAccumulator:
             average=average and functools.partial(average, layout),
         )
         # In a large unit (``is_large``, on CPU only) gradients are packed one by one, and packing
-        # also divides. In other units one operator packs all, and cannot divide. Reduce hooks must
-        # see undivided values, and a communication hook (``average``) does its own division. All
-        # ranks decide alike: layout, settings and groups are the same.
+        # also divides. In other units one operator packs most, and cannot divide. Reduce hooks on
+        # unreduced gradients must see undivided values, and a communication hook (``average``) does
+        # its own division. All ranks decide alike: layout, settings and groups are the same.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:
@@ -492,7 +502,7 @@ class GradientAccumulator:
         return rows, used
 
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
-        """Return uninitialised rows to send; with ``as_one`` in one block, as hooks need them."""
+        """Return memory for the rows to send: one block if ``as_one``, because hooks need that."""
         comm, wire, group = self.unit_params.comm, plan.wire_dtype, plan.shard_group
         free = self.sharded.free_memory(layout, wire)
         if free is not None:
@@ -507,8 +517,8 @@ class GradientAccumulator:
         If gradients live in host memory, return the copy to the host. The caller waits for it.
         """
         self.num_in_flight -= 1
-        # If gradients live in host memory, zero_grad() must find this unit until their copies have
-        # ended. So settle() releases it then.
+        # If gradients live in host memory, zero_grad() must find this unit until the copies have
+        # ended. In that case ``settle`` releases the unit.
         if in_flight.publishes and self.unit_params.host_copies is None:
             self._release_if_settled()
         result = self._result_of(in_flight)
@@ -563,8 +573,8 @@ def _check_agreement(
     """Raise unless all ranks reduce a unit alike.
 
     Without this check, ranks may divide by different factors, or run different numbers of
-    microbatches, and no error tells the user. With different numbers, the last microbatch of one
-    rank is added to the first one of another rank's next window.
+    microbatches, and no error tells the user. In the second case, the last microbatch of one rank
+    is added to the first one of another rank's next window.
     """
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)

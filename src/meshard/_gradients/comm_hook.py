@@ -50,7 +50,8 @@ class GradBucket:
     def gradients(self) -> list[torch.Tensor]:
         """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
         # The buffer has the elements of each parameter in memory order. So for a channels_last
-        # parameter the view has the right shape, but its elements in another order, as in DDP.
+        # parameter the view has the right shape, but its elements are in another order than in the
+        # parameter. DDP does the same.
         pairs = zip(self._layout.ranges, self.parameters(), strict=True)
         return [self._layout.part_of(self._buffer, i).view(param.shape) for i, param in pairs]
 
@@ -79,8 +80,8 @@ class CommHook:
         """Run the hook on one bucket, and wait for its future.
 
         Hooks such as PowerSGD's start a second collective from a callback, in a thread of gloo. If
-        this thread issued collectives of its own meanwhile, the order of both would differ between
-        ranks. So this method waits at once. On a device that orders streams; the host goes on.
+        the calling thread issued another collective meanwhile, the order of these two might differ
+        between ranks. So this method waits at once. On a device the stream waits, not the host.
         """
         is_last = not any(param.sharded.requires_grad for param in later)
         with unrecorded():

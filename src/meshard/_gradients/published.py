@@ -1,10 +1,10 @@
 """The ``.grad`` of sharded parameters, on the device or in host memory.
 
 A reduction yields one flat tensor per unit in the accumulate dtype. A ``.grad`` of that dtype is a
-view of it, so that one kernel adds the next reduction. The dtype of ``.grad`` is that of the
-parameter, unless ``grad_dtype`` says otherwise. If that is narrower than the accumulate dtype,
-``.grad`` is a copy, and the flat tensor is kept beside it, because small gradients would be rounded
-away if microbatches were added up in the narrow dtype.
+view of the flat tensor, so that one kernel adds the next reduction. The dtype of ``.grad`` is that
+of the parameter, unless ``grad_dtype`` says otherwise. If it is not the accumulate dtype, ``.grad``
+is a copy, and the flat tensor is kept beside it: small gradients would be rounded away if
+microbatches were added up in a narrow dtype.
 
 Autograd never sees a sharded parameter, so hooks that users register on one
 (``register_hook``, ``register_post_accumulate_grad_hook``) run from here.
@@ -30,10 +30,10 @@ from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, wit
 
 
 class Mark:
-    """An attribute of each ``.grad`` that meshard has set, to tell it from one of the user's.
+    """An attribute of each ``.grad`` that meshard has set. A ``.grad`` that a user set has none.
 
-    All ``.grad`` that are set together share one mark. If a ``.grad`` is pickled or copied, the
-    copy has ``True`` in place of the mark.
+    All ``.grad`` that are set together share one mark. If a ``.grad`` is pickled or deep-copied,
+    the copy has ``True`` in place of the mark.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class Mark:
         self.addresses[index] = local.data_ptr()
 
     def is_on(self, index: int, gradient: torch.Tensor | None) -> bool:
-        """Whether ``gradient`` is what was set here, still in the same memory."""
+        """Whether ``gradient`` has this mark, and is still in the memory of ``put_on``."""
         return (
             gradient is not None
             and getattr(gradient, "_meshard_published", None) is self
@@ -59,7 +59,7 @@ class Mark:
 
 
 class Published(Mark):
-    """The flat sums of which the ``.grad`` of a unit are views, or narrower copies.
+    """The flat sums of which the ``.grad`` of a unit are views, or copies in another dtype.
 
     Each of these ``.grad`` refers to this object, so the sums live as long as any of them.
     """
@@ -87,7 +87,7 @@ def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradien
 
 
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
-    """Apply the user's edits of ``copy``, a copy of ``wide`` in a narrower dtype, to ``wide``."""
+    """Apply the user's edits of ``copy``, a copy of ``wide`` in any dtype, to ``wide``."""
     # Edits are found by comparing values, because torch's foreach kernels change a DTensor without
     # raising its version counter.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
@@ -132,15 +132,15 @@ class PublishedGrads:
 
     @property
     def are_shown(self) -> bool:
-        """Whether ``.grad`` shows all that was published. If False, ``settle`` adds the rest."""
+        """Whether ``.grad`` is known to show all that was published. If not, call ``settle``."""
         return True
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether ``.grad`` of the unsharded parameters holds gradients that are not reduced yet.
+        """Whether the ``.grad`` of an unsharded parameter, if it has one, is not reduced yet.
 
-        Under ``replicate`` sharded and unsharded parameters are the same. So outside of a backward
-        this ``.grad`` was published (it is reduced), or the user has set it.
+        Under ``replicate`` the unsharded parameter is the sharded one, unless ``param_dtype`` makes
+        it a copy. So outside of a backward its ``.grad`` was published, or the user has set it.
         """
         return True
 
@@ -155,7 +155,7 @@ class PublishedGrads:
         """Put everything that was published into ``.grad``."""
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
-        """Drop gradients of some parameters that are on their way to ``.grad``."""
+        """Drop those gradients of some parameters that are on their way to ``.grad``."""
 
     def clear(self) -> None:
         """Clear every ``.grad``, and drop what is on its way there."""
@@ -183,9 +183,9 @@ class PublishedGrads:
     def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
         """Return the parameters whose gradients ``receive`` has put into the memory of ``rows``.
 
-        ``receive`` has divided them by the divisor of ``begin_receiving``. The call changes that to
-        ``divisor``. If ``receive`` has put them into other memory than ``rows``, the call undoes
-        the division, and returns no parameter.
+        ``receive`` has divided these gradients by the divisor of ``begin_receiving``. This method
+        scales them, so that they are divided by ``divisor`` instead. If ``receive`` has put them
+        into other memory than ``rows``, this method undoes the division and returns no parameter.
         """
         return frozenset()
 
@@ -195,7 +195,7 @@ class ShardedGrads(PublishedGrads):
 
     def __init__(self, unit_params: UnitParams) -> None:
         super().__init__(unit_params)
-        # Weak: the sums are freed as soon as the user clears the last .grad.
+        # Weak, so that the sums are freed with the last .grad that refers to them.
         self._shown: Callable[[], Published | None] = _nothing
 
     @property
@@ -227,7 +227,10 @@ class ShardedGrads(PublishedGrads):
                 hook(sharded)
 
     def _sum_with_foreign(self, new: FlatGradients) -> FlatGradients:
-        """Return ``new`` plus ``.grad``, if the user has replaced a ``.grad`` or layouts differ."""
+        """Return ``new`` plus every ``.grad``.
+
+        Called if the user has replaced or cleared a ``.grad``, or if layouts differ.
+        """
         for index, local in self._locals(new):
             old = self._grad(index)
             if old is not None and not self._is_ours(index):
@@ -389,9 +392,9 @@ class ShardedGrads(PublishedGrads):
     def extend(self, new: FlatGradients) -> torch.Tensor | None:
         """Return the flat sums if adding ``new.flat`` to them does the same as ``publish(new)``.
 
-        This holds if every ``.grad`` is a view of the sums and no hook is registered; otherwise
-        return None. The caller must do the addition. The ``.grad`` of parameters that had none are
-        set here.
+        It does if the layout is the same, every ``.grad`` is a view of the sums, and no hook is
+        registered; otherwise return None. The caller must do the addition. The ``.grad`` of
+        parameters that had none are set here.
         """
         shown = self._shown()
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
@@ -453,7 +456,7 @@ class HostGrads(PublishedGrads):
                 self._in_host_memory.publish(arrived)
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
-        """Wait for copies in flight, and drop those of some parameters."""
+        """Wait for copies in flight, and drop the copied gradients of some parameters."""
         self._host_copies.wait()
         if self._arriving is not None:
             self._arriving = self._arriving.without(indices)

@@ -45,7 +45,7 @@ class ReduceQueue:
     def _divide_factor(self, settings: ReduceSettings, usual: float | None) -> float | None:
         """Return the divide factor that the user has set, or else ``usual``.
 
-        Callables and tensors are read once per backward.
+        A callable or a tensor is read once. The number is kept until the next backward begins.
         """
         chosen = usual if settings.divide_factor is None else settings.divide_factor
         if chosen is None or isinstance(chosen, float):
@@ -56,7 +56,7 @@ class ReduceQueue:
         return self._factors[id(chosen)][1]
 
     def accumulate(self, gradients: GradientAccumulator, settings: ReduceSettings) -> None:
-        """Accumulate the arrived gradients without a collective."""
+        """Add the arrived gradients to the unreduced ones, and start no reduction."""
         with unrecorded():
             gradients.accumulate(settings)
 
@@ -67,7 +67,7 @@ class ReduceQueue:
         *,
         over_replicas: bool,
         ends_window: bool,
-        usual_factor: float | None,  # where the user has set none; None: the number of ranks
+        usual_factor: float | None,  # if the user has set none; None: the number of ranks
         on_reduced: Callable[[], None] | None,
     ) -> None:
         """Start reducing what a unit has accumulated, and advance the other reductions.
@@ -104,12 +104,12 @@ class ReduceQueue:
         self.may_free |= self._comm.waits_block_host and in_flight.layout.is_large
 
     def progress(self) -> None:
-        """Free send buffers that all ranks have received. Never blocks."""
+        """Free send buffers, oldest first, until a reduce-scatter is not done. Never blocks."""
         if all(each.in_flight.reduction.free_if_sent() for each in self._queue):
             self.may_free = False
 
     def _advance(self) -> None:
-        """Advance all reductions by one stage, and finish those that have no stage left."""
+        """Advance all reductions by one stage. Finish the oldest while it has no stage left."""
         for queued in self._queue:
             if queued.in_flight.reduction.has_more:
                 queued.in_flight.reduction.advance()

@@ -3,12 +3,13 @@
 A *bucket* is a flat buffer that is all-reduced. Autograd adds unreduced gradients to ``.grad`` of a
 replicated parameter. So while a backward runs, the reduced gradients in every ``.grad`` are hidden:
 ``.grad`` is None until autograd sets a new gradient. New gradients are packed into the bucket,
-large ones as they arrive. At the end of the backward each ``.grad`` is a view of the bucket again.
+large ones as they arrive; or into other memory while the bucket holds reduced gradients. At the end
+of the backward each ``.grad`` is a view of the reduced gradients again, or a copy of its part.
 
 ======= =============================================== ===========================================
 state   when                                            ``.grad``
 ======= =============================================== ===========================================
-shown   outside of a backward, and in it after settle() what is accumulated
+shown   outside of a backward, or in one after settle() what was published, or a foreign gradient
 hidden  from ``hide``, as a backward begins             None, or a new gradient of autograd
 ======= =============================================== ===========================================
 
@@ -68,7 +69,7 @@ class ReplicatedGrads(PublishedGrads):
     # --- the bucket -------------------------------------------------------------------
 
     def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bucket ``[1, n]``, the same in each step; None if it holds published sums."""
+        """Return the bucket ``[1, n]``; None while it may hold published sums."""
         if self._published is not None:
             return None
         bucket = self._bucket
@@ -93,7 +94,7 @@ class ReplicatedGrads(PublishedGrads):
         return self.is_hidden  # outside of a backward no .grad has arrived
 
     def hide(self, arrived: int | None = None) -> None:
-        """Set every ``.grad`` to None, because a backward begins.
+        """Set every ``.grad`` to None: from the beginning of a backward, and during ``publish``.
 
         The gradient of parameter ``arrived`` belongs to this backward, and stays.
         """
@@ -135,7 +136,7 @@ class ReplicatedGrads(PublishedGrads):
         return gradient.clone() if gradient.untyped_storage().data_ptr() in memory else gradient
 
     def show(self) -> None:
-        """Set every ``.grad`` to what is accumulated: the backward is over."""
+        """Set every ``.grad`` to what was published, or to the foreign gradient that was hidden."""
         if not self.is_hidden:
             return
         self.is_hidden = False
@@ -239,7 +240,7 @@ class ReplicatedGrads(PublishedGrads):
         return False  # gradients may be waiting for ``settle``
 
     def settle(self) -> None:
-        """Put everything that is accumulated into ``.grad``, even in the middle of a backward.
+        """Put everything that was published into ``.grad``, even in the middle of a backward.
 
         Only for a caller that knows that the present backward brings no more gradients here.
         """
@@ -266,13 +267,13 @@ class ReplicatedGrads(PublishedGrads):
         )
 
     def _take_edits_of(self, index: int, gradient: torch.Tensor) -> None:
-        """Apply the user's edits of ``gradient`` to the bucket, if ``gradient`` is a copy."""
+        """Apply the user's edits of ``gradient`` to the published sum, if it is a copy of that."""
         own = self._range_of(index)
         if own is not None and not (self.are_views and gradient.dtype == own.dtype):
             take_edit(self._params[index].plain_gradient(gradient), own)
 
     def _range_of(self, index: int) -> torch.Tensor | None:
-        """Return the range of a published gradient in the bucket."""
+        """Return the range of a parameter in the published sums; None if it has none there."""
         if self._published is None or index not in self._published.used:
             return None
         return self._published.layout.part_of(self._published.flat, index)
