@@ -283,6 +283,23 @@ def test_other_data_for_the_copy_are_lost_and_warned_of():
     assert torch.equal(model(tokens), expected)
 
 
+@on_ranks(2)
+@pytest.mark.parametrize("edit", ["in place", "other data"])
+def test_edits_between_two_forwards_on_one_copy_are_lost_and_warned_of(edit):
+    model = meshard.fully_shard(seeded(nn.Linear(2, 2)), reshard_after_forward=False)
+    x = torch.ones(1, 2)
+    expected = model(x)
+    if edit == "in place":
+        with torch.no_grad():
+            model.weight.zero_()
+    else:
+        model.weight.data = torch.zeros(2, 2)
+    assert not torch.equal(model(x), expected)  # the second forward reads what is there
+    with pytest.warns(UserWarning, match="'weight' of unit .* after a forward .* are lost"):
+        model.reshard()
+    assert torch.equal(model(x), expected)
+
+
 def test_a_flag_set_on_the_copy_reaches_the_shard_and_a_step_shards_modules_again(kept):
     model, loss = kept
     model.norm.weight.requires_grad_(False)

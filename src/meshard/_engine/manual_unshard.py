@@ -5,8 +5,7 @@ that does not reshard. These parameters are a copy of the shards' values. If the
 ``requires_grad``, the flag is carried over to the sharded parameters. If the user edits their
 values, the edits are lost when the copy is freed, and a warning says so. If the user casts them or
 gives them other data (``weight.data = ...``), the module holds memory that no gather fills. That is
-undone, with an error after ``unshard()``, and a warning after a forward. Changes after one forward
-are not found if another forward then runs on the same copy.
+undone, with an error after ``unshard()``, and a warning after a forward.
 """
 
 from __future__ import annotations
@@ -27,9 +26,18 @@ class InstalledParams:
     """The unsharded parameters of a unit, as they were when modules began to hold them."""
 
     def __init__(
-        self, label: str, params: Sequence[UnitParam], shard_version: int, since: str
+        self,
+        label: str,
+        params: Sequence[UnitParam],
+        shard_version: int,
+        since: str,
+        earlier: InstalledParams | None = None,
     ) -> None:
-        """``since`` is a text for a warning: when modules began to hold the parameters."""
+        """``since`` is a text for a warning: when modules began to hold the parameters.
+
+        ``earlier`` is the record of an earlier forward on the same copy, whose end was not looked
+        at yet. Edits since then count too.
+        """
         self._label = label
         self._params = params
         self._shard_version = shard_version
@@ -38,6 +46,11 @@ class InstalledParams:
             _Before(plain_of(each).detach(), version_of(each), each.requires_grad)
             for each in (param.unsharded for param in params)
         ]
+        if earlier is not None:
+            self._before = [
+                now._replace(local=before.local, version=before.version)
+                for now, before in zip(self._before, earlier._before, strict=True)
+            ]
 
     def take_flags(self) -> None:
         """Carry ``requires_grad`` flags that the user has set over to the sharded parameters."""
