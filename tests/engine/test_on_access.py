@@ -209,6 +209,32 @@ def test_a_parent_that_returns_nothing_leaves_what_it_read_whole_for_backward():
 
 
 @on_threads(2)
+def test_a_unit_that_an_interrupted_forward_has_read_may_be_a_reader_in_the_next_one():
+    def forward(model, x, is_interrupted=False):
+        if is_interrupted:
+            functional.linear(x, model.inner.scale.diag())
+            raise KeyboardInterrupt
+        return model.inner(x)
+
+    inner = Made(
+        lambda m, x: functional.linear(x, m.held.weight) * m.scale,
+        held=nn.Linear(4, 4, bias=False),
+        scale=nn.Parameter(torch.ones(4)),
+    )
+    plain = seeded(Made(forward, inner=inner))
+    model = copy.deepcopy(plain)
+    meshard.fully_shard(model.inner.held, unshard_on_access=True)
+    meshard.fully_shard(model.inner, unshard_on_access=True)
+    meshard.fully_shard(model)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.ones(1, 4), is_interrupted=True)
+    ledger = check_gradients(
+        model, plain, lambda m, rank: m(inputs_of(rank, shape=(1, 4))).square().mean()
+    )
+    assert ledger.counts["reduce_scatter"] == 2
+
+
+@on_threads(2)
 def test_a_copy_is_read_like_the_original():
     model = sharded_attention(attention_stack())
     models = (copy.deepcopy(model), model)

@@ -19,8 +19,6 @@ from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 
-# Units that a reader has read. ``_end_reads`` removes them when the reader's forward ends.
-_read_units: weakref.WeakSet[Unit] = weakref.WeakSet()
 _readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with the hook ``_end_reads``
 
 
@@ -62,8 +60,8 @@ def _read(unit: Unit) -> None:
         # when the backward of ``unit`` is over.
         without_modes(lifecycle.pre_forward, unit)
         return
-    running = (one for one, _ in reversed(lifecycle.running))
-    reader = next((one for one in running if one not in _read_units), None)
+    running = reversed(lifecycle.running)
+    reader = next((one for one, call in running if not call.is_read), None)
     if reader is None:
         return
     for module in alive(reader.modules):
@@ -73,8 +71,9 @@ def _read(unit: Unit) -> None:
             # would be its own call, during which torch iterates over the hooks.
             module.register_forward_hook(_end_reads, prepend=True, always_call=True)
             _readers.add(module)
-    _read_units.add(unit)
-    without_modes(lifecycle.pre_forward, unit)
+    call = without_modes(lifecycle.pre_forward, unit)
+    assert call is not None  # a forward runs
+    call.is_read = True
 
 
 @skip_dynamo
@@ -85,8 +84,8 @@ def _end_reads(module: nn.Module, args: Any, output: Any) -> None:
         return
     lifecycle = reader.lifecycle
     failed = output is None and has_raised(module)
-    while lifecycle.running and (unit := lifecycle.running[-1][0]) in _read_units:
-        _read_units.discard(unit)
+    while lifecycle.running and lifecycle.running[-1][1].is_read:
+        unit, _ = lifecycle.running[-1]
         watched = end_forward(unit, module, output, args, failed=failed)
         if watched is not None:
             watch_outputs(output, watched)

@@ -35,6 +35,7 @@ class ForwardCall:
     reached_in: int = -1  # number of the last backward that reached it
     began_at: int = -1  # ``next_node()`` when it began: nodes made before have lower numbers
     may_collect: bool = False  # it may store tensors in an argument, such as a list
+    is_read: bool = False  # the unit was not called: a reader has read it (``unshard_on_access``)
     is_watched: bool = False  # one of its outputs has a hook that tells when its backward begins
 
 
