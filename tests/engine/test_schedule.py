@@ -237,6 +237,16 @@ def test_a_unit_around_others_is_reduced_before_earlier_units_if_it_lacks_a_grad
     assert reduced == ["blocks.1.inner", "blocks.1", "blocks.0.inner", "blocks.0"]
 
 
+@on_threads(2)
+def test_a_unit_of_two_forwards_is_reduced_once_after_the_backward_of_the_first():
+    model, plain = sharded_and_plain(MlpStack())
+    ledger = check_gradients(
+        model, plain, lambda m, rank: (m(inputs_of(rank)) + m(inputs_of(rank))).square().mean()
+    )
+    reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
+    assert reduced == ["blocks.1", "blocks.0", "(root)"]
+
+
 @on_threads(4)
 def test_what_is_kept_between_forward_and_backward_is_not_used_in_the_next_forward():
     """An edit of ``.data`` raises no version that would tell that it is old."""

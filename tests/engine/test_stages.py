@@ -36,10 +36,12 @@ def test_forward_and_backward_see_unsharded_parameters_and_all_else_shards(model
     loss = model(x).sum()
     (unsharded,) = seen
     assert type(unsharded) is nn.Parameter and unsharded.shape == (4, 4)
-    assert layer.weight is sharded and unsharded_bytes(layer) == 0
+    assert unsharded_bytes(layer) == 0
+    assert layer.weight is sharded
     loss.backward()
     assert seen[1] is unsharded
-    assert layer.weight is sharded and unsharded_bytes(layer) == 0
+    assert unsharded_bytes(layer) == 0
+    assert layer.weight is sharded
     assert unsharded.grad is None
 
 
@@ -50,7 +52,8 @@ def test_without_resharding_parameters_stay_unsharded_from_forward_to_backward(m
     loss = model(torch.ones(1, 4)).sum()
     assert type(layer.weight) is nn.Parameter and unsharded_bytes(layer) == 4 * 4 * 4
     loss.backward()
-    assert layer.weight is sharded and unsharded_bytes(layer) == 0
+    assert unsharded_bytes(layer) == 0
+    assert layer.weight is sharded
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,9 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 
     If both hold already, the context does nothing, because ``torch.no_grad()`` costs a dozen calls.
     """
-    if torch.is_grad_enabled():
-        return torch.no_grad()
-    return _outside_of_inference() if torch.is_inference_mode_enabled() else _NO_CONTEXT
+    if torch.is_inference_mode_enabled():
+        return _outside_of_inference()
+    return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
 def _nothing() -> None:
