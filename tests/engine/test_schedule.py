@@ -244,7 +244,7 @@ def test_a_unit_of_two_forwards_is_reduced_once_after_the_backward_of_the_first(
         model, plain, lambda m, rank: (m(inputs_of(rank)) + m(inputs_of(rank))).square().mean()
     )
     reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
-    assert reduced == ["blocks.1", "blocks.0", "(root)"]
+    assert reduced == ["blocks.2", "blocks.1", "blocks.0", "(root)"]
 
 
 @on_threads(4)
