@@ -16,6 +16,7 @@ from tests.support.integer_model import IntegerModel, integer_batch, integer_los
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
+from tests.support.spread import slow
 
 
 def storages(module):
@@ -31,9 +32,9 @@ def has_memory(module):
     "kwargs",
     [
         {},
-        {"reshard_after_forward": False},
+        slow({"reshard_after_forward": False}),
         {"reshard_after_forward": 2},
-        {"mp_policy": meshard.MixedPrecisionPolicy(torch.bfloat16)},
+        slow({"mp_policy": meshard.MixedPrecisionPolicy(torch.bfloat16)}),
         {"offload_policy": meshard.CPUOffloadPolicy(pin_memory=False)},
     ],
     ids=["reshards", "keeps for backward", "keeps a part for backward", "casts", "offloads"],

@@ -12,7 +12,7 @@ from tests.support.cases import CASES
 from tests.support.integer_model import LEARNING_RATE
 from tests.support.parity import assert_same, train
 from tests.support.sharding import sharded_case
-from tests.support.spread import spread
+from tests.support.spread import slow, spread
 from tests.support.threads import run_threads
 
 SGD = functools.partial(torch.optim.SGD, lr=LEARNING_RATE)
@@ -44,7 +44,7 @@ def check_training(run, name, mesh_shape, optimizer_fn, steps, **kwargs):
     assert any(not torch.equal(first[name], last[name]) for name in first)
 
 
-@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize("mesh_shape", [(1,), (2,), (3,), (2, 2), slow((1, 2)), slow((2, 1))])
 def test_integer_gradients_agree_bit_for_bit_over_ten_steps(run_ranks, mesh_shape):
     check_training(run_ranks, "integer", mesh_shape, SGD, STEPS)
 

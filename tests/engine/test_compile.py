@@ -139,7 +139,7 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", mostly_slow(FORMS, "model.compile", "checkpoints inside blocks"))
+@pytest.mark.parametrize("form", mostly_slow(FORMS, "model.compile"))
 @on_ranks(2)
 def test_compiling_around_and_inside_units(form):
     assert check_compiled(**FORMS[form])["stats"]["unique_graphs"] >= 1
@@ -163,6 +163,7 @@ def test_units_are_borders_of_graphs_in_a_compiled_root():
         assert counters["stats"]["unique_graphs"] == 4
 
 
+@slow
 @on_ranks(2)
 def test_forward_and_backward_may_be_compiled_together():
     models = [shard_blocks(seeded(MlpStack())) for _ in range(2)]
@@ -243,7 +244,9 @@ def test_frozen_weights_and_evaluation_between_compiled_steps():
         assert counters["stats"]["unique_graphs"] <= 4
 
 
-@pytest.mark.parametrize("wrap", [meshard.fully_shard, meshard.replicate])
+@pytest.mark.parametrize(
+    "wrap", mostly_slow([meshard.fully_shard, meshard.replicate], meshard.fully_shard)
+)
 @on_ranks(2)
 def test_compiled_autograd_is_refused_and_named(wrap):
     layer = nn.Linear(4, 4)

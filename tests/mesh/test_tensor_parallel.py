@@ -19,7 +19,7 @@ from tests.support.models import Made
 from tests.support.parity import assert_same, full_grads, full_state, whole
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
-from tests.support.spread import spread
+from tests.support.spread import slow, spread
 
 NONE, SCATTER, FULL = GradientSync.NONE, GradientSync.REDUCE_SCATTER, GradientSync.FULL
 
@@ -34,7 +34,7 @@ def loss_of(model, rank, number=0):
 
 
 @on_ranks(4, timeout=200)
-@pytest.mark.parametrize("plan", ["tensor", "sequence"])
+@pytest.mark.parametrize("plan", [slow("tensor"), "sequence"])
 def test_two_by_two_ranks_train_like_one_process(plan):
     check_training(sharded(plan=plan), build(), loss_of)
 

@@ -33,7 +33,7 @@ from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, whole
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.spread import slow
+from tests.support.spread import spread
 
 ADAMW, MUON = torch.optim.AdamW, torch.optim.Muon
 OPTIMIZERS = {
@@ -214,9 +214,10 @@ def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(na
 
 @pytest.mark.parametrize(
     "kind",
-    [slow("dcp"), "checkpointer"],
+    ["dcp", "checkpointer"],
 )
-@pytest.mark.parametrize("name", [slow("Shampoo"), "SOAP"])
+@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
+@pytest.mark.slow
 @pytest.mark.extras
 @on_ranks(4)
 def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):
@@ -462,8 +463,7 @@ def test_the_costliest_are_dealt_out_first_and_describe_says_so():
 
 
 @on_ranks(4)
-@pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-@pytest.mark.parametrize("keep_values", [False, True])
+@spread(mesh_shape=[(4,), (2, 2)], keep_values=[False, True])
 def test_bytes_are_those_of_the_formula(mesh_shape, keep_values):
     """To the owner go a gradient and a value that it lacks, from it a value to every other rank."""
     model = make([(8, 8)] * 8, mesh=init_device_mesh("cpu", mesh_shape))
@@ -494,8 +494,7 @@ EDITS_OF_VALUES = {
 }
 
 
-@pytest.mark.parametrize("sending", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("edit", EDITS_OF_VALUES)
+@spread(sending=[torch.float32, torch.bfloat16], edit=[*EDITS_OF_VALUES])
 @on_threads(2)
 def test_edits_reach_owners_that_keep_values(edit, sending):
     model = make([(6, 4), (4, 6), (5, 3)], mesh=init_device_mesh("cpu", (2,)))

@@ -67,7 +67,7 @@ def replicated_inside(model, mesh):
 
 @on_ranks(4)
 @spread(
-    shape=[(4,), (2, 2), (2, 2), (4,)],
+    shape=[(4,), (2, 2), (2, 2)],
     how=[sharded_inside, replicated_inside],
     schedule=["F", "NRF", "RFF"],
 )

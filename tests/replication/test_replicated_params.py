@@ -14,7 +14,7 @@ from meshard import CommLedger, GradientSync, ShardPlacementResult
 from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair
 from tests.support.sharding import shard_blocks
-from tests.support.spread import spread
+from tests.support.spread import slow, spread
 from tests.support.threads import run_threads
 
 
@@ -58,8 +58,8 @@ allocate = methodcaller("set_allocate_memory_from_process_group_for_comm", True)
     ("placement_fn", "prepare", "kwargs"),
     [
         (replicate_vectors, separate, {}),
-        (replicate_all, separate, {}),
-        (replicate_vectors, None, {"reshard_after_forward": 2}),
+        slow(replicate_all, separate, {}),
+        slow(replicate_vectors, None, {"reshard_after_forward": 2}),
         (replicate_all, None, {"reshard_after_forward": 2}),
         (replicate_all, allocate, {}),  # gloo could not for shards
     ],
