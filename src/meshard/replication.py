@@ -123,8 +123,8 @@ class Buckets:
         for number, unit in enumerate(reversed(self.units)):
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
         self._fill(list(reversed(range(len(params)))))
-        # Until the buckets are rebuilt, the recorders write to ``_arrivals`` in which order
-        # gradients arrive. ``_is_final`` says that the buckets will not be rebuilt any more.
+        # Until the buckets are rebuilt, the recorders note in ``_arrivals`` the order of arrival of
+        # the gradients. ``_is_final`` says that the buckets will not be rebuilt any more.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders = [
@@ -190,8 +190,10 @@ class Buckets:
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Call ``prepare`` if the forward records a graph. This hook runs before those of units."""
-        # Not in a recomputation: its backward has begun with the current buckets.
-        is_in_backward = self.units[0].lifecycle.phase is Phase.BACKWARD
+        lifecycle = self.units[0].lifecycle
+        lifecycle.abort_if_failed()  # a backward that has raised is over
+        # If a backward runs, it recomputes this forward, and uses the present buckets and buffers.
+        is_in_backward = lifecycle.phase is Phase.BACKWARD
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
 

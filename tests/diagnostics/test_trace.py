@@ -21,7 +21,7 @@ from tests.support import insides
 from tests.support.fake_device import FakeDevice
 from tests.support.models import Made
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks
 
 DELAY = 0.1
 WIDTH = 8
@@ -146,6 +146,17 @@ def test_a_rank_that_comes_late_to_an_all_gather_exposes_it_on_the_other(tmp_pat
         assert gathers.hidden_share < 0.5
     else:
         assert gathers.exposed < 0.8 * DELAY
+
+
+@on_fake_ranks(1)
+def test_an_optimizer_may_step_in_a_trace_before_the_model_was_used(tmp_path):
+    """As when a checkpoint of an optimizer is loaded: DCP steps by zeros to make a state."""
+    path, model = tmp_path / "trace.json", meshard.fully_shard(nn.Linear(2, 2))
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    with meshard.trace(path):
+        torch.optim.AdamW(model.parameters()).step()
+    assert [each["name"] for each in lanes_of(path, 0)["optimizer"]] == ["AdamW"]
 
 
 @on_ranks(2)

@@ -54,6 +54,31 @@ def test_after_an_exception_the_next_step_has_the_same_bits(where, when):
     pair.assert_views()
 
 
+@on_threads(2)
+def test_buffers_are_sent_after_a_backward_that_raised_on_one_rank():
+    rank = dist.get_rank()
+
+    def forward(model, x):
+        model.seen.fill_(rank)
+        return x * model.scale
+
+    model = Made(forward, scale=nn.Parameter(torch.ones(2)))
+    model.register_buffer("seen", torch.zeros(1))
+    meshard.replicate(model, broadcast_buffers=True)
+    sent = []
+    model.register_forward_pre_hook(lambda module, _: sent.append(module.seen.item()))
+    for number in range(3):
+        out = model(torch.ones(2))
+        if number == 1 and rank == 1:
+            out.register_hook(lambda _: 1 / 0)
+            with model.no_sync(), pytest.raises(ZeroDivisionError):
+                out.sum().backward()
+        else:
+            with model.no_sync():
+                out.sum().backward()
+    assert sent == [0, 0, 0]
+
+
 @on_ranks(2)
 def test_gradients_stay_after_a_forward_that_raised():
     pair = Pair()

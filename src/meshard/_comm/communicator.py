@@ -282,7 +282,7 @@ class Communicator:
     """
 
     waits_block_host: bool  # whether InFlight.wait blocks the calling thread, and not a stream
-    clock: Clock  # the clock that traces read
+    clock: Clock = spans.HOST  # the clock that traces read
 
     def __init__(self) -> None:
         self.identity = object()  # tells observers which root issued a collective

@@ -132,7 +132,6 @@ class WorkCommunicator(Communicator):
     """
 
     waits_block_host = True
-    clock = spans.HOST
 
     def on_stream(self, comm_stream: CommStream) -> contextlib.AbstractContextManager[None]:
         return _NO_STREAM  # without streams, work is done in the order of the host's calls

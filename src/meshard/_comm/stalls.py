@@ -150,7 +150,7 @@ class WatchedStream:
         with self._on_device():
             # A query would invalidate a graph capture that is under way. The events of the warm-up
             # right before the capture are here until the first ``add`` of the capture clears them.
-            # They are young, so events younger than ``seconds`` are not queried.
+            # To spare these, only events that are at least ``seconds`` old are queried.
             self._forget_if_over(now, most=_EVENTS, queued_by=now - seconds)
         if not events or now - max(events[0][1], self._moved_at) < seconds:
             return

@@ -214,7 +214,6 @@ class Lifecycle:
             # that a forward runs.
             self.forward = ForwardRun()
             self.retained.begin_forward()
-            # Frees memory that only a backward needs.
             self.comm.begin_phase(StepPhase.FORWARD)
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
             if torch.is_grad_enabled():
@@ -431,8 +430,7 @@ class Lifecycle:
             weakref.ref(end, functools.partial(_backward_raised, me)),
             weakref.ref(end, self.failure.marks.append),
         ]
-        # The mark "begun" must stay until here. If a line above raises, the traceback keeps ``end``
-        # alive, so neither callback runs, and only the mark records the failure.
+        # From here on the callbacks record a failure, and the mark "begun" is no longer needed.
         self.failure.marks.clear()
         return run
 

@@ -64,7 +64,7 @@ class Prefetcher:
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
             _start_unshard(unit, in_forward=in_forward)
-            # Compute waits for this gather, so the next gathers start at once, beside this one.
+            # Compute waits for this gather anyway, so the next gathers start before that wait.
             self._start(up_next, in_forward=in_forward)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
         if not is_cold:

@@ -540,10 +540,10 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
-# The keys of both dicts are ids of tensors. Tensors as keys would be kept alive. Weak references to
-# tensors would not do either: torch's ``Module.to`` cannot swap a tensor to which one exists. An id
-# may belong to another tensor later. So ``owner_of`` and ``sharded_params_of`` check what they
-# find; ``has_been_sharded``, which only suppresses a warning, does not.
+# The keys of both dicts are ids of tensors. A dict would keep tensors alive that are its keys. Weak
+# references would not do either: torch's ``Module.to`` cannot swap a tensor that has a weak
+# reference. An id may belong to another tensor later, so ``owner_of`` and ``sharded_params_of``
+# check what they find. ``has_been_sharded`` does not: it only decides about a warning.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _latest = object()  # a token for caches, replaced by ``register_owner``

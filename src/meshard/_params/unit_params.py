@@ -55,9 +55,9 @@ class UnitParams(abc.ABC):
     params: Sequence[UnitParam]  # in the order of the module, or of a bucket of ``replicate``
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors and logs; ``Root`` sets it
-    # That of the root, or a variant with the user's collectives. Set when a unit of the root is
-    # first used. Until then it is this placeholder: optimizers may call its ``hold_until_done`` and
-    # ``begin_phase``, which do nothing.
+    # The communicator of the root, or a variant with the user's collectives. It is set when a unit
+    # of the root is first used. Before that it is this placeholder, because an optimizer step may
+    # call ``begin_phase`` already, which does nothing, and a trace may read ``clock``.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
