@@ -59,7 +59,7 @@ def no_sync(module: nn.Module) -> contextlib.AbstractContextManager[None]:
     """Accumulate gradients unsharded, without reducing them: ``gradient_sync`` with NONE.
 
     Each rank then keeps all gradients unsharded in memory. Under ``GradientSync.REDUCE_SCATTER`` it
-    keeps only its shard of them.
+    keeps only its shard of them (but all of them under ``replicate``).
     """
     return gradient_sync(module, GradientSync.NONE)
 
@@ -76,8 +76,9 @@ def microbatches(
     ``set_is_last_backward`` are set before each batch is yielded, and restored when the loop ends.
     ``batches`` is read one batch ahead.
 
-    If a forward or backward raises, the gradients that the loop has accumulated are dropped. Do not
-    catch the exception inside the loop: the next iteration would raise a RuntimeError.
+    If a forward or backward raises (but not a forward without grad), the gradients that the loop
+    has accumulated are dropped. Do not catch the exception inside the loop: the next iteration
+    would raise a RuntimeError.
 
     Raises:
         RuntimeError: After an iteration in which accumulated gradients were dropped.
@@ -145,8 +146,9 @@ def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> b
 class PendingGradients(dict[str, DTensor | None]):
     """Gradients that are accumulated but not in ``.grad``, by parameter name.
 
-    The value of a parameter is its partial sum, a DTensor ``(Partial("avg"), Shard(dim))`` that is
-    reduced over the shard group; None if some of its gradients have not been reduced at all.
+    The value of a parameter is its partial sum, a DTensor ``(Partial("avg"), Shard(dim))`` (on the
+    axes of the unit's mesh) that is reduced over the shard group; None if some of its gradients
+    have not been reduced at all.
     ``bool()`` of the mapping says whether gradients are pending. ``bool()`` is the same on all
     ranks, even on a rank where the mapping is empty.
     """
@@ -239,9 +241,10 @@ def uneven_batches(
     **Collective:** every rank of the mesh, twice in each iteration. Each rank sends a number when
     the iteration begins, and a second one when gradients are reduced, or else when the iteration
     ends. Your own collectives must come after the second one. With ``broadcast_buffers``, buffers
-    are sent once per iteration, from the first rank that had a batch in the previous iteration. If
-    a rank leaves the loop (``break``) before it reduces, the loop ends on ranks without a batch,
-    and raises on others. If one rank alone leaves it after it has reduced, all others wait for it.
+    are sent once per iteration and after the last, from the first rank that had a batch in the
+    previous iteration. If a rank leaves the loop (``break``) before it reduces, the loop ends on
+    ranks without a batch, and raises on others. If one rank alone leaves it after it has reduced,
+    all others wait for it.
 
     Args:
         module: The module that ``replicate`` was applied to.
@@ -415,7 +418,7 @@ class _UnevenLoop:
         return ranks
 
     def _exchange_mode(self, report: _Report) -> GradientSync | None:
-        """Return how far ranks with a batch reduce in this iteration; None if one left the loop.
+        """Return how far ranks with a batch reduce. If one left: None, or raise if this has one.
 
         **Collective:** all ranks.
         """

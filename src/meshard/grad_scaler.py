@@ -28,7 +28,7 @@ _scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
 
 def is_backward_scaled() -> bool:
-    """Return whether a backward is under way whose loss a ``ShardedGradScaler`` has scaled."""
+    """Return whether a loss runs backward that was scaled beside an overlapped optimizer."""
     return len(_scaled_backwards) > 0
 
 
@@ -50,7 +50,7 @@ _LIMITS = {
 
 
 def _check_arguments(given: dict[str, Any]) -> None:
-    """Raise unless these are valid arguments of torch's scaler, which does not check them."""
+    """Raise unless these are valid arguments of torch's scaler, which checks only two."""
     device = given["device"]
     try:
         is_device = isinstance(device, str) and bool(torch.device(device))
@@ -120,7 +120,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Step, or skip the step and clear all gradients, also those that are pending.
 
-        **Collective:** every rank of the process group, as for ``unscale_``.
+        **Collective:** as ``unscale_``; none if that was called before.
         """
         loss = super().step(optimizer, *args, **kwargs)
         found = self._found_inf_per_device(optimizer).values() if self.is_enabled() else ()

@@ -9,8 +9,8 @@ backward. ``mean_S`` is the mean over the shard group, and ``mean_R`` that over 
     REDUCE_SCATTER   Q += mean_S(U + g);                   U = 0
     FULL             A += mean_R(Q + mean_S(U + g));       U = 0;  Q = 0
 
-On a mesh without replicas REDUCE_SCATTER does what FULL does. Under ``replicate`` it does what NONE
-does.
+On a mesh without replicas REDUCE_SCATTER does what FULL does, but ends no window. Under
+``replicate`` it does what NONE does.
 
 A gradient may lack a sum over mesh axes of another parallelism. Under sequence parallelism, for
 example, each tensor-parallel rank has the gradient of a norm for its own part of the sequence.

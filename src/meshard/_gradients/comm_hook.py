@@ -66,7 +66,7 @@ class CommHook:
 
     state: object
     hook: Callable[[Any, Any], Any]
-    num_windows: int = 0  # windows in which the hook has averaged all buckets
+    num_windows: int = 0  # backwards (mostly one per window) in which it has averaged all buckets
 
     def average(
         self,

@@ -6,8 +6,9 @@ of the parameter, unless ``grad_dtype`` says otherwise. If it is not the accumul
 is a copy, and the flat tensor is kept beside it: small gradients would be rounded away if
 microbatches were added up in a narrow dtype.
 
-Autograd never sees a sharded parameter, so hooks that users register on one
-(``register_hook``, ``register_post_accumulate_grad_hook``) run from here.
+Autograd sees no sharded parameter in a forward of its unit, so hooks that users register on one
+(``register_hook``, ``register_post_accumulate_grad_hook``) run from here. Where a loss uses one
+outside of the forward, autograd runs them too.
 """
 
 from __future__ import annotations

@@ -70,9 +70,10 @@ class ReduceQueue:
         usual_factor: float | None,  # if the user has set none; None: the number of ranks
         on_reduced: Callable[[], None] | None,
     ) -> None:
-        """Start reducing what a unit has accumulated, and advance the other reductions.
+        """Start reducing what a unit has accumulated. On CPU, first advance the other reductions.
 
-        **Collective:** the unit's shard group, then its replica group if ``over_replicas``.
+        **Collective:** the unit's shard group, then its replica group if ``over_replicas``; and
+        the next stages of earlier reductions. None under ``replicate`` without ``over_replicas``.
         """
         if not over_replicas and gradients.is_replicated:
             # Under replicate the shard group has one rank, so REDUCE_SCATTER would send nothing.
