@@ -145,7 +145,7 @@ class ParamGroup:
         # Optimizer steps. They are counted because torch's foreach kernels edit a DTensor without
         # raising its version counter.
         self.num_steps = 0
-        self.num_effective_steps = 0  # steps that found a gradient
+        self.num_effective_steps = 0  # steps that found a .grad; overlap_optimizer has taken it
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.was_resharded_between = False  # a forward since the last step has resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters

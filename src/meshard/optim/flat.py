@@ -73,8 +73,8 @@ def are_same(found: Sequence[object], before: Sequence[object]) -> bool:
 class FlatStepper:
     """An inner optimizer that steps parameters as slices where it can, one by one where not.
 
-    Parameters in no unit, tensor subclasses, and all parameters of an optimizer that is not
-    pointwise are *loose*: stepped one by one, with the state that users see. The state of other
+    Parameters in no unit or of ``replicate``, tensor subclasses, and all of an optimizer that is
+    not pointwise are *loose*: stepped one by one, with the state that users see. The state of other
     parameters is in their slice, until it is *exposed*, that is, written to the state that users
     see. The next step then reads it from there, and finds slices anew. ``group`` is that of the
     unit whose pending step ``expose`` waits for; None: no step is ever pending.
@@ -289,8 +289,9 @@ def flat_optimizer(
 ) -> FlatOptimizer:
     """Return an optimizer that steps ``module`` as ``optimizer`` would, on its flat shards.
 
-    The numbers are the same, but the host needs a fraction of the time: there is one kernel
+    The numbers are the same, but the host needs a fraction of the time: there is about one kernel
     sequence per unit and set of hyperparameters, where an ordinary optimizer has one per parameter.
+    Parameters of ``replicate`` are stepped as by the ordinary optimizer.
 
     Args:
         module: With units in it. Build the optimizer after the last ``fully_shard``.
@@ -471,7 +472,7 @@ def cut_like(param: torch.Tensor | None, value: Any) -> Any:
 class FlatOptimizer(StateOnRead):
     """An optimizer on slices of flat shards: see ``flat_optimizer``.
 
-    Parameters in no unit and tensor subclasses are stepped one by one.
+    Parameters in no unit or of ``replicate``, and tensor subclasses, are stepped one by one.
     """
 
     def __init__(self, template: Optimizer) -> None:

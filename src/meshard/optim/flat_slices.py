@@ -77,7 +77,7 @@ class FlatSlice:
     def take_state(self, states: States, exposed: ExposedMemory) -> State:
         """Return a state for the slice, joined from ``states`` of its members.
 
-        The tensors in ``states`` become views of the returned state.
+        The tensors in ``states``, but for scalars, become views of the returned state.
         """
         given = [states.get(param, {}) for param in self.params]
         own: State = {}

@@ -1,6 +1,6 @@
 """Hooks between optimizers and units.
 
-The hooks run for every optimizer; the user registers nothing. They do four things:
+The hooks run for every optimizer; the user registers nothing. Above all they do four things:
 
 * They refuse a step while gradients are pending: accumulated, and not in ``.grad``.
 * They make ``zero_grad`` clear pending gradients too.

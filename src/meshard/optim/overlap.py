@@ -92,7 +92,7 @@ class OverlappedOptimizer(StateOnRead):
         self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
         self._planned: list[object] = []  # ``objects_in`` of the groups that steppers were made for
-        self._stepped: set[UnitStepper] = set()  # those that have stepped in the present window
+        self._stepped: set[UnitStepper] = set()  # those whose units were reduced in this window
         self.total_norm: torch.Tensor | None = None
         """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
         ``step`` found, before clipping; zero if there was none."""
@@ -125,9 +125,9 @@ class OverlappedOptimizer(StateOnRead):
         **Stream:** the current one waits for all steps, unless ``wait="gather"``.
 
         Raises:
-            RuntimeError: Gradients are pending: see ``meshard.pending_gradients``. Or a unit that
-                was stepped in backward has got another gradient since, as from a penalty that was
-                computed before the forward: a second step would not be the step by their sum.
+            RuntimeError: Gradients are pending: see ``meshard.pending_gradients``. Or a unit has
+                got a gradient since its turn in the last backward, as from a penalty computed
+                before the forward: a second step would not be the step by their sum.
         """
         loss = self._loss_of(closure)
         stepped = set(self._stepped)
@@ -301,9 +301,10 @@ class UnitStepper:
     """The step of those parameters of one unit that an optimizer holds.
 
     On a device the step is queued on the optimizer stream, beside the backward of other units. A
-    unit in host memory is stepped by a worker thread, as soon as its gradients have arrived there.
-    Until the next gather has waited for the step, this object is the unit's ``pending_step``. A
-    deferred step begins only at that gather. ``group`` is held weakly.
+    unit in host memory without loose parameters is stepped by a worker thread, once its gradients
+    have arrived there. Until the next gather has waited for the step, this object is the unit's
+    ``pending_step``. A deferred step begins only at that gather. Other steps (on CPU, under
+    ``replicate``, or of loose parameters in host memory) end at once. ``group`` is held weakly.
     """
 
     def __init__(
@@ -401,7 +402,7 @@ class UnitStepper:
             self.group.pending_step = self
 
     def defer(self) -> None:
-        """Step by the gradients that ``take`` took, before the next gather of the unit."""
+        """Step by what ``take`` took before the next gather of the unit; ``replicate``: now."""
         if self._is_gathered:
             self._work = None
             self.group.pending_step = self
@@ -411,7 +412,7 @@ class UnitStepper:
     def run(self) -> Pending:
         """Step by the gradients that ``take`` took; return the end of the step.
 
-        **Stream:** the optimizer stream.
+        **Stream:** the optimizer stream; for parameters of ``replicate`` the current one.
         """
         group, grads, self.taken = self.group, self.taken, []
         loose = [] if self.flat.is_flat else grads

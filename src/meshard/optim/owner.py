@@ -438,8 +438,8 @@ def owner_optimizer(
         keep_values: Owners keep the unsharded values between steps, so that only gradients are sent
             to them, and a third of the bytes is saved. This takes the memory of one more shard of
             the selected parameters on each rank. Edits of parameters are found by their versions,
-            which ranks exchange before each step; an edit through ``.data`` leaves no trace there,
-            and is lost.
+            which ranks exchange before each step; an edit through ``.data``, by ``torch._foreach``
+            functions or by another optimizer may leave no trace there, and is lost.
         cost: Called like ``select``, returns the relative time of a step of the parameter. Owners
             are chosen by it, the costliest first, each to the rank that has the least so far. None:
             the arithmetic of products of the matrix with its transpose.

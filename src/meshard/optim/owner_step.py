@@ -246,7 +246,7 @@ class BucketStep:
 
 
 def _mark_of(param: torch.Tensor) -> tuple[int, int, int]:
-    """Return numbers that change if ``param`` is edited, other than through ``.data``."""
+    """Return numbers that change if an edit of ``param`` raises its version counter."""
     shard = plain_of(param)
     # Operations on a DTensor raise its own version, and those on its ``to_local()`` the other.
     return shard.data_ptr(), version_of(shard), version_of(param)
