@@ -299,11 +299,15 @@ def _uneven_batches(
             "uneven_batches does not work with set_manual_backward_finalization(True): ranks "
             "without a batch take part in the reductions of a backward. Disable it for the loop."
         )
-    buckets.is_looped, lifecycle.before_reduction = True, loop.before_reduction
     remaining = iter(batches)
+    buckets.is_looped, lifecycle.before_reduction = True, loop.before_reduction
     try:
         while True:
-            batch: Any = next(remaining, _END)
+            try:
+                batch: Any = next(remaining, _END)
+            except Exception:
+                loop.tell_that_batches_raised()
+                raise
             has_batch = batch is not _END
             loop.begin(has_batch=has_batch)
             buckets.prepare(module)
@@ -341,6 +345,8 @@ class _Report(enum.IntEnum):
     KEEPS = enum.auto()  # its backward has accumulated, and reduced nothing
     JOINS = enum.auto()  # it has no batch, and will take part in the reductions of the others
     LEFT = enum.auto()  # it had a batch, and has left the loop before any reduction
+    # Sent as an iteration begins, instead of the first two reports:
+    RAISED = enum.auto()  # its iterator over batches has raised an exception
 
 
 _BASE = 16  # larger than any report: ranks send ``report + _BASE * steps`` as one number
@@ -390,6 +396,14 @@ class _UnevenLoop:
             self.lifecycle.usual_divide_factor = float(len(self.having))
         self._began_at, self._reduces_in = self.lifecycle.backward_number, None
 
+    def tell_that_batches_raised(self) -> None:
+        """Let the other ranks raise too, in ``begin``, instead of waiting for this one.
+
+        **Collective:** all ranks.
+        """
+        with contextlib.suppress(RuntimeError):
+            self._exchange(_Report.RAISED)
+
     def _exchange(self, report: _Report, steps: int = 0) -> dict[_Report, list[int]]:
         """Return the ranks by what they report. Raise if one has failed, or if only some stepped.
 
@@ -405,6 +419,11 @@ class _UnevenLoop:
                 f"rank(s) {ranks[_Report.FAILED]} skipped a batch of uneven_batches, or reduced "
                 "twice for one. Run one backward under GradientSync.FULL for each batch, or one "
                 "under no_sync, and multiply the loss by 0 instead of skipping a batch."
+            )
+        if ranks[_Report.RAISED]:
+            self._raise(
+                f"the batches that rank(s) {ranks[_Report.RAISED]} passed to uneven_batches raised "
+                "an exception there; see its traceback."
             )
         counts = [number // _BASE for number in numbers]
         behind = [rank for rank, count in enumerate(counts) if count < max(counts)]

@@ -40,10 +40,9 @@ def check_int(name: str, value: object) -> None:
 
 def check_iterable(name: str, values: object) -> None:
     """Raise a TypeError unless ``for`` can run over ``values``."""
-    try:
-        iter(values)  # type: ignore[call-overload]  # it may be no iterable
-    except TypeError:
-        raise TypeError(f"{name} must be iterable, got {type(values).__name__}.") from None
+    # ``iter(values)`` would tell more, but may have effects: a DataLoader starts its workers.
+    if not isinstance(values, Iterable) and not hasattr(type(values), "__getitem__"):
+        raise TypeError(f"{name} must be iterable, got {type(values).__name__}.")
 
 
 def list_of(

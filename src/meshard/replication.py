@@ -12,7 +12,7 @@ import contextlib
 import copy
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -323,6 +323,9 @@ class ReplicateModule(GradientSetters):
         for unit, grads in buckets_in(units_in(self)):
             unit.group.reshard()
             unit.group.unit_params.take_replacements()
+            if not unit.gradients.is_pending:
+                for param in unit.params:
+                    cast("ReplicatedParam", param).take_memory_format()
             unit.group.unit_params.rebuild()
             grads.forget_bucket()  # torch has cast or moved .grad too
         return result

@@ -997,7 +997,8 @@ class Lifecycle:
         pending = (group.gradients for group in self.groups())
         is_void = bool(self.failure.marks)
         if keeps_window and not is_void:
-            self._queue.finish_all()
+            with self._recorded_failure():
+                self._queue.finish_all()
         else:
             is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
         if is_void:

@@ -145,7 +145,7 @@ class ParamGroup:
         # Optimizer steps. They are counted because torch's foreach kernels edit a DTensor without
         # raising its version counter.
         self.num_steps = 0
-        self.num_effective_steps = 0  # steps that found a .grad; overlap_optimizer has taken it
+        self.num_effective_steps = 0  # steps that found a .grad
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.was_resharded_between = False  # a forward since the last step has resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
@@ -524,7 +524,8 @@ class ParamGroup:
         if self.manual_unshard is None:
             return
         manual, self.manual_unshard = self.manual_unshard, None
-        release_pending(self)
+        if self._kept is None:  # otherwise ``zero_grad()`` must still find this group
+            release_pending(self)
         wrong = manual.end(self.version)
         if wrong and refuse:
             self.reshard()

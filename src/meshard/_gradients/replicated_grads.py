@@ -96,7 +96,7 @@ class ReplicatedGrads(PublishedGrads):
     def hide(self, arrived: int | None = None) -> None:
         """Set every ``.grad`` to None: from the beginning of a backward, and during ``publish``.
 
-        The gradient of parameter ``arrived`` belongs to this backward, and stays.
+        If parameter ``arrived`` is no cast copy, its ``.grad`` belongs to this backward, and stays.
         """
         if self.is_hidden:
             return
@@ -106,7 +106,7 @@ class ReplicatedGrads(PublishedGrads):
             if gradient is None:
                 continue
             is_ours = self._is_ours(index)
-            if index == arrived:
+            if index == arrived and param.unsharded is param.sharded:
                 if is_ours:
                     raise RuntimeError(
                         f"parameter {param.fqn!r} of {self._unit_params.label!r} got a gradient "

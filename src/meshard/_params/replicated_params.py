@@ -49,16 +49,23 @@ class ReplicatedParam(UnitParam):
         layout = ParamLayout(torch.Size((param.numel(),)), 0, 1)
         super().__init__(fqn, owners, layout, keeps_dtype=keeps_dtype)
         self.sharded = self.unsharded = param
+        self.take_memory_format()
+
+    def take_memory_format(self) -> None:
+        """Lay gradients out like the parameter from now on. No gradient may be pending.
+
+        If only the parameter changes (``weight.data = ...``), gradients keep their memory order:
+        sums that are accumulated already have it, and other ranks have it too.
+        """
+        self._strides = _dense_strides(self.sharded)
 
     def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``gradient`` as ``[numel]``, in the memory order of the parameter."""
-        param = self.sharded
+        """Return ``gradient`` as ``[numel]``, in the memory order of ``take_memory_format``."""
         if gradient.is_sparse:
             gradient = gradient.to_dense()
-        strides = _dense_strides(param)
-        if gradient.stride() != strides:
+        if gradient.stride() != self._strides:
             ordered = torch.empty_strided(
-                param.shape, strides, dtype=gradient.dtype, device=gradient.device
+                gradient.shape, self._strides, dtype=gradient.dtype, device=gradient.device
             )
             gradient = ordered.copy_(gradient)
         return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
@@ -67,13 +74,12 @@ class ReplicatedParam(UnitParam):
         """Return None: only the gradient of a DTensor can lack a sum."""
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return ``flat [numel]`` in the shape and the memory order of the parameter.
+        """Return ``flat [numel]`` in the parameter's shape and the order of ``plain_gradient``.
 
         The result shares the memory of ``flat``. It is detached because it may be a gradient: users
         may call ``detach_()`` on that, which torch refuses for a view.
         """
-        param = self.sharded
-        return flat.as_strided(param.shape, _dense_strides(param), flat.storage_offset()).detach()
+        return flat.as_strided(self.sharded.shape, self._strides, flat.storage_offset()).detach()
 
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
         unsharded = self.shaped(local).contiguous()

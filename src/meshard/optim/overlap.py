@@ -369,10 +369,10 @@ class UnitStepper:
                 group.comm.hold_until_done([coefficient])
             members = self._members.items()
             self.flat.take([_taken(groups[number], own) for number, own in members], state)
+        group.record_step()  # while .grad is there: it counts steps that had a gradient
         with without_torch_function():
             for param, _ in taken:
                 param.grad = None
-        group.record_step()
         return True
 
     def refuse_gradient(self) -> None:

@@ -123,7 +123,7 @@ def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_count
         layout = bucket.members[position].layout.of_state(each.shape)
         if each.device_mesh != ranks.mesh or tuple(each.placements) != layout.placements:
             unsharded = each.full_tensor()
-            return unsharded if is_own else None
+            return unsharded.to(ranks.device) if is_own else None
         number = len(items)
         items.append(_Item(position, layout, each.dtype))
         shards[number] = local_of(each)
