@@ -1,9 +1,10 @@
 """Replicated modules: all parameters on every rank, gradients averaged in buckets.
 
-A bucket is all-reduced once its last gradient has arrived, so it should hold gradients that arrive
-at about the same time. Before the first backward the order of arrival is unknown, and buckets are
-filled in the reverse order of ``module.parameters()``. After the first reduction, the next forward
-that records a graph rebuilds them in the order in which gradients have arrived on the first rank.
+A bucket is all-reduced once all gradients of it and of the buckets before it have arrived, so it
+should hold gradients that arrive at about the same time. Before the first backward the order of
+arrival is unknown, and buckets are filled in the reverse order of ``module.parameters()``. After
+the first reduction of the outermost bucket (never, if that is frozen), the next forward with a
+graph that finds no bucket in use rebuilds them in the order of arrival on the first rank.
 """
 
 from __future__ import annotations
@@ -124,7 +125,8 @@ class Buckets:
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
         self._fill(list(reversed(range(len(params)))))
         # Until the buckets are rebuilt, the recorders note in ``_arrivals`` the order of arrival of
-        # the gradients. ``_is_final`` says that the buckets will not be rebuilt any more.
+        # the gradients, but not of tensors that replace ``unsharded`` later (a new cast copy, say).
+        # ``_is_final`` says that the buckets will not be rebuilt any more.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders = [
@@ -198,7 +200,7 @@ class Buckets:
             self.prepare(module)
 
     def prepare(self, module: nn.Module) -> None:
-        """Rebuild the buckets, once, after the first reduction. Send buffers if that was asked for.
+        """Rebuild the buckets once, when they are reduced and not in use. Send buffers if asked to.
 
         **Collective:** all ranks of the mesh, if it does either.
         """
@@ -345,8 +347,8 @@ def replicate(
     """Average the gradients of ``module`` over the ranks of ``mesh``, in place.
 
     Every rank keeps all parameters, and the tensor objects stay the same. Gradients are accumulated
-    in buckets; each is all-reduced as soon as all its gradients have arrived, while backward goes
-    on. A parameter that any rank has used gets its averaged gradient on all ranks.
+    in buckets; each is all-reduced, in order, once all its gradients have arrived, while backward
+    goes on. A parameter that any rank has used gets its averaged gradient on all ranks.
 
     **Collective:** every rank of the mesh, in the same order; also the first forward after a
     backward, and with ``broadcast_buffers`` every forward that records a graph.

@@ -443,7 +443,7 @@ class Watched(NamedTuple):
 def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
-    """End the forward of ``module`` in ``unit``. Returns None if the outputs need no hooks."""
+    """End ``unit``'s forward with that of ``module``. Returns None if the outputs need no hooks."""
     lifecycle = unit.lifecycle
     forward_pass = lifecycle.present_pass
     # A root gets hooks on its outputs even if it has no parameters. Some units inside may not run

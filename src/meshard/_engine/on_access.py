@@ -19,7 +19,8 @@ from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, alive, unit_of, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 
-_readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # modules with the hook ``_end_reads``
+# The modules with the hook ``_end_reads``, but for deep copies of them, which get a second one.
+_readers: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def gather_on_access(unit: Unit) -> None:

@@ -177,7 +177,7 @@ class _Alias(torch.autograd.Function):
 
 
 def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool) -> Any:
-    """Return ``output`` with an alias for each input, each leaf and each output of another unit.
+    """Return ``output`` with an alias for each of ``inputs``, each leaf, each output of a unit.
 
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Without the alias, two units would have hooks on the same tensor, and nothing would tell
