@@ -546,7 +546,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
         for param, *_ in chosen:  # torch swaps DTensors with new ones, which drops grad_dtype
             param.grad = None
-        with watching_buffers(self, fn):
+        with watching_buffers(self, fn, recurse=recurse):
             # Not torch's FSDPModule._apply, which reads torch's own state.
             result = super(TorchFSDPModule, self)._apply(apply, recurse)
         for param, dtype, grad in chosen:

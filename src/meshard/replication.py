@@ -3,8 +3,8 @@
 A bucket is all-reduced once all gradients of it and of the buckets before it have arrived, so it
 should hold gradients that arrive at about the same time. Before the first backward the order of
 arrival is unknown, and buckets are filled in the reverse order of ``module.parameters()``. After
-the first reduction of the outermost bucket (never, if that is frozen), the next forward with a
-graph that finds no bucket in use rebuilds them in the order of arrival on the first rank.
+the first reduction, the next forward with a graph that finds no bucket in use rebuilds them in the
+order of arrival on the first rank.
 """
 
 from __future__ import annotations
@@ -205,7 +205,8 @@ class Buckets:
         **Collective:** all ranks of the mesh, if it does either.
         """
         # has_reduced is the same on all ranks, even if some have raised an error.
-        is_late = not self._is_final and self.units[0].gradients.has_reduced
+        has_reduced = any(unit.gradients.has_reduced for unit in self.units)
+        is_late = not self._is_final and has_reduced
         # As in DDP, a communication hook may keep state per bucket once it has averaged the buckets
         # of two windows. From then on the buckets must not change.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
@@ -328,7 +329,12 @@ class ReplicateModule(GradientSetters):
             if not unit.gradients.is_pending:
                 for param in unit.params:
                     cast("ReplicatedParam", param).take_memory_format()
+            used = [param.unsharded for param in unit.params]
             unit.group.unit_params.rebuild()
+            if any(
+                param.unsharded is not old for param, old in zip(unit.params, used, strict=True)
+            ):
+                unit.group.num_rebuilds += 1  # a graph of before has other cast copies
             grads.forget_bucket()  # torch has cast or moved .grad too
         return result
 

@@ -171,3 +171,24 @@ def test_a_loop_goes_on_after_an_exception_that_has_dropped_nothing():
         for module in (model, plain):
             run_microbatch(module, number, None)
     assert_same(full_grads(model), full_grads(plain))
+
+
+class CountedEpochs:
+    """Batches that are the number of the epoch; each ``iter`` begins another one, as in loaders."""
+
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter([torch.full((1, 2), float(self.epoch))])
+
+
+@pytest.mark.parametrize("loop", [meshard.microbatches, meshard.uneven_batches])
+@on_threads(1)
+def test_batches_are_iterated_once(loop):
+    model = meshard.replicate(torch.nn.Linear(2, 1))
+    seen = []
+    for batch in loop(model, CountedEpochs()):
+        seen.append(batch[0, 0].item())
+        model(batch).sum().backward()
+    assert seen == [1.0]

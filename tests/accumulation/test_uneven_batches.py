@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import itertools
 
 import pytest
 import torch
@@ -405,3 +406,37 @@ def test_a_loop_in_a_loop_and_other_modules_are_refused():
     for other in (around, partly_sharded):
         with pytest.raises(ValueError, match=r"needs a module to which .* of one dummy row.*-100"):
             meshard.uneven_batches(other, [])
+
+
+@on_ranks(2)
+def test_if_the_batches_of_one_rank_raise_the_others_do_not_wait():
+    def batches():
+        yield torch.ones(1, 2)
+        if dist.get_rank() == 0:
+            raise OSError("the disk is full")
+        yield torch.ones(1, 2)
+
+    model = meshard.replicate(nn.Linear(2, 1))
+    loop = meshard.uneven_batches(model, batches())
+    model(next(loop)).sum().backward()
+    is_first = dist.get_rank() == 0
+    error, text = (OSError, "full") if is_first else (RuntimeError, r"rank\(s\) \[0\] passed")
+    with pytest.raises(error, match=text):
+        next(loop)
+
+
+@pytest.mark.parametrize("options", [{}, {"clip": "deferred", "max_norm": 1.0}])
+@on_ranks(2)
+def test_steps_that_a_rank_leaves_out_are_noticed_with_an_optimizer_in_backward(options):
+    model = meshard.replicate(nn.Linear(2, 1))
+    optimizer = meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1, **options)
+    if not options:
+        optimizer.detach()
+    loop = meshard.uneven_batches(model, [torch.ones(1, 2)] * (4 - 3 * dist.get_rank()))
+    for batch in itertools.islice(loop, 2):
+        if batch is not None:  # the mistake: the second rank does not step in its second iteration
+            model(batch).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="ranks drift apart"):
+        next(loop)

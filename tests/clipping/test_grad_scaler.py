@@ -46,3 +46,13 @@ def test_a_power_of_two_as_scale_changes_no_bit():
             scaler.step(optimizer)
             scaler.update()
     assert_same(full_state(scaled), full_state(plain), bitwise=True)
+
+
+@on_threads(2)
+def test_sparse_gradients_of_plain_parameters_are_unscaled():
+    table, row = torch.nn.Embedding(4, 2, sparse=True), torch.tensor([1, 1])
+    scaler = meshard.ShardedGradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.SGD(table.parameters(), lr=1.0)
+    scaler.scale(table(row).sum()).backward()
+    scaler.unscale_(optimizer)
+    assert table.weight.grad.to_dense()[1].tolist() == [2.0, 2.0]

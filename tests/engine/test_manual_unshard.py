@@ -292,3 +292,17 @@ def test_a_warning_names_three_parameters_and_counts_the_others():
                 param.add_(1)
         with pytest.warns(UserWarning, match=rf"^parameter\(s\) {names} of unit"):
             model.reshard()
+
+
+@pytest.mark.parametrize("times", [1, 2])
+@on_threads(2)
+def test_gradients_are_cleared_after_unshard_that_nobody_waits_for(times):
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4)), reshard_after_forward=False)
+    model(torch.ones(2, 4)).sum().backward()
+    model(torch.ones(2, 4))
+    handles = [model.unshard(async_op=True) for _ in range(times)]
+    model.zero_grad()
+    for handle in handles:
+        handle.wait()
+    model.reshard()
+    assert all(param.grad is None for param in model.parameters())

@@ -259,3 +259,30 @@ def test_frozen_and_cast_weights_are_read():
         each(given).float().square().mean().backward()
     expected = {name: None if g is None else g.float() for name, g in full_grads(plain).items()}
     assert_same(full_grads(model), expected, torch.bfloat16)
+
+
+@pytest.mark.parametrize("how", ["forward", "method"])
+@on_threads(2)
+def test_a_reader_whose_forward_is_called_directly(how):
+    def run(layer, x):
+        return functional.linear(x, layer.held.weight) * layer.scale
+
+    def step(model, rank):
+        x = inputs_of(rank, shape=(3, 4))
+        reader = model.reader
+        return (reader.forward(x) if how == "forward" else reader.encode(x)).square().mean()
+
+    class Reader(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.held = nn.Linear(4, 4, bias=False)
+            self.scale = nn.Parameter(torch.ones(4))
+
+        forward = encode = run
+
+    plain = seeded(Made(lambda model, x: model.reader(x), reader=Reader()))
+    model = copy.deepcopy(plain)
+    meshard.fully_shard(model.reader.held, unshard_on_access=True)
+    meshard.fully_shard(model.reader)
+    meshard.register_fsdp_forward_method(model.reader, "encode")
+    check_gradients(meshard.fully_shard(model), plain, step)

@@ -171,3 +171,19 @@ def test_a_buffer_that_assign_left_on_meta_is_named_in_the_error_of_torch():
         model(torch.ones(2, 4))
     assert "buffer 'rotary.inv_freq'. No checkpoint has" in str(error.value)
     assert "materialize" in str(error.value)
+
+
+@on_ranks(1)
+def test_modules_may_be_emptied_and_filled_one_by_one():
+    """``apply`` visits modules inside first: ``recurse=False`` must leave their buffers alone."""
+
+    def fill(module):
+        module.to_empty(device="cpu", recurse=False)
+        if isinstance(module, nn.BatchNorm1d):
+            module.reset_running_stats()
+
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    meshard.fully_shard(model).apply(fill)
+    assert model[1].running_mean.tolist() == [0.0] * 4
+    assert model[1].num_batches_tracked.item() == 0

@@ -159,3 +159,30 @@ def test_under_autocast_parameters_and_gradients_stay_wide():
     pair.backward(3, way, way)
     pair.assert_views()
     run(pair.ours, integer_batch(0, 0))
+
+
+@on_threads(1)
+def test_a_backward_inside_the_forward_adds_to_what_the_user_has_set():
+    def forward(model, x):
+        loss = (x * model.one).sum() + model.other.sum()
+        loss.backward()
+        return loss.detach()
+
+    params = {name: nn.Parameter(torch.ones(4)) for name in ("one", "other")}
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = meshard.replicate(Made(forward, **params), mp_policy=policy)
+    for param in model.parameters():
+        param.grad = torch.full((4,), 10.0)
+    for expected in (11.0, 12.0, 13.0):
+        model(torch.ones(4))
+        assert [param.grad[0].item() for param in model.parameters()] == [expected] * 2
+
+
+@on_threads(1)
+def test_a_cast_between_forward_and_backward_is_refused_if_modules_compute_in_copies():
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    model = meshard.replicate(nn.Embedding(4, 4), mp_policy=policy)
+    out = model(torch.tensor([1])).sum()
+    model.to("cpu")
+    with pytest.raises(RuntimeError, match="cast, moved or replaced between its forward"):
+        out.backward()

@@ -307,3 +307,67 @@ def test_buckets_made_anew_have_one_dtype_each():
         model(torch.ones(3)).sum().backward()
         model.zero_grad()
     assert all(len(found) == 1 for found in dtypes())
+
+
+def convolutions():
+    """Return a model with kernels whose memory format may change; one of them is packed early."""
+    sizes = [(4, 8192), (8192, 5), (5, 8)]
+    return seeded(nn.Sequential(*(nn.Conv2d(*each, 3, padding=1, bias=False) for each in sizes)))
+
+
+def reformat(model, how):
+    if how == "data":
+        for layer in model:
+            layer.weight.data = layer.weight.data.contiguous(memory_format=torch.channels_last)
+    elif how == "module":
+        model.to(memory_format=torch.channels_last)
+    else:
+        model[0].to(memory_format=torch.channels_last)
+
+
+@pytest.mark.filterwarnings("ignore:grad and param do not obey")  # torch's, of the plain model
+@pytest.mark.parametrize("when", ["between steps", "in a window", "with gradients"])
+@pytest.mark.parametrize("how", ["data", "module", "module inside"])
+@on_threads(1)
+def test_the_memory_format_may_change_at_any_time(how, when):
+    plain = convolutions()
+    model, x = meshard.replicate(copy.deepcopy(plain)), torch.ones(1, 4, 3, 3)
+    for step in range(3):
+        if when == "in a window":
+            with model.no_sync():
+                model(x).square().sum().backward()
+            plain(x).square().sum().backward()
+        if step == 2:
+            reformat(model, how)
+            reformat(plain, how)
+        model(x).square().sum().backward()
+        plain(x).square().sum().backward()
+        for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+            limit = 1e-4 * theirs.grad.abs().max().item()  # large terms cancel in some elements
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=0, atol=limit)
+        if when != "with gradients":
+            model.zero_grad()
+            plain.zero_grad()
+
+
+@on_threads(2)
+def test_forward_called_directly_with_an_empty_outermost_bucket_averages():
+    def forward(m, x):
+        for each in (m.c, m.a, m.d, m.b):
+            x = (x * each).sum().tanh()
+        return x
+
+    rows = {"a": 4, "b": 4, "c": 6, "d": 6}
+    model = Made(
+        forward, **{name: nn.Parameter(torch.ones(n, 64) / 99) for name, n in rows.items()}
+    )
+    meshard.replicate(model, bucket_cap_mb=10 * 64 * 4 / 2**20)
+    for _ in range(2):
+        model(torch.ones(64)).backward()
+        model.zero_grad()
+    units = model._meshard_buckets.units
+    assert [len(unit.params) for unit in units] == [0, 2, 2]  # or this tests nothing
+    model.forward(torch.full((64,), 1.0 + dist.get_rank())).backward()
+    sent = model.b.grad.clone()
+    dist.broadcast(sent, 0)
+    assert torch.equal(sent, model.b.grad)

@@ -492,7 +492,9 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        if not unit.params or unit.lifecycle.is_inside(unit):
+        # Under ``replicate`` the outermost bucket may be empty once the buckets were rebuilt.
+        own = next((each for each in with_siblings(unit) if each.params), None)
+        if own is None or own.lifecycle.is_inside(own):
             return original.forward(self, *args, **kwargs)
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)

@@ -332,6 +332,12 @@ class ModuleHooks(UnitHook):
             explain(sys.exc_info()[1], unit, module, (args, kwargs))
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
+        lifecycle = unit.lifecycle
+        while lifecycle.running and lifecycle.running[-1][1].is_read:  # read by this forward
+            read, _ = lifecycle.running[-1]
+            watched = end_forward(read, module, output, (args, kwargs), failed=failed)
+            if watched is not None:
+                watch_outputs(output, watched)
         if failed:
             # This may raise too, if a gather has failed. torch would show that error as a warning.
             with contextlib.suppress(RuntimeError):

@@ -17,10 +17,12 @@ import weakref
 from collections.abc import Sequence
 
 import torch
+from torch.autograd.graph import increment_version
 
 from meshard._engine.param_group import ParamState, refuse_transforms
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.unit import Unit, alive
+from meshard._torch.dtensor import plain_of
 from meshard._torch.private import keeps_graph, skip_dynamo
 from meshard._torch.user_line import warn_user
 
@@ -198,6 +200,8 @@ class RetainedUnits:
             return
         self.release()
         for unit in units:
+            # The graphs that are alive have saved values of before: autograd shall refuse them.
+            increment_version([plain_of(param.unsharded) for param in unit.params])
             if unit.group.state is ParamState.UNSHARDED:
                 unit.group.reshard()
 

@@ -53,12 +53,14 @@ def is_untouched(tensor: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def watching_buffers(module: nn.Module, fn: Callable[..., Any]) -> Iterator[None]:
+def watching_buffers(
+    module: nn.Module, fn: Callable[..., Any], *, recurse: bool = True
+) -> Iterator[None]:
     """Mark buffers that have memory and no values after the block, which calls ``_apply(fn)``."""
     empties = is_of_to_empty(fn)
     held = [
         (inner, name, buffer)
-        for inner in module.modules()
+        for inner in (module.modules() if recurse else [module])
         for name, buffer in inner._buffers.items()
         if buffer is not None and (empties or buffer.is_meta or _is_unwritten(buffer))
     ]
