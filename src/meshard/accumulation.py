@@ -254,8 +254,8 @@ def uneven_batches(
 
     Raises:
         RuntimeError: On all ranks. A batch was skipped, two backwards of an iteration reduced, only
-            some ranks with a batch reduced, or only some ranks stepped; or with
-            ``throw_on_early_termination``, one rank has no batch left.
+            some ranks with a batch reduced, only some ranks stepped, or the batches of another rank
+            raised; or with ``throw_on_early_termination``, one rank has no batch left.
         ValueError: ``module`` is not replicated, or some of it is sharded.
 
     >>> import torch, meshard

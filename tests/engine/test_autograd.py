@@ -18,7 +18,7 @@ from tests.support.against_plain import (
     sharded_and_plain,
 )
 from tests.support.insides import unsharded_units
-from tests.support.models import Made, MlpBlock, MlpStack, Transformer
+from tests.support.models import Made, MlpBlock, MlpStack, Transformer, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.spread import mostly_slow
@@ -314,3 +314,22 @@ def test_a_penalty_that_is_a_dtensor_is_explained():
     penalty = sum(param.square().sum() for param in model.parameters())
     with pytest.raises(RuntimeError, match=r"output of unit '\(root\)', an .*full_tensor\(\)"):
         (model(torch.ones(4, 6)) + 0.1 * penalty).backward()
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+@on_ranks(2)
+def test_a_second_backward_after_a_step_and_a_forward_is_refused(reshard):
+    """As in torch: the graph has saved weights that the step has changed."""
+    model = seeded(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)))
+    for layer in (model[0], model[2], model):
+        meshard.fully_shard(layer, reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    x = torch.ones(2, 4, requires_grad=True)
+    (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    with torch.no_grad():
+        model(x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        gradient.square().sum().backward()

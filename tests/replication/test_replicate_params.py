@@ -361,7 +361,8 @@ def test_forward_called_directly_with_an_empty_outermost_bucket_averages():
     model = Made(
         forward, **{name: nn.Parameter(torch.ones(n, 64) / 99) for name, n in rows.items()}
     )
-    meshard.replicate(model, bucket_cap_mb=10 * 64 * 4 / 2**20)
+    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    meshard.replicate(model, bucket_cap_mb=10 * 64 * 4 / 2**20, mp_policy=policy)
     for _ in range(2):
         model(torch.ones(64)).backward()
         model.zero_grad()
