@@ -150,8 +150,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
                     "float32, with MixedPrecisionPolicy(param_dtype=torch.float16) to compute."
                 )
             if local.is_sparse:  # of a parameter that is not sharded
-                if local.dtype == torch.float16:  # sums of several values for one row may overflow
-                    param.grad = local = local.coalesce()
                 local = local._values()
             by_kind.setdefault((local.device, local.dtype), []).append(local)
         found = {found_inf.device: found_inf}

@@ -33,7 +33,7 @@ from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, whole
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.spread import spread
+from tests.support.spread import slow, spread
 
 ADAMW, MUON = torch.optim.AdamW, torch.optim.Muon
 OPTIMIZERS = {
@@ -212,12 +212,8 @@ def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(na
     go_on()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["dcp", "checkpointer"],
-)
-@pytest.mark.parametrize("name", ["Shampoo", "SOAP"])
-@pytest.mark.slow
+@pytest.mark.parametrize("kind", [slow("dcp"), "checkpointer"])
+@pytest.mark.parametrize("name", [slow("Shampoo"), "SOAP"])
 @pytest.mark.extras
 @on_ranks(4)
 def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):

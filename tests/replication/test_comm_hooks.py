@@ -122,7 +122,7 @@ def orthogonalize(matrices, epsilon=0):
     ("name", "as_views"),
     mostly_slow(
         zip(HOOKS, itertools.cycle([True, False]), strict=False),
-        ("powerSGD", False),
+        ("powerSGD in fp16", False),
         ("bf16", False),
         ("post_localSGD", True),
         ("noop", True),
