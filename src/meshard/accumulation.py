@@ -299,7 +299,11 @@ def _uneven_batches(
             "uneven_batches does not work with set_manual_backward_finalization(True): ranks "
             "without a batch take part in the reductions of a backward. Disable it for the loop."
         )
-    remaining = iter(batches)
+    try:
+        remaining = iter(batches)
+    except Exception:
+        loop.tell_that_batches_raised()
+        raise
     buckets.is_looped, lifecycle.before_reduction = True, loop.before_reduction
     try:
         while True:

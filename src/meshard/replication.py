@@ -326,7 +326,7 @@ class ReplicateModule(GradientSetters):
         for unit, grads in buckets_in(units_in(self)):
             unit.group.reshard()
             unit.group.unit_params.take_replacements()
-            if not unit.gradients.is_pending:
+            if not unit.gradients.pending:
                 for param in unit.params:
                     cast("ReplicatedParam", param).take_memory_format()
             used = [param.unsharded for param in unit.params]

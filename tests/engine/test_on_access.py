@@ -285,3 +285,22 @@ def test_a_reader_whose_forward_is_called_directly(how):
     meshard.register_fsdp_forward_method(model.reader, "encode")
     model = meshard.fully_shard(model)
     check_gradients(model, plain, lambda m, rank: m(inputs_of(rank, shape=(3, 4))).square().mean())
+
+
+@on_threads(2)
+def test_a_backward_in_the_forward_that_recomputes_a_unit_after_another_was_read():
+    """As for forces, which are the gradient of an energy."""
+
+    def forward(model, x):
+        x = functional.linear(x, model.held.weight).requires_grad_()
+        energy = checkpoint(model.block, x, use_reentrant=False).square().sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        return force
+
+    plain = seeded(Made(forward, held=nn.Linear(4, 4, bias=False), block=nn.Linear(4, 4)))
+    model = copy.deepcopy(plain)
+    meshard.fully_shard(model.held, unshard_on_access=True)
+    meshard.fully_shard(model.block)
+    meshard.fully_shard(model)
+    expected = plain(torch.ones(1, 4))
+    assert_same(model(torch.ones(1, 4)), expected)

@@ -1,5 +1,6 @@
 """Use ``on_threads`` or ``run_threads`` for numerics: ranks that are threads of this process."""
 
+import gc
 import itertools
 import sys
 import threading
@@ -91,8 +92,12 @@ def run_threads(
         threading.Thread(target=run_rank, args=(rank,), name=f"rank{rank}", daemon=True)
         for rank in range(num_ranks)
     ]
+    # No garbage collection meanwhile: in a rank's thread it may free a hook of torch, which waits
+    # for the GIL. If torch holds a mutex there that another rank waits for, all threads hang.
+    was_collecting = gc.isenabled()
     with _one_world_per_thread():
         try:
+            gc.disable()
             for thread in threads:
                 thread.start()
             for event in is_done:
@@ -103,6 +108,8 @@ def run_threads(
             for thread, event in zip(threads, may_end, strict=True):
                 event.set()
                 thread.join(5)
+            if was_collecting:
+                gc.enable()
     if failures:
         told = [f"rank {r} of {num_ranks}: {said_by(e)}" for r, e in failures]
         raise ThreadRankError("\nalso ".join(told)) from failures[0][1]

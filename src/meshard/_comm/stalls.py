@@ -11,7 +11,6 @@ import contextlib
 import functools
 import logging
 import os
-import sys
 import threading
 import time
 import weakref
@@ -22,6 +21,7 @@ from typing import Any
 import torch.distributed as dist
 
 from meshard._comm.divergence import REMEDY
+from meshard._torch.private import current_frames
 from meshard._torch.user_line import user_frame
 
 _VARIABLE = "MESHARD_STALL_SECONDS"
@@ -96,7 +96,7 @@ class Waiting:
             who = f"not all of ranks {', '.join(map(str, ranks))} have come"
         else:
             who = "not all ranks have come"
-        frame = user_frame(sys._current_frames().get(self._thread))
+        frame = user_frame(current_frames().get(self._thread))
         where = f", in {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
         _report(f"has waited {now - self.began:.3g} s for the {what}{where}: {who}")
 

@@ -60,6 +60,7 @@ from meshard._params.unit_params import is_alias
 from meshard._torch.dtensor import is_placed_like, is_plain, local_of, plain_of
 from meshard._torch.private import (
     base_of,
+    current_frames,
     module_call_code,
     number_of,
     outside_of_transforms,
@@ -158,7 +159,7 @@ def abort_if_interrupted(lifecycle: Lifecycle) -> None:
     lifecycle.abort_if_failed()
     if lifecycle.phase is Phase.FORWARD:
         outermost = [unit for unit, _ in lifecycle.running[:1]]
-        frames = sys._current_frames().values()
+        frames = current_frames().values()
         if not any(_num_calls_of(unit, frame) for unit in outermost for frame in frames):
             lifecycle.abort()
 
@@ -333,11 +334,12 @@ class ModuleHooks(UnitHook):
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         lifecycle = unit.lifecycle
-        while lifecycle.running and lifecycle.running[-1][1].is_read:  # read by this forward
-            read, _ = lifecycle.running[-1]
-            watched = end_forward(read, module, output, (args, kwargs), failed=failed)
-            if watched is not None:
-                watch_outputs(output, watched)
+        if lifecycle.backward is None and unit.step.num_running:
+            while lifecycle.running[-1][1].is_read:  # a unit that this forward has read
+                read, _ = lifecycle.running[-1]
+                watched = end_forward(read, module, output, (args, kwargs), failed=failed)
+                if watched is not None:
+                    watch_outputs(output, watched)
         if failed:
             # This may raise too, if a gather has failed. torch would show that error as a warning.
             with contextlib.suppress(RuntimeError):
@@ -564,7 +566,7 @@ def _is_inside(unit: Unit) -> bool:
 def _runs_elsewhere(unit: Unit) -> bool:
     """Whether a call of a module of ``unit`` is running in another thread."""
     own = threading.get_ident()
-    frames = sys._current_frames().items()
+    frames = current_frames().items()
     return any(_num_calls_of(unit, frame) for thread, frame in frames if thread != own)
 
 

@@ -200,8 +200,11 @@ class RetainedUnits:
             return
         self.release()
         for unit in units:
-            # The graphs that are alive have saved values of before: autograd shall refuse them.
-            increment_version([plain_of(param.unsharded) for param in unit.params])
+            if unit.group.state is not ParamState.INSTALLED:
+                # The graphs that are alive have saved values of before. So count up the versions
+                # of what this library fills, for autograd to refuse these graphs.
+                params = (param for param in unit.params if param.unsharded is not param.sharded)
+                increment_version([plain_of(param.unsharded) for param in params])
             if unit.group.state is ParamState.UNSHARDED:
                 unit.group.reshard()
 

@@ -1,8 +1,9 @@
 """Parameters of ``replicate``, which every rank keeps unsharded.
 
 The engine treats such a parameter as sharded over one rank. Gradients lie in a *bucket*, one flat
-buffer that is all-reduced. A gradient has the same memory order in the bucket as its parameter has
-in memory, so a ``channels_last`` parameter has a ``channels_last`` gradient.
+buffer that is all-reduced. A gradient has the same memory order in the bucket as its parameter had
+when it was replicated (or moved, by ``module.to()``), so a ``channels_last`` parameter has a
+``channels_last`` gradient.
 
 Nothing is gathered or freed, with one exception: if ``param_dtype`` differs from the dtype of a
 parameter, a cast copy replaces the parameter in forward and backward.
@@ -90,6 +91,7 @@ class ReplicatedParam(UnitParam):
     def for_copy(self, memo: dict[int, Any]) -> ReplicatedParam:
         sharded = copy.deepcopy(self.sharded, memo)
         copied = ReplicatedParam(self.fqn, [], sharded, keeps_dtype=self.keeps_dtype)
+        copied._strides = self._strides
         memo[id(self.unsharded)] = copied.sharded
         return copied
 

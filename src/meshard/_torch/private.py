@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import inspect
 import sys
@@ -191,9 +192,24 @@ def _other_threads() -> dict[int, FrameType]:
 
     The frame of this thread is left out, because a local variable that refers to it is a cycle.
     """
-    frames = sys._current_frames()
+    frames = current_frames()
     frames.pop(threading.get_ident())
     return frames
+
+
+def current_frames() -> dict[int, FrameType]:
+    """Return the innermost frame of each thread.
+
+    Garbage collection is off meanwhile: if ``sys._current_frames`` starts one, Python 3.11 may
+    deadlock (python/cpython#106883).
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames()
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
