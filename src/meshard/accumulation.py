@@ -299,19 +299,11 @@ def _uneven_batches(
             "uneven_batches does not work with set_manual_backward_finalization(True): ranks "
             "without a batch take part in the reductions of a backward. Disable it for the loop."
         )
-    try:
-        remaining = iter(batches)
-    except Exception:
-        loop.tell_that_batches_raised()
-        raise
+    remaining = _reporting(batches, loop)
     buckets.is_looped, lifecycle.before_reduction = True, loop.before_reduction
     try:
         while True:
-            try:
-                batch: Any = next(remaining, _END)
-            except Exception:
-                loop.tell_that_batches_raised()
-                raise
+            batch: Any = next(remaining, _END)
             has_batch = batch is not _END
             loop.begin(has_batch=has_batch)
             buckets.prepare(module)
@@ -334,6 +326,17 @@ def _uneven_batches(
         buckets.is_looped, lifecycle.before_reduction = False, None
         lifecycle.usual_divide_factor = None
         buckets.buffers_from = 0
+
+
+def _reporting(batches: Iterable[Batch], loop: _UnevenLoop) -> Iterator[Batch]:
+    """Iterate over ``batches``. If that raises an exception, let the other ranks raise too."""
+    try:
+        # ``yield from`` would close a generator of the user when the loop ends early.
+        for batch in batches:  # noqa: UP028
+            yield batch
+    except Exception:
+        loop.tell_that_batches_raised()
+        raise
 
 
 class _Report(enum.IntEnum):

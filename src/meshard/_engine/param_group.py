@@ -472,8 +472,7 @@ class ParamGroup:
         """
         if self.state is ParamState.INSTALLED and self.manual_unshard is None:
             since = "a forward that left them unsharded (reshard_after_forward=False, or the root)"
-            earlier, self._kept = self._kept, None
-            self._kept = InstalledParams(self.label, self.params, self.version, since, earlier)
+            self._kept = InstalledParams(self.label, self.params, self.version, since, self._kept)
             register_manually_unsharded(self)
 
     def _end_kept(self) -> None:
