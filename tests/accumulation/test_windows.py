@@ -242,6 +242,21 @@ def test_a_count_that_changes_in_a_window_is_refused(mesh_shape, mode):
     assert values(model)["a"] == 1.0
 
 
+@on_threads(4)
+@pytest.mark.parametrize("mode", "NRF")
+def test_a_window_cleared_in_flight_may_begin_again_with_another_count(mode):
+    model, tokens = make((2, 2)), [4.0]
+    model.set_gradient_divide_factor(lambda: tokens[0])
+    model.set_is_last_backward(False)
+    run(model, "R", 1.0, 1.0)
+    model.zero_grad()
+    tokens[0] = 2.0
+    run(model, mode, 1.0, 1.0)
+    model.set_is_last_backward(True)
+    run(model, "F", 1.0, 1.0)
+    assert values(model) == {"a": 4.0, "b": 4.0}
+
+
 @on_threads(2)
 def test_a_factor_is_asked_for_once_per_backward():
     model, calls = chain(2), []

@@ -157,6 +157,26 @@ def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
     check_gradients(*sharded_and_plain(plain, (), reshard_after_forward=True), step)
 
 
+@on_threads(2)
+def test_a_forward_may_follow_that_of_a_unit_alone_that_was_interrupted():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    def step(model, rank):
+        if isinstance(model.head, meshard.FSDPModule):
+            handle = model.head.register_forward_pre_hook(stop)
+            with pytest.raises(KeyboardInterrupt):
+                model.head(inputs_of(rank))
+            handle.remove()
+        return model(inputs_of(rank)).square().mean()
+
+    def forward(m, x):
+        return m.head(m.body(x)) @ m.own.weight
+
+    layers = {name: nn.Linear(6, 6) for name in ("body", "head", "own")}
+    check_gradients(*sharded_and_plain(Made(forward, **layers), ("body", "head")), step)
+
+
 @pytest.mark.parametrize("sync", list(GradientSync))
 @on_threads(2)
 def test_after_an_interrupted_forward_a_state_dict_has_shards_and_the_next_step_is_right(sync):

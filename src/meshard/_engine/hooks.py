@@ -301,12 +301,9 @@ class ModuleHooks(UnitHook):
                 lifecycle.abort_if_failed()
                 if lifecycle.phase is Phase.BACKWARD:
                     lifecycle.check_recomputes(unit)
-            elif not running or (running[0][0] is unit and not _is_inside(unit)):
-                if _runs_elsewhere(unit):
+            elif not running or _is_cut_off(running[0][0], unit):
+                if _runs_elsewhere(running[0][0] if running else unit):
                     raise OtherThreadError(lifecycle, f"a forward of unit {unit.label!r} began")
-                # The recorded forward has no call, or its outermost call is of ``unit``, but the
-                # present call is not inside that call. So an exception such as KeyboardInterrupt
-                # has cut the recorded forward off, and torch has not called post_forward.
                 lifecycle.abort()
         call = without_modes(lifecycle.pre_forward, unit)
         is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
@@ -561,6 +558,18 @@ def _is_inside(unit: Unit) -> bool:
     A module may call itself, or another module of the list that was given to ``fully_shard``.
     """
     return _num_calls_of(unit, sys._getframe()) > 1
+
+
+def _is_cut_off(outermost: Unit, unit: Unit) -> bool:
+    """Whether the recorded forward, of ``outermost``, had ended when that of ``unit`` began.
+
+    If so, an exception such as KeyboardInterrupt has cut it off, and torch has not called
+    post_forward. To look for that costs much, so this function does so only where a forward that
+    still runs is unlikely: if ``unit`` is ``outermost``, or is the root and was not the first.
+    """
+    if outermost is unit:
+        return not _is_inside(unit)
+    return unit.is_root and not outermost.is_root and not _num_calls_of(outermost, sys._getframe())
 
 
 def _runs_elsewhere(unit: Unit) -> bool:

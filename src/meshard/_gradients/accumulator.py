@@ -147,6 +147,10 @@ class Window:
             )
         self._has_divided, self._factor = True, factor
 
+    def forget_factor(self) -> None:
+        """Allow another divide factor, because all gradients that were divided are dropped."""
+        self._has_divided = False
+
     def close(self) -> None:
         self.is_open = self._has_divided = False
 
@@ -523,6 +527,7 @@ class GradientAccumulator:
             self._release_if_settled()
         result = self._result_of(in_flight)
         if result is None:
+            self.window.forget_factor()
             if not self.is_pending:
                 self.window.close()
             self._release_if_settled()
