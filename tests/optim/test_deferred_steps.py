@@ -269,9 +269,12 @@ def test_errors():
     with pytest.raises(ValueError, match='must be "deferred" or None'):
         overlap_optimizer(model, ADAMW, clip="norm", max_norm=1.0)
     late = overlap_optimizer(model, ADAMW, trainable(model)[:2], **DEFERRED)
-    with pytest.raises(ValueError, match="in no unit"):
-        late.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
-    assert len(late.param_groups) == 1
+    for is_detached in (False, True):
+        if is_detached:
+            late.detach()
+        with pytest.raises(ValueError, match="in no unit"):
+            late.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        assert len(late.param_groups) == 1
 
 
 @on_fake_ranks(2)

@@ -312,6 +312,19 @@ def test_a_gradient_from_outside_of_the_forward_is_refused_while_the_rest_is_red
 
 
 @on_ranks(2)
+def test_a_gradient_that_the_user_sets_for_a_unit_that_the_loss_left_out_is_used():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for layer in (*model, model):
+        meshard.fully_shard(layer)
+    optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.5)
+    before = full_state(model)["1.weight"]
+    model[0](torch.ones(1, 4)).sum().backward()
+    model[1].weight.grad = torch.ones_like(model[1].weight)
+    optimizer.step()
+    assert_same({"w": full_state(model)["1.weight"]}, {"w": before - 0.5}, bitwise=True)
+
+
+@on_ranks(2)
 @pytest.mark.parametrize("has_own_backward", [False, True])
 def test_a_gradient_that_comes_when_the_unit_was_stepped_is_refused(has_own_backward):
     """A penalty that was computed before the forward runs its backward last."""

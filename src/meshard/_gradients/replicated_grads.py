@@ -110,10 +110,11 @@ class ReplicatedGrads(PublishedGrads):
                 if is_ours:
                     raise RuntimeError(
                         f"parameter {param.fqn!r} of {self._unit_params.label!r} got a gradient "
-                        "from outside the forward of the replicated module before the backward of "
-                        "the module had begun, and holds a gradient that is reduced already; drop "
-                        "that first (zero_grad()), or compute this part of the loss inside the "
-                        "module's forward."
+                        "before a backward had reached an output of the replicated module, and "
+                        "holds a gradient that is reduced already. Its part of the loss was "
+                        "computed outside the module's forward, or backward() was called inside "
+                        "it. Drop the reduced gradient first (zero_grad()), or let the module's "
+                        "forward return the loss."
                     )
                 continue
             if is_ours:

@@ -92,7 +92,8 @@ class OverlappedOptimizer(StateOnRead):
         self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
         self._planned: list[object] = []  # ``objects_in`` of the groups that steppers were made for
-        self._stepped: set[UnitStepper] = set()  # those whose units were reduced in this window
+        # Those whose units were reduced in this window, and whether they had a gradient.
+        self._stepped: dict[UnitStepper, bool] = {}
         self.total_norm: torch.Tensor | None = None
         """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
         ``step`` found, before clipping; zero if there was none."""
@@ -130,7 +131,7 @@ class OverlappedOptimizer(StateOnRead):
                 before the forward: a second step would not be the step by their sum.
         """
         loss = self._loss_of(closure)
-        stepped = set(self._stepped)
+        stepped = {stepper for stepper, had_gradient in self._stepped.items() if had_gradient}
         self._stepped.clear()
         if self._max_norm is not None:
             self._step_clipped(self._max_norm)
@@ -207,13 +208,13 @@ class OverlappedOptimizer(StateOnRead):
             ValueError: A parameter is in no unit, or another optimizer steps it in backward.
         """
         super().add_param_group(param_group)
-        if self in overlapped_optimizers:
-            try:
+        try:
+            if self in overlapped_optimizers:
                 _check_not_overlapped(self.param_groups[-1]["params"], but=self)
-                self._plan()
-            except ValueError:
-                del self.param_groups[-1]
-                raise
+            self._plan()
+        except ValueError:
+            del self.param_groups[-1]
+            raise
 
     @staticmethod
     def attached_to(module: nn.Module) -> list[OverlappedOptimizer]:
@@ -248,17 +249,19 @@ class OverlappedOptimizer(StateOnRead):
         stepper = self._steppers.get(unit)
         if stepper is None:
             return
-        self._stepped.add(stepper)
-        self._step(stepper)
+        self._stepped[stepper] = True
+        self._stepped[stepper] = self._step(stepper)
 
-    def _step(self, stepper: UnitStepper) -> None:
+    def _step(self, stepper: UnitStepper) -> bool:
+        """Step by the gradients in ``.grad``; return whether there were any."""
         if not stepper.take(self.param_groups, self._state):
-            return
+            return False
         taken = stepper.taken
         stepper.step()
         if self not in overlapped_optimizers:  # it is detached: like others, it leaves .grad alone
             for param, grad in taken:
                 param.grad = grad
+        return True
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that ``param_groups`` have now."""
