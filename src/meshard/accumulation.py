@@ -81,7 +81,7 @@ def microbatches(
     would raise a RuntimeError.
 
     Raises:
-        RuntimeError: After an iteration in which accumulated gradients were dropped.
+        RuntimeError: After an iteration that dropped accumulated gradients, but by ``zero_grad``.
         TypeError: ``until_last`` is not a ``GradientSync``.
         ValueError: There is no unit in ``module``.
 

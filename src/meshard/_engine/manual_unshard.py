@@ -1,8 +1,8 @@
 """Unsharded parameters that modules hold outside of a forward.
 
-Modules hold them from ``unshard()`` to ``reshard()`` or to the next forward, and after a forward
-that does not reshard. These parameters are a copy of the shards' values. If the user sets their
-``requires_grad``, the flag is carried over to the sharded parameters. If the user edits their
+Modules hold them from ``unshard()`` to ``reshard()`` or to the next forward that reshards, and
+after a forward that does not. These parameters are a copy of the shards' values. If the user sets
+their ``requires_grad``, the flag is carried over to the sharded parameters. If the user edits their
 values, the edits are lost when the copy is freed, and a warning says so. If the user casts them or
 gives them other data (``weight.data = ...``), the module holds memory that no gather fills. That is
 undone, with an error after ``unshard()``, and a warning after a forward.

@@ -7,8 +7,8 @@ them again in time. There are two such cases. First, a backward with ``create_gr
 graph whose nodes have saved unsharded parameters. A second backward runs these nodes before it
 calls any hook of a unit. Second, if ``forward`` of a unit returns no tensor (but an object of the
 user's own class, for example), there is nothing to put a hook on. Retained units are resharded
-after a backward that frees the last of these graphs. If the graphs were dropped, or the shards have
-changed, the next forward begins by resharding these units.
+after a backward that frees the last of these graphs. If the graphs were dropped (which is noticed
+in the first case only), or the shards have changed, the next forward begins by resharding them.
 """
 
 from __future__ import annotations

@@ -179,6 +179,7 @@ class _Alias(torch.autograd.Function):
 def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool) -> Any:
     """Return ``output`` with an alias for each of ``inputs``, each leaf, each output of a unit.
 
+    Tensors inside of containers among ``inputs`` get none, unless they are leaves or such outputs.
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Without the alias, two units would have hooks on the same tensor, and nothing would tell
     whose backward begins first. If only some ranks dropped the layer, the order would differ

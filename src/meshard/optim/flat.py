@@ -429,7 +429,8 @@ class StateOnRead(Optimizer):
         """Load a state dict of an optimizer with the same param groups, sharded or not.
 
         A tensor of the shape of a parameter is a DTensor that is placed like the parameter, or
-        unsharded: then this rank's part is taken. Not a collective.
+        unsharded: then this rank's part is taken. Not a collective, unless a deferred step is due
+        that communicates.
         """
         order = [each for group in state_dict["param_groups"] for each in group["params"]]
         params = dict(zip(order, params_in(self), strict=False))

@@ -105,8 +105,8 @@ def finish_copies(params: Sequence[torch.Tensor]) -> None:
 def clear_pending(params: Sequence[torch.Tensor]) -> None:
     """Drop the pending gradients of ``params``, whose ``.grad`` is about to be cleared.
 
-    If ``params`` has unsharded parameters (the user has called ``unshard()``), ``.grad`` of the
-    sharded ones is cleared here.
+    If ``params`` has unsharded parameters (after ``unshard()``, or after a forward that left them
+    to the modules), ``.grad`` of the sharded ones is cleared here.
     """
     sharded = sharded_params_of(params)
     owners = owners_of(sharded)

@@ -169,7 +169,7 @@ class OverlappedOptimizer(StateOnRead):
         **Stream:** the current one waits; for units in host memory the host does.
 
         Raises:
-            Exception: The first that a step in host memory has raised.
+            Exception: The first that a step in host memory, or a deferred one, has raised.
         """
         errors = []
         for unit in self._steppers:
@@ -306,8 +306,9 @@ class UnitStepper:
     On a device the step is queued on the optimizer stream, beside the backward of other units. A
     unit in host memory without loose parameters is stepped by a worker thread, once its gradients
     have arrived there. Until the next gather has waited for the step, this object is the unit's
-    ``pending_step``. A deferred step begins only at that gather. Other steps (on CPU, under
-    ``replicate``, or of loose parameters in host memory) end at once. ``group`` is held weakly.
+    ``pending_step``. A deferred step begins only at that gather, in the calling thread. Other steps
+    (on CPU, under ``replicate``, or of loose parameters in host memory) end at once. ``group`` is
+    held weakly.
     """
 
     def __init__(
@@ -539,7 +540,8 @@ def overlap_optimizer(
 
     Raises:
         RuntimeError: A forward or backward is under way.
-        TypeError: ``optimizer`` makes no ``Optimizer``, or ``LBFGS`` or ``SparseAdam``.
+        TypeError: ``optimizer`` makes no ``Optimizer``, or an ``OwnerOptimizer``, ``LBFGS`` or
+            ``SparseAdam``.
         ValueError: A parameter is in no unit, or stepped in backward by another optimizer already,
             or an argument is not as described here.
 

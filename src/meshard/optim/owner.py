@@ -111,8 +111,8 @@ class OwnerOptimizer(StateOnRead):
         """Step every parameter that has a gradient.
 
         ``closure`` computes the loss and its gradients, and is called first, once. An exception of
-        the optimizer is raised on all ranks in the first step. In a later one, ranks that did not
-        raise wait for the one that did.
+        the optimizer, but not of the fallback, is raised on all ranks in the first step. Otherwise
+        ranks that did not raise wait for the one that did.
 
         **Collective:** all ranks of the meshes of selected parameters, with gradients for the same
         parameters. **Stream:** the current one, which waits for the exchanges.
@@ -201,7 +201,8 @@ class OwnerOptimizer(StateOnRead):
 
         Raises:
             RuntimeError: As ``step``, if this is the first call of the two.
-            ValueError: There are other param groups, or groups of another size.
+            ValueError: There are other param groups, or groups of another size, or ranks load
+                states of different forms.
         """
         # The keys of parameters are arbitrary; only their order counts.
         order = [each for group in state_dict["param_groups"] for each in group["params"]]

@@ -39,7 +39,7 @@ class Bucket:
     """Parameters of one mesh and dtype that are exchanged together.
 
     ``inner`` is the optimizer that steps those that this rank owns. It is made in the first step,
-    when their values are there, or when a state is loaded; None: not yet, or this rank owns none.
+    when their values are there, or when a state is loaded or set; None: not yet, or none is owned.
     ``placeholders`` has an ordinary parameter of the unsharded shape for each of them, by position
     in ``members``. Between steps they take no memory.
 
