@@ -348,7 +348,7 @@ class ModuleHooks(UnitHook):
             result = cast_floats(output, unit.output_dtype)
         if watched is not None:
             result = detached_from_others(
-                result, (*args, *kwargs.values()), as_view=not unit.step.is_wanted_unsharded
+                result, watched.call.began_at, as_view=not unit.step.is_wanted_unsharded
             )
             watch_outputs(result, watched)
             if watched.call.may_collect:

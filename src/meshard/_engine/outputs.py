@@ -176,14 +176,16 @@ class _Alias(torch.autograd.Function):
         return gradients[0]
 
 
-def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool) -> Any:
-    """Return ``output`` with an alias for each of ``inputs``, each leaf, each output of a unit.
+def detached_from_others(output: Any, since: int, *, as_view: bool) -> Any:
+    """Return ``output`` with an alias for each tensor that was there before the forward.
 
-    Tensors inside of containers among ``inputs`` get none, unless they are leaves or such outputs.
+    ``since`` is what ``next_node()`` returned when the forward began. The output of a unit inside
+    gets an alias too.
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Without the alias, two units would have hooks on the same tensor, and nothing would tell
     whose backward begins first. If only some ranks dropped the layer, the order would differ
-    between ranks.
+    between ranks. The tensor may also have been used before the forward, and its gradient then
+    comes when the backward of this unit is over.
     A module may also return a leaf, such as its own parameter. A hook on the leaf would stay there
     for all later backwards.
 
@@ -195,8 +197,7 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], *, as_view: bool)
     def alias(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        is_old = tensor.is_leaf or hasattr(tensor, WATCHED)
-        if is_old or any(value is tensor for value in inputs):
+        if number_of(tensor) < since or hasattr(tensor, WATCHED):  # the number of a leaf is -1
             if as_view:
                 return tensor.view_as(tensor)
             made: torch.Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # torch's
