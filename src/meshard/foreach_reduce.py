@@ -75,7 +75,8 @@ def foreach_reduce(
 
     Returns:
         This rank's shard ``[rows of its chunk, ...]`` of each parameter, in ``accumulate_dtype``.
-        None where no rank has used the parameter, in this call or in the partial.
+        None where no rank has used the parameter, in this call or in the partial; but a parameter
+        without elements counts as used.
 
     Raises:
         TypeError: A dtype is not of floating point.

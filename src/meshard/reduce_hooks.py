@@ -38,7 +38,8 @@ def register_reduce_hook(
     it. ``remove()`` of the returned handle undoes the call.
 
     * ``arrived(unsharded)``: the unsharded gradients of one backward of one unit,
-      ``[shard_count, shard_numel]``, before they are added to anything. Called per microbatch.
+      ``[shard_count, shard_numel]``, before they are added to anything. Called per microbatch,
+      and once more, with zeros, if what is pending is reduced without new gradients.
     * ``before(unsharded)``: the gradients about to be sent, of the same shape, before any division.
     * ``after(shard)``: the reduced gradients about to be added to ``.grad``, ``[shard_numel]`` in
       ``accumulate_dtype``.

@@ -6,10 +6,11 @@ different parameters still issue the same collective.
 
 **Negative zero marks an unused parameter.** A rank without a gradient fills the range of the
 parameter with ``-0.0``; a rank with a gradient makes sure that the first element of the range is
-not ``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. So the first
-element of the sum is ``-0.0``, a *mark*, exactly if no rank had a gradient. Dividing can underflow
-to ``-0.0``, so marks are read from raw sums and restored after each division. A rank that has all
-gradients reads no mark. A rank that lacks some must read the marks, and so wait for its device.
+not ``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is, or denormals are
+flushed to zero (``torch.set_flush_denormal``). So the first element of the sum is ``-0.0``, a
+*mark*, exactly if no rank had a gradient. Dividing can underflow to ``-0.0``, so marks are read
+from raw sums and restored after each division. A rank that has all gradients reads no mark. A rank
+that lacks some must read the marks, and so wait for its device.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ class Window:
 
 
 class _Arrived(NamedTuple):
-    """The unsharded gradients of one backward."""
+    """The unsharded gradients of one backward, less those that ``receive`` has added to ``U``."""
 
     gradients: list[torch.Tensor | None]  # one entry per parameter
     used: frozenset[int]  # the indices of those that are not None

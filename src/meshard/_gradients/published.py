@@ -31,7 +31,7 @@ from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, wit
 
 
 class Mark:
-    """An attribute of each ``.grad`` that meshard has set. A ``.grad`` that a user set has none.
+    """An attribute of each ``.grad`` that meshard has set. A ``.grad`` that a user made has none.
 
     All ``.grad`` that are set together share one mark. If a ``.grad`` is pickled or deep-copied,
     the copy has ``True`` in place of the mark.
@@ -90,7 +90,7 @@ def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradien
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     """Apply the user's edits of ``copy``, a copy of ``wide`` in any dtype, to ``wide``."""
     # Edits are found by comparing values, because torch's foreach kernels change a DTensor without
-    # raising its version counter.
+    # raising its version counter. So an edit to the value that was shown (0 to 0) is not seen.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 
