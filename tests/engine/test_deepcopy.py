@@ -137,6 +137,9 @@ def test_a_copy_in_the_middle_of_something_is_refused():
     with pytest.raises(RuntimeError, match=r"'0' holds gradients that .* zero_grad"):
         copy.deepcopy(model)
     meshard.finalize_gradients(model)
+    for _ in meshard.microbatches(model, [x, x]):
+        with pytest.raises(RuntimeError, match=r"inside a loop over microbatches\(\)"):
+            copy.deepcopy(model)
     copied = copy.deepcopy(model)
 
     copied(x).sum().backward()  # nothing of this left a trace

@@ -1,5 +1,7 @@
 """Flat optimizers: which steps they take, what users edit between two, and what they keep."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -25,7 +27,7 @@ from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import mostly_slow
 
-ADAMW, SGD = torch.optim.AdamW, torch.optim.SGD
+ADAM, ADAMW, SGD = torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD
 
 
 def make_loose(foreach=None):
@@ -352,6 +354,29 @@ def test_state_that_comes_later():
 
     _, state = both(editing(begin, at=[2]), make_loose, SGD, lr=0.1)
     assert state
+
+
+@on_threads(2)
+def test_parameters_whose_counts_become_equal_are_not_skipped():
+    """Slices are found anew as ``d`` has no gradient: ``b``, now at the count of ``a``, has one."""
+    ones = {name: nn.Parameter(torch.ones(4)) for name in "abcd"}
+    made = Made(lambda model, names: sum(getattr(model, name).sum() for name in names), **ones)
+    model = meshard.fully_shard(made)
+    first, ends = full_state(model), []
+    for make_one in (ADAM, lambda params, **kw: flat_optimizer(model, ADAM, **kw)):
+        model.load_state_dict({name: value.clone() for name, value in first.items()})
+        state = None
+        for windows in (["abcd", "bcd"], ["a", "bd"]):  # with a checkpoint in between
+            optimizer = make_one(model.parameters(), lr=0.1)
+            if state is not None:
+                optimizer.load_state_dict(state)
+            for names in windows:
+                optimizer.zero_grad()
+                model(names).backward()
+                optimizer.step()
+            state = copy.deepcopy(optimizer.state_dict())
+        ends.append(full_state(model))
+    assert_same(*ends, bitwise=True)
 
 
 @on_threads(2)

@@ -311,6 +311,19 @@ def test_a_gradient_from_outside_of_the_forward_is_refused_while_the_rest_is_red
         loss.backward()
 
 
+@on_fake_ranks(1)
+@pytest.mark.parametrize("limit", ["clip_value", "max_unit_norm"])
+def test_a_detached_optimizer_does_not_clip(limit):
+    layer = meshard.fully_shard(nn.Linear(4, 4, bias=False))
+    optimizer = overlap_optimizer(layer, torch.optim.SGD, lr=1.0, **{limit: 1.0})
+    before = layer.weight.full_tensor().clone()
+    optimizer.detach()
+    layer(torch.full((1, 4), 100.0)).sum().backward()
+    optimizer.step()
+    assert layer.weight.grad.full_tensor().unique().item() == 100.0
+    assert torch.equal(layer.weight.full_tensor(), before - 100.0)
+
+
 @on_ranks(2)
 def test_a_gradient_that_the_user_sets_for_a_unit_that_the_loss_left_out_is_used():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))

@@ -413,6 +413,48 @@ def test_a_state_from_before_the_first_step_takes_back_what_was_stepped():
     check_steps(model, ours, ordinary, range(2, 4))
 
 
+class MakesStateAtOnce(StandIn):
+    """Sums up gradients in a state that it makes when it is made."""
+
+    def __init__(self, params, **defaults):
+        super().__init__(params, **defaults)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param]["sum"] = torch.zeros_like(param)
+
+    def step_one(self, group, param, grad, state):
+        param.sub_(state["sum"].add_(grad), alpha=0.5)
+
+
+@on_threads(2)
+def test_an_optimizer_that_makes_its_state_at_once_goes_back_to_before_its_first_step():
+    model = make([(4, 4), (3, 5)])
+    ours = owner_optimizer(model, MakesStateAtOnce)
+    first, before = copy.deepcopy(ours.state_dict()), model.state_dict()
+    before = {name: value.clone() for name, value in before.items()}
+    ends = []
+    for _ in range(2):
+        backward(model, 0)
+        ours.step()
+        ends.append(model.w0.full_tensor().clone())
+        model.zero_grad()
+        model.load_state_dict(before)
+        ours.load_state_dict(first)
+    assert torch.equal(*ends)
+
+
+@on_threads(1)
+def test_a_state_dict_of_one_rank_is_a_copy():
+    model = make([(4, 4)])
+    ours, _ = both(model, "AdamW")
+    backward(model, 0)
+    ours.step()
+    state = ours.state_dict()["state"][0]
+    step, average = state["step"].item(), state["exp_avg"].full_tensor().clone()
+    ours.step()
+    assert state["step"].item() == step and torch.equal(state["exp_avg"].full_tensor(), average)
+
+
 @on_threads(2)
 def test_a_closure_is_called_once():
     model = make(SHAPES)

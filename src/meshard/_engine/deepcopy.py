@@ -59,6 +59,11 @@ def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
         unit.group.check_not_summoned("copied")
         unit.group.finish_pending_step()
         unit.group.check_nothing_is_pending()
+        if unit.gradients.window.is_in_loop:
+            raise RuntimeError(
+                f"unit {unit.label!r} cannot be copied inside a loop over microbatches(), whose "
+                "modes the copy would keep; copy it before or after the loop."
+            )
     for unit in units:
         memo[id(unit)] = _copy_unit(unit, memo)
     copied = memo[id(module)] = _copy_module(module, memo)

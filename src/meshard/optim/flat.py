@@ -109,12 +109,10 @@ class FlatStepper:
         self._state = state
         if self._inner is None or not are_same(self._objects_in(optim_groups), self._planned):
             self._plan(optim_groups)
-        lacking = [param for each in self.slices for param in each.take_gradient()]
-        if lacking:
+        # A new plan may join others, whose step counts have become equal since the last one.
+        while lacking := [param for each in self.slices for param in each.take_gradient()]:
             self._apart.update(map(id, lacking))
             self._plan(optim_groups)
-            for flat_slice in self.slices:
-                flat_slice.take_gradient()
         inner = self._inner
         assert inner is not None
         for number, own in zip(self._numbers, inner.param_groups, strict=True):
@@ -323,10 +321,11 @@ def flat_optimizer(
             "module.parameters() as usual."
         )
     require_units(module)
-    if optimizer_kwargs.get("differentiable"):
-        raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")
     make: Callable[..., Optimizer] = optimizer
-    flat = FlatOptimizer(make(list_params(module, param_groups), **optimizer_kwargs))
+    template = make(list_params(module, param_groups), **optimizer_kwargs)
+    if any(group.get("differentiable") for group in template.param_groups):
+        raise ValueError("flat_optimizer has no differentiable step; use the ordinary optimizer.")
+    flat = FlatOptimizer(template)
     flat._left_out = LeftOut(module) if param_groups is None else None
     return flat
 

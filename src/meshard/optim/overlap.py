@@ -198,6 +198,8 @@ class OverlappedOptimizer(StateOnRead):
             for unit in self._units:
                 unit.on_reduced.remove(self._on_reduced)
         self._max_norm = None
+        self._make_stepper = functools.partial(self._make_stepper, change=None)
+        self._planned = []  # so the next step makes steppers anew, which do not clip
         self._waits_in_step = True  # .grad stays now, and the next backward may change it
 
     @override
@@ -257,10 +259,12 @@ class OverlappedOptimizer(StateOnRead):
         if not stepper.take(self.param_groups, self._state):
             return False
         taken = stepper.taken
-        stepper.step()
-        if self not in overlapped_optimizers:  # it is detached: like others, it leaves .grad alone
-            for param, grad in taken:
-                param.grad = grad
+        try:
+            stepper.step()
+        finally:
+            if self not in overlapped_optimizers:  # detached: like others, it leaves .grad alone
+                for param, grad in taken:
+                    param.grad = grad
         return True
 
     def _fresh_steppers(self) -> list[UnitStepper]:

@@ -140,8 +140,10 @@ def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_count
     ]
     _exchange(bucket, items, shards, whole, to_owners=True)
     bucket.written = {}
-    if any(states):
-        bucket.make_inner()
+    if not any(states):
+        bucket.inner = None  # the next step makes it anew: it may have made its state when made
+        return
+    bucket.make_inner()
     if (inner := bucket.inner) is not None:
         inner.state.clear()
         for position, placeholder in bucket.placeholders.items():
@@ -217,7 +219,7 @@ def _is_cut(value: object) -> bool:
 def _describe(value: Any) -> Any:
     if _is_cut(value):
         return _Described(value.shape, value.dtype)
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
