@@ -239,7 +239,7 @@ class GradientSetters(_AnyModule):
         the number of ranks.
 
         Raises:
-            ValueError: ``factor`` is not positive and finite.
+            ValueError: ``factor`` is not positive and finite as a normal number of float32.
             RuntimeError: A window is open, part of which was divided by the old factor.
         """
         is_read_later = callable(factor) or (isinstance(factor, torch.Tensor) and not factor.dim())

@@ -286,6 +286,19 @@ def test_two_optimizers_clear_a_window_together(mode):
 
 
 @on_threads(4)
+def test_a_window_goes_on_for_the_parameters_that_one_of_two_optimizers_left():
+    model, factor = make(), torch.tensor(2.0)
+    model.set_gradient_divide_factor(factor)
+    first = torch.optim.SGD([model.a], lr=1.0)
+    model.set_is_last_backward(False)
+    run(model, "F", 1.0, 1.0)
+    first.zero_grad()
+    factor.fill_(8.0)
+    with pytest.raises(RuntimeError, match=r"has divided part of this window by 2\.0"):
+        run(model, "F", 1.0, 1.0)
+
+
+@on_threads(4)
 @pytest.mark.parametrize("as_keyword", [True, False])
 def test_a_closure_that_leaves_a_window_open_is_noticed(as_keyword):
     model = make()

@@ -32,6 +32,9 @@ def test_a_divide_factor_may_be_read_at_each_reduction(kind):
     tokens.fill_(0.0)
     with pytest.raises(ValueError, match=r"positive and finite, got 0\.0"):
         run(model, "F", 4.0)
+    for extreme in (1e-39, 1e39):
+        with pytest.raises(ValueError, match="positive and finite, got 1e"):
+            model.set_gradient_divide_factor(extreme)
 
 
 @pytest.mark.parametrize("mesh_shape", [(4,), (4, 1), (1, 4), (2, 2)])

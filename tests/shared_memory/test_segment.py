@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard._shared_memory.channel import open_channel
+from meshard._shared_memory.channel import _TOKEN_WORD, _open, open_channel
 from meshard._shared_memory.segment import FirstFit, Segment
 from tests.support.ranks import on_ranks
 
@@ -91,6 +91,14 @@ def test_a_segment_that_cannot_be_made_leaves_no_descriptor(monkeypatch, call):
     with pytest.raises(OSError, match="No space left"):
         Segment.create(1000)
     assert os.listdir("/proc/self/fd") == before
+
+
+@pytest.mark.parametrize("size", [100, 8 * _TOKEN_WORD + 3])
+def test_a_file_of_this_host_that_a_rank_elsewhere_seems_to_name_is_not_opened(tmp_path, size):
+    with open(tmp_path / "log", "w+b") as file:
+        file.write(bytes(size))
+        file.flush()
+        assert _open(os.getpid(), file.fileno(), 1) is None
 
 
 @on_ranks(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import numbers
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -23,8 +22,9 @@ def check_divide_factor(factor: object) -> float:
             f"factor must be a number, a callable or a 0-d tensor, got {type(factor).__name__}."
         )
     value = float(factor)
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"factor must be positive and finite, got {factor}.")
+    limits = torch.finfo(torch.float32)
+    if not limits.tiny <= value <= limits.max:
+        raise ValueError(f"factor must be positive and finite, got {factor} (in float32).")
     return value
 
 

@@ -390,7 +390,8 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
 
 def _open(process: int, descriptor: int, token: int) -> Segment | None:
     """Return the segment of another rank; None if it cannot be opened or has another token."""
-    with contextlib.suppress(OSError, ValueError):
+    # Of a rank on another host, process and descriptor may name any file here, also a short one.
+    with contextlib.suppress(OSError, ValueError, IndexError, TypeError):
         segment = Segment.open(process, descriptor)
         if segment.words(8 * _TOKEN_WORD, 1)[0] == token:
             return segment
