@@ -5,6 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from meshard import (
     CommLedger,
@@ -349,6 +350,13 @@ def test_ignored_params_stay_and_do_not_count():
     ignored = {model.scale, *model.blocks[1].parameters()}
     assert fully_shard_units(model, ignored_params=iter(ignored)) == ["", "blocks.0", "blocks.2"]
     assert type(model.scale) is nn.Parameter and model.scale in ignored
+
+
+@on_fake_ranks(4)
+def test_a_module_with_an_ignored_parameter_keeps_only_that_unsharded():
+    layer = linear()
+    fully_shard(layer, ignored_params={layer.weight})
+    assert type(layer.weight) is nn.Parameter and isinstance(layer.bias, DTensor)
 
 
 def blocks_with_a_scalar():
