@@ -229,17 +229,18 @@ class CommLedger:
     """A record of the collectives that meshard issues on this rank inside a ``with`` block.
 
     Read it inside the block or afterwards; ``print`` gives a table of collectives by unit. Groups
-    of one rank issue no collectives.
+    of one rank issue no collectives. Those of DTensor are left out, as in a step of Adafactor.
 
     Args:
-        module: Record only the units in this module, and the blocking collectives (of norms,
-            scalers, checkpoints and ``unsharded_params``) in the process groups of their meshes,
-            but not those of other units of the same root. None: everything.
+        module: Record only the units in this module, under the root that they have now, and the
+            blocking collectives (of norms, scalers, checkpoints and ``unsharded_params``) in the
+            process groups of their meshes, but not those of other units of the same root. None:
+            everything.
 
     Attributes:
         events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,
-            ``"all_reduce"``, in a step of ``owner_optimizer`` ``"all_to_all"`` or, before training,
-            ``"broadcast"``), ``unit``, ``group_size``, ``payload_bytes``, ``dtype`` and
+            ``"all_reduce"``, ``"all_to_all"``, ``"broadcast"``, ``"gather"``, ``"scatter"``),
+            ``unit``, ``group_size``, ``payload_bytes``, ``dtype`` and
             ``wire_bytes``.
 
     >>> import torch, meshard

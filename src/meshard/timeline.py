@@ -171,7 +171,7 @@ class Timeline:
             raise ValueError(f"{path} is no file that meshard.trace has written.") from error
 
     def of_ranks(self, ranks: Sequence[int] | None) -> Timeline:
-        """Return a timeline of some ranks; None: of the first eight, and a line says how many."""
+        """Return a timeline of some ranks; None: of the first eight, with a line if it has more."""
         if ranks is None:
             ranks = sorted(self.ranks)[:_SHOWN]
             if len(ranks) < len(self.ranks):

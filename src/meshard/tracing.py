@@ -70,7 +70,8 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Trace]:
     Collectives that are in flight as the block begins are left out. All models of the process are
     recorded, whichever threads run them.
 
-    **Collective:** leaving the context, on all ranks of the default process group, if there is one.
+    **Collective:** leaving the context, on all ranks of the default process group, if there is one
+    then (otherwise each process writes ``path`` for itself, as the first rank).
     The first rank gets the parts of all ranks, and alone writes ``path``. If the block raises on a
     rank, that rank communicates nothing, and each rank writes its own part to a file like
     ``trace.rank1.json``, on the disk of its host.

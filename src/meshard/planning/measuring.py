@@ -44,7 +44,8 @@ def measure(
 
     Returns:
         The profile, the same on all ranks. Compute is the mean of the ranks. A collective takes as
-        long as on the rank that began it last, because others have waited for that one.
+        long as on the rank that began it last, because others have waited for that one. If ranks
+        send other numbers of collectives, it takes as long as on the first rank.
 
     Raises:
         RuntimeError: No module of meshard ran in ``step``; a trace is active; or the step is not
@@ -191,7 +192,7 @@ def _profile_of(every: Sequence[_Measured], device_type: str) -> Profile:
         for same in zip(*(each.collectives for each in every), strict=True):
             collective = same[0][0]
             sent[collective.is_between_nodes].append((collective, min(took for _, took in same)))
-    else:  # ranks have sent other things
+    else:  # ranks have sent other numbers of collectives
         for collective, took in every[0].collectives:
             sent[collective.is_between_nodes].append((collective, took))
     # A step is as long as on the rank that is slowest.

@@ -2,8 +2,8 @@
 
 Every operator is real but for its kernel. Shapes come from the meta device, views are real views of
 real addresses, and autograd records and frees what it always does. So a step runs as in training,
-in the time of its bookkeeping. What a skipped kernel would have written is zero. Operators on small
-tensors run for real, because programs read them: counts, norms, masks.
+in the time of its bookkeeping. New memory is zero, and a skipped kernel writes nothing. Operators
+on small tensors run for real, because programs read them: counts, norms, masks.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         return made.set_(storage, shape.storage_offset(), shape.shape, shape.stride())
 
     def _communicate(self, func: Any, args: Any, tensors: list[torch.Tensor]) -> Any:
-        """Pretend to communicate. Small results are those of ranks that all send the same."""
+        """Pretend to communicate. Small gathers are as if all ranks sent the same; sums are not."""
         name = func._schema.name.removeprefix("c10d::").strip("_")
         if all(map(_is_small, tensors)):
             _fill_alike(name, args)

@@ -97,13 +97,14 @@ class Plan:
         bytes_by_kind: The parts of the peak: ``params``, ``grads``, ``optimizer``, ``unsharded``,
             ``activations`` and ``communication``.
         state_bytes: Shards of parameters, gradients and optimizer state, wherever they are.
-        host_bytes: The most that is alive in host memory, of what ``OffloadPolicy`` puts there.
+        host_bytes: The most that is alive in host memory, of what ``CPUOffloadPolicy`` puts there.
         collectives: Of the last step, by kind as ``CommLedger`` names them.
         events: Every collective of the last step, in order.
         peaks: The peak of each step; the first one makes the state of the optimizer.
         setup_peak_bytes: The most before the first step: models that are made whole before they are
             sharded.
-        moments: The parts of the last step in order, each with the most memory in it.
+        moments: The moment before the last step, and the parts of that step in order, each with the
+            most memory in it.
         units: The units, with their parts of the peak.
         not_known: What the plan cannot know, in sentences.
         time: How long the last step takes, if ``plan`` was given a profile; otherwise None.
@@ -274,8 +275,8 @@ def plan(
         The plan.
 
     Raises:
-        RuntimeError: This process has a process group already; or the job uses a model that was
-            made outside of it, and would be changed.
+        RuntimeError: This process has a process group already; or the job makes no tensor, or uses
+            a model that was made outside of it, and would be changed.
         TypeError: ``job`` is no function, or does not return one; ``profile`` is none.
         ValueError: A number is out of range; the profile is of another type of device, or lacks a
             network that the job uses.

@@ -20,8 +20,8 @@ class SweepRow:
     Attributes:
         settings: The keyword arguments of the job.
         world_size: How many ranks it was planned for.
-        plan: Its plan; None if the job raised an exception.
-        error: What the job raised.
+        plan: Its plan; None if the job, or ``plan``, raised an exception.
+        error: What was raised.
     """
 
     settings: dict[str, Any]
@@ -55,7 +55,7 @@ def sweep(
         **options: Of ``plan``; ``world_size`` is needed.
 
     Returns:
-        One row for each combination. A job that raised an exception has its text, and comes last.
+        One row for each combination. One that raised an exception has its text, and comes last.
 
     >>> import torch, meshard
     >>> def job(reshard=True):
@@ -99,8 +99,9 @@ def fit(
         **options: Of ``plan``.
 
     Returns:
-        The row with the fewest ranks (powers of two up to ``world_size``) on which any setting
-        fits, and the best row of ``sweep`` on ``world_size`` ranks. None: nothing fits.
+        The row with the fewest ranks (powers of two, or else ``world_size``) on which any setting
+        fits, and the best row of ``sweep`` on ``world_size`` ranks. None: nothing fits, or nothing
+        could be planned.
     """
     rows = sweep(job, settings, limit=limit, world_size=world_size, on_row=on_row, **options)
     best = rows[0] if rows and rows[0].fits(limit) else None
