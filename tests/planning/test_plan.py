@@ -104,6 +104,52 @@ def test_offloaded_state_is_in_host_memory():
     assert planned.peak_bytes < planned.host_bytes + 6 * 4 * WIDTH * WIDTH
 
 
+def test_an_optimizer_that_steps_in_host_memory_is_planned():
+    def job():
+        model = mlp(offload_policy=meshard.CPUOffloadPolicy())
+        optimizer = meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1, momentum=0.9)
+
+        def step():
+            model(torch.ones(4, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+
+        return step
+
+    planned = plan(job, world_size=8)
+    assert planned.state_bytes == 8 * num_params() // 8
+    assert planned.host_bytes >= planned.state_bytes
+    assert planned.bytes_by_kind["optimizer"] == 0
+
+
+@pytest.mark.parametrize("ending", ["resharded", "a part alone", "unsharded"])
+def test_state_is_counted_once_however_a_step_ends(ending):
+    def job():
+        model = mlp(reshard_after_forward=False)
+
+        def step():
+            x = model(torch.ones(4, WIDTH))
+            (model[0](x) if ending == "a part alone" else x).sum().backward()
+            if ending == "unsharded":
+                model[0].unshard()
+
+        return step
+
+    assert plan(job, world_size=8).state_bytes == 8 * num_params() // 8
+
+
+def test_the_dtype_of_new_tensors_is_the_default_one_of_the_moment():
+    def job():
+        found.append(torch.zeros(2**20).dtype)
+        torch.set_default_dtype(torch.bfloat16)
+        found.append(torch.zeros(2**20).dtype)
+        torch.set_default_dtype(torch.float32)
+        return mlp_job()
+
+    found = []
+    plan(job, world_size=2)
+    assert found == [torch.float32, torch.bfloat16]
+
+
 def test_the_parts_add_up():
     planned = usual_plan()
     assert sum(planned.bytes_by_kind.values()) == planned.peak_bytes == max(planned.peaks)

@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
-from meshard import GradientSync, MixedPrecisionPolicy
+from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
 from meshard.planning import Collective, Link, MeasuredWork, Profile, measure, plan
 from tests.benchmarks.pretend_network import Network
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.spread import mostly_slow
 from tests.support.virtual_time import virtual_machine
 
@@ -308,6 +308,22 @@ def test_all_ranks_get_the_same_profile(tmp_path):
     assert profile.between_nodes is None
     assert {"forward", "backward"} <= {each.phase for each in profile.work}
     assert all(each.seconds >= 0 for each in profile.work)
+
+
+@on_fake_ranks(2)
+def test_steps_in_host_memory_are_counted_for_their_units():
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    for module in (*model, model):
+        meshard.fully_shard(module, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    optimizer = meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
+
+    def step():
+        model(torch.ones(8, 64)).sum().backward()
+        optimizer.step()
+
+    found = measure(step, steps=1).work
+    counted = {each.unit for each in found if each.phase == "optimizer" and each.work}
+    assert counted == {"0", "1"}
 
 
 def test_a_step_that_differs_each_time_is_refused():

@@ -66,6 +66,10 @@ _REFUSED: dict[type[Optimizer], str] = {
 }
 
 
+class Worker(ThreadPoolExecutor):
+    """The thread in which an ``OverlappedOptimizer`` steps units in host memory."""
+
+
 class OverlappedOptimizer(StateOnRead):
     """An optimizer that steps each unit in backward: see ``overlap_optimizer``.
 
@@ -85,7 +89,7 @@ class OverlappedOptimizer(StateOnRead):
         max_norm: float | None,  # of all gradients; if given, nothing is stepped in backward
         waits_in_step: bool,  # whether ``step`` waits for all units; if not, each next gather does
     ) -> None:
-        worker = ThreadPoolExecutor(1, thread_name_prefix="meshard optimizer")
+        worker = Worker(1, thread_name_prefix="meshard optimizer")
         self._make_stepper = functools.partial(UnitStepper, make=make, worker=worker, change=change)
         self._max_norm = max_norm
         self._waits_in_step = waits_in_step

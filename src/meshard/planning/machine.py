@@ -33,6 +33,7 @@ from meshard._comm import spans
 from meshard._comm.communicator import CommEvent, Communicator, observers
 from meshard._communicators import communicators_from
 from meshard._engine.param_group import owner_of as group_of
+from meshard._engine.param_group import sharded_params_of
 from meshard._engine.unit import Unit, units_in, units_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import (
@@ -42,9 +43,10 @@ from meshard._torch.private import (
     graph_task_id,
     tree_flatten,
 )
+from meshard.optim.overlap import Worker
 from meshard.planning.communicators import PlannedStreams, PlannedWorks
 from meshard.planning.memory import MemoryLog
-from meshard.planning.phantom import PhantomMode
+from meshard.planning.phantom import PhantomMode, submit_inline
 from meshard.planning.tape import Collective, Tape, WorkRecorder
 
 
@@ -136,10 +138,12 @@ class Machine:
 
         for module in self._modules:
             self.log.relabel(map(plain_of, module.buffers()), "params")
-            for param in module.parameters():
-                relabel([param], "params", param)
-                if param.grad is not None:
-                    relabel([param.grad], "grads", param)
+        params = [each for module in self._modules for each in module.parameters()]
+        # A module may be called alone, and as a part of another one.
+        for param in dict.fromkeys(sharded_params_of(params)):
+            relabel([param], "params", param)
+            if param.grad is not None:
+                relabel([param.grad], "grads", param)
         # When they are asked for their state, some optimizers finish steps.
         for optimizer in self._optimizers if is_last else ():
             for stepped, state in optimizer.state.items():
@@ -174,6 +178,11 @@ class Machine:
             size = log.size_of(storage)
             return nbytes(storage) if size is None else size
 
+        def step_in_log(worker: Worker, *args: Any) -> Any:
+            with log.making("optimizer", is_on_host=self.has_device):
+                return submit_inline(worker, *args)
+
+        yield Worker, "submit", step_in_log
         yield torch.UntypedStorage, "resize_", resize_in_log
         yield torch.UntypedStorage, "nbytes", size_in_log
         if not self.has_device:

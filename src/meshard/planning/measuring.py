@@ -8,6 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from os import PathLike
 from typing import NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ import torch.distributed as dist
 from meshard._comm import spans
 from meshard._comm.blocking import gather_objects
 from meshard._comm.communicator import CommEvent, observers
-from meshard.planning.phantom import KernelMode
+from meshard.optim.overlap import Worker
+from meshard.planning.phantom import KernelMode, submit_inline
 from meshard.planning.tape import Collective, Key, WorkRecorder
 from meshard.planning.timing import Link, MeasuredWork, Profile
 from meshard.tracing import Part, Recording, all_ranks, disjoint, resolved
@@ -124,7 +126,11 @@ def _count(step: Callable[[], object]) -> tuple[dict[Key, float], spans.Clock]:
     recorder = WorkRecorder(add)
     spans.start(recorder)
     try:
-        with torch.compiler.set_stance("force_eager"), KernelMode(recorder.kernel):
+        with (
+            torch.compiler.set_stance("force_eager"),
+            mock.patch.object(Worker, "submit", submit_inline),
+            KernelMode(recorder.kernel),
+        ):
             step()
     finally:
         spans.stop()
