@@ -57,7 +57,9 @@ def describe(module: nn.Module) -> str:
     units = list(units_in(module))
     groups = [unit.group for unit in units if unit.params]
     sharded = {id(param.sharded) for group in groups for param in group.params}
-    left = [param for param in module.parameters() if id(param) not in sharded]
+    # While a unit is unsharded, its modules hold other parameters in the places of the sharded ones.
+    held = {id(each) for group in groups for param in group.params for each in param.installed()}
+    left = [param for param in module.parameters() if id(param) not in sharded | held]
     paths = {inner: name for name, inner in module.named_modules()}
     roots = {lifecycle: lifecycle.units()[0] for lifecycle in {u.lifecycle for u in units}}
     labels = [_label_in(paths, unit, roots[unit.lifecycle]) for unit in units]

@@ -35,6 +35,19 @@ def test_a_table_of_a_transformer_on_eight_ranks():
     ]
 
 
+@on_fake_ranks(2)
+def test_a_table_is_the_same_while_units_are_unsharded():
+    layers = [fully_shard(nn.Linear(4, 4), reshard_after_forward=False) for _ in range(2)]
+    model = fully_shard(nn.Sequential(*layers))
+    tables = [describe(model)]
+    layers[1].register_forward_hook(lambda *_: tables.append(describe(model)))
+    model(torch.ones(1, 4))
+    tables.append(describe(model))
+    with meshard.unsharded_params(model):
+        tables.append(describe(model))
+    assert len(tables) == 4 and len(set(tables)) == 1
+
+
 @pytest.mark.parametrize("rank", [0, 63, 64, 255])
 def test_sixty_four_rows_over_256_ranks_cost_four_times(rank):
     with fake_group(256, rank):
