@@ -38,6 +38,7 @@ def in_folder_of_the_job(tmp_path, monkeypatch):
         (["train_of_plan:job", "--world", "4"], 0),
         (["train_of_plan:job", "--world", "4", "--limit", "1GB", "--set", "width=512"], 0),
         (["train_of_plan:job", "--world", "4", "--limit", "1kB"], 1),
+        (["train_of_plan:job", "--world", "4", "--limit", "0B"], 1),
         (["train_of_plan:job", "--world", "4", "--fit", "1kB"], 1),
         (["train_of_plan:job", "--world", "4", "--fit", "1GB", "--sweep", "width=64,128"], 0),
         (["train_of_plan:job", "--world", "4", "--sweep", "width=64,128", "--limit", "1kB"], 1),
@@ -62,6 +63,10 @@ def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
         (["train_of_plan:job", "--world", "4", "--set", "depth=3"], "takes width, offload"),
         (["train_of_plan:job", "--world", "4", "--set", "width"], "KEY=VALUE"),
         (["train_of_plan:job", "--world", "4", "--sweep", "width="], "KEY=A,B"),
+        (
+            ["train_of_plan:job", "--world", "4", "--sweep", "width=1", "--sweep", "width=2"],
+            "KEY=A,B",
+        ),
         (["train_of_plan:job", "--world", "0"], "world_size=0"),
         (["train_of_plan:job", "--world", "4", "--limit", "many"], "80GB"),
         (["train_of_plan:failing", "--world", "4"], "train_of_plan.py:9"),

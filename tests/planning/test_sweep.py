@@ -1,3 +1,4 @@
+import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -55,3 +56,21 @@ def test_a_setting_that_a_job_does_not_have_is_a_row_with_an_error():
     (row,) = sweep(job, {"other": [1]}, world_size=4)
     assert row.plan is None
     assert "Error" in row.error
+
+
+def test_the_smallest_world_of_a_rank_is_not_larger_because_smaller_ones_lack_it():
+    smallest, cheapest = fit(job, {}, limit="80GB", world_size=16, rank=5)
+    assert (smallest.world_size, smallest.plan.rank) == (1, 0)
+    assert (cheapest.world_size, cheapest.plan.rank) == (16, 5)
+
+
+def test_nothing_fits_is_not_said_of_what_could_not_be_planned():
+    with pytest.raises(RuntimeError, match="no setting could be planned: TypeError.*witdh"):
+        fit(job, {"witdh": [64]}, limit="80GB", world_size=2)
+
+
+def test_a_limit_that_is_no_size_is_refused_before_plans_are_made():
+    seen = []
+    with pytest.raises(ValueError, match="80GB"):
+        sweep(job, {}, world_size=2, limit="80 gigs", on_row=seen.append)
+    assert not seen

@@ -24,7 +24,7 @@ import meshard
 from meshard.planning.models import SHAPES, built_in
 from meshard.planning.plan import bytes_of, plan
 from meshard.planning.report import readable_size, readable_time, screen_of
-from meshard.planning.sweep import MakeJob, SweepRow, fit, sweep
+from meshard.planning.sweep import MakeJob, SweepRow, check_some, fit, sweep
 from meshard.planning.timing import Link, Profile
 
 _EXAMPLES = """\
@@ -108,6 +108,8 @@ def _run(parsed: argparse.Namespace) -> int:
     if not parsed.sweep and not parsed.fit:
         return _show(parsed, plan(job, world_size=parsed.world, **options))
     values = dict(map(_values, parsed.sweep))
+    if len(values) < len(parsed.sweep):
+        raise ValueError("two --sweep have the same key; write KEY=A,B.")
     if parsed.plot:
         raise ValueError("--plot draws one plan; leave out --sweep and --fit, or --plot.")
     if parsed.fit and parsed.json:
@@ -123,7 +125,7 @@ def _run(parsed: argparse.Namespace) -> int:
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
     else:
         print(_table(rows, parsed.limit))
-    _check_some(rows)
+    check_some(rows)
     return 0 if rows[0].fits(parsed.limit) else 1
 
 
@@ -149,11 +151,6 @@ def _link(text: str) -> Link:
     return Link(bytes_per_second=bytes_of(rate.removesuffix("/s")), latency=seconds)
 
 
-def _check_some(rows: list[SweepRow]) -> None:
-    if all(row.plan is None for row in rows):
-        raise RuntimeError(f"no setting could be planned: {rows[0].error}")
-
-
 def _show(parsed: argparse.Namespace, planned: Any) -> int:
     limit = None if parsed.limit is None else bytes_of(parsed.limit)
     print(planned.to_json() if parsed.json else screen_of(planned, limit))
@@ -168,17 +165,10 @@ def _fit(
     values: dict[str, list[Any]],
     options: dict[str, Any],
 ) -> int:
-    rows: list[SweepRow] = []
     with _bar(None) as on_row:
-
-        def keep(row: SweepRow) -> None:
-            rows.append(row)
-            on_row(row)
-
         smallest, cheapest = fit(
-            job, values, limit=parsed.fit, world_size=parsed.world, on_row=keep, **options
+            job, values, limit=parsed.fit, world_size=parsed.world, on_row=on_row, **options
         )
-    _check_some(rows)
     if smallest is None or cheapest is None:
         print(f"nothing fits into {parsed.fit} on {parsed.world} ranks; try more ranks, or --sweep")
         return 1

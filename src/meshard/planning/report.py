@@ -59,7 +59,7 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
     yield f"rank {plan.rank} of {plan.world_size} on {plan.device_type}: peak {peak}, in {where}"
     if limit is not None:
         verdict = "fits" if plan.peak_bytes <= limit else "DOES NOT FIT"
-        yield f"{verdict} in {readable_size(limit)} ({plan.peak_bytes / limit:.0%})"
+        yield f"{verdict} in {readable_size(limit)} ({plan.peak_bytes / max(limit, 1):.0%})"
     yield ""
     yield f"[{_bar(plan)}]"
     for kind in sorted(KINDS, key=lambda each: -plan.bytes_by_kind[each]):

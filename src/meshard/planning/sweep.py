@@ -69,6 +69,7 @@ def sweep(
     {'reshard': False} 3
     {'reshard': True} 6
     """
+    limit = None if limit is None else bytes_of(limit)
     rows = []
     for values in itertools.product(*settings.values()):
         chosen = dict(zip(settings, values, strict=True))
@@ -96,22 +97,32 @@ def fit(
         limit: The memory of a rank, in bytes or as in ``"80GB"``.
         world_size: How many ranks there are at most.
         on_row: Called with each row when it is there.
-        **options: Of ``plan``.
+        **options: Of ``plan``. In a world without such a ``rank``, the last one is planned.
 
     Returns:
         The row with the fewest ranks (powers of two, or else ``world_size``) on which any setting
-        fits, and the best row of ``sweep`` on ``world_size`` ranks. None: nothing fits, or nothing
-        could be planned.
+        fits, and the best row of ``sweep`` on ``world_size`` ranks. None: nothing fits.
+
+    Raises:
+        RuntimeError: No setting could be planned on ``world_size`` ranks.
     """
     rows = sweep(job, settings, limit=limit, world_size=world_size, on_row=on_row, **options)
+    check_some(rows)
     best = rows[0] if rows and rows[0].fits(limit) else None
     if best is None:
         return None, None
     for size in _sizes_below(world_size):
-        smaller = sweep(job, settings, limit=limit, world_size=size, on_row=on_row, **options)
+        own = {**options, "rank": min(options.get("rank", 0), size - 1)}
+        smaller = sweep(job, settings, limit=limit, world_size=size, on_row=on_row, **own)
         if smaller[0].fits(limit):
             return smaller[0], best
     return best, best
+
+
+def check_some(rows: Sequence[SweepRow]) -> None:
+    """Raise a RuntimeError if no row has a plan."""
+    if rows and all(row.plan is None for row in rows):
+        raise RuntimeError(f"no setting could be planned: {rows[0].error}")
 
 
 def _sizes_below(world_size: int) -> Iterator[int]:
