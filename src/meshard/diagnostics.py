@@ -57,7 +57,7 @@ def describe(module: nn.Module) -> str:
     units = list(units_in(module))
     groups = [unit.group for unit in units if unit.params]
     sharded = {id(param.sharded) for group in groups for param in group.params}
-    # While a unit is unsharded, its modules hold other parameters in the places of the sharded ones.
+    # While a unit is unsharded, its modules hold other parameters in their place.
     held = {id(each) for group in groups for param in group.params for each in param.installed()}
     left = [param for param in module.parameters() if id(param) not in sharded | held]
     paths = {inner: name for name, inner in module.named_modules()}

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import os
 import subprocess
@@ -7,6 +8,7 @@ import pytest
 
 from meshard.__main__ import main
 from meshard.planning import MeasuredWork, Profile
+from meshard.planning.models import SHAPES
 
 JOB = """
 import meshard, torch
@@ -82,6 +84,13 @@ def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
 def test_wrong_commands_say_what_is_right(arguments, text, capsys):
     assert main(["plan", *arguments]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_built_in_model_is_planned_on_a_cpu(capsys, monkeypatch):
+    shape = dataclasses.replace(SHAPES["gpt:13b"], width=64, depth=1, heads=2, kv_heads=2)
+    monkeypatch.setitem(SHAPES, "tiny", shape)
+    assert main(["plan", "--model", "tiny", "--world", "2", "--device", "cpu"]) == 0
+    assert "rank 0 of 2 on cpu" in capsys.readouterr().out
 
 
 def test_json_is_for_scripts(capsys):

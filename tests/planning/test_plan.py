@@ -1,7 +1,9 @@
 import functools
+import importlib
 import json
 import logging
 import resource
+import sys
 from functools import partial
 from types import SimpleNamespace
 
@@ -274,6 +276,57 @@ def test_norms_by_torch_and_groups_by_any_name():
     assert plan(job, world_size=8).collectives["reduce_scatter"].count == 2
 
 
+def test_objects_are_gathered_as_if_all_ranks_sent_the_same():
+    def job():
+        for gather in (dist.gather_object, lambda one, all_: dist.all_gather_object(all_, one)):
+            found = [None] * 4
+            gather({"a": 1}, found)
+            assert found == [{"a": 1}] * 4
+        return mlp_job()
+
+    plan(job, world_size=4)
+
+
+class Tagged(nn.Parameter):
+    """A parameter of a class that changes no operator."""
+
+
+def test_parameters_of_a_class_of_their_own_are_planned():
+    def job():
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        layer.weight = Tagged(layer.weight.detach())
+        model = meshard.fully_shard(layer)
+        return lambda: model(torch.ones(4, WIDTH)).sum().backward()
+
+    assert plan(job, world_size=2).state_bytes == 8 * WIDTH * WIDTH // 2
+
+
+def test_a_closure_is_no_part_of_the_step_of_its_optimizer():
+    def job(by_closure):
+        model = mlp()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.ones(1024, WIDTH)).sum()
+            loss.backward()
+            return loss
+
+        def step():
+            if by_closure:
+                optimizer.step(closure)
+            else:
+                closure()
+                optimizer.step()
+
+        return step
+
+    plans = [plan(partial(job, each), world_size=8) for each in (False, True)]
+    assert plans[0].peak_phase == "backward"
+    assert plans[0].bytes_by_kind == plans[1].bytes_by_kind
+    assert plans[0].units == plans[1].units
+
+
 def test_models_of_before_are_not_changed():
     def job():
         optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -359,6 +412,27 @@ def test_a_plan_leaves_the_process_as_it_was(fails):
     gradients = trained()
     dist.destroy_process_group()
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
+
+
+def test_a_plan_inside_a_trace_is_refused_and_leaves_no_hook(tmp_path):
+    with (
+        meshard.trace(tmp_path / "trace.json"),
+        pytest.raises(RuntimeError, match="a trace is active"),
+    ):
+        plan(mlp_job, world_size=2)
+    nn.Linear(2, 2)(torch.ones(1, 2))
+
+
+def test_a_module_that_a_job_imports_first_gets_the_functions_of_torch(tmp_path, monkeypatch):
+    def job():
+        importlib.import_module("imported_in_job").init_process_group("nccl")
+        return mlp_job()
+
+    text = "from torch.distributed import init_process_group"
+    (tmp_path / "imported_in_job.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    plan(job, world_size=2)
+    assert sys.modules.pop("imported_in_job").init_process_group is init_process_group
 
 
 @on_fake_ranks(4)

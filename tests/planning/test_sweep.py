@@ -65,7 +65,7 @@ def test_the_smallest_world_of_a_rank_is_not_larger_because_smaller_ones_lack_it
 
 
 def test_nothing_fits_is_not_said_of_what_could_not_be_planned():
-    with pytest.raises(RuntimeError, match="no setting could be planned: TypeError.*witdh"):
+    with pytest.raises(RuntimeError, match=r"no setting could be planned: TypeError.*witdh"):
         fit(job, {"witdh": [64]}, limit="80GB", world_size=2)
 
 

@@ -15,7 +15,17 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CPUOffloadPolicy, GradientSync, MixedPrecisionPolicy
-from meshard.planning import Collective, Link, MeasuredWork, Profile, measure, plan
+from meshard.planning import (
+    Collective,
+    KindTime,
+    Link,
+    MeasuredWork,
+    Profile,
+    StepTime,
+    measure,
+    plan,
+)
+from meshard.timeline import KindSummary, Summary
 from tests.benchmarks.pretend_network import Network
 from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.spread import mostly_slow
@@ -178,6 +188,27 @@ def test_a_plan_is_held_against_a_trace_phase_by_phase(tmp_path):
     assert "backward: planned" in str(compared)
     with pytest.raises(ValueError, match="no time"):
         job().compare(ledger, summary=traced.summary)
+
+
+def test_collectives_without_a_lane_are_compared_together():
+    kinds = {"gather": KindTime(3.0, 1.0), "scatter": KindTime(4.0, 2.0)}
+    time = StepTime(9.0, 9.0, 9.0, 6.0, {}, kinds, 2.0, "scatter 0")
+    ran = KindSummary(
+        num_collectives=2, num_bytes=2, seconds=7.0, exposed=4.0, longest_wait=3.0, longest_unit="0"
+    )
+    summary = Summary(
+        rank=0,
+        seconds=9.0,
+        kinds={"other collectives": ran},
+        phases={},
+        peak_bytes=None,
+        memory_kind="",
+    )
+    planned = plan(make_job, world_size=RANKS, device_type="cpu")
+    compared = dataclasses.replace(planned, time=time).compare(
+        meshard.CommLedger(), summary=summary
+    )
+    assert compared.seconds == {"exposed other collectives": (3.0, 4.0)}
 
 
 def test_the_band_is_as_wide_as_measured_steps_were_apart():

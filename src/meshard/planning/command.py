@@ -230,7 +230,8 @@ def _job_of(parsed: argparse.Namespace, settings: dict[str, Any]) -> MakeJob:
     if parsed.model is not None:
         if parsed.model not in SHAPES:
             raise ValueError(f"there is no model {parsed.model!r}; there are {', '.join(SHAPES)}.")
-        return _checked(partial(built_in, parsed.model), settings, parsed.sweep)
+        made = partial(built_in, parsed.model, device=parsed.device)
+        return _checked(made, settings, parsed.sweep)
     package, _, name = parsed.job.partition(":")
     if not name:
         raise ValueError(f"a job is PKG:FUNCTION, such as train:job, got {parsed.job!r}.")

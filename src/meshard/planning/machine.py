@@ -72,6 +72,7 @@ class Machine:
         self._running: list[nn.Module] = []
         self._unit_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.recomputed: set[str] = set()  # units of which a part of the forward ran in backward
+        self._stubs: list[tuple[Any, str, Any]] = []  # each with the function that it stands for
         self._in_step = contextlib.ExitStack()
         self._state = Counter[str]()  # bytes by kind when ``label`` was called last
         self._most = Counter[str]()  # the most of each that it has found
@@ -103,6 +104,7 @@ class Machine:
             size = self.world_size
             dist.init_process_group("fake", store=store, rank=self.rank, world_size=size)
             stack.callback(dist.destroy_process_group)
+            stack.callback(self._restore)
             for target, name, instead in self._replaced():
                 stack.enter_context(mock.patch.object(target, name, instead))
             stack.enter_context(communicators_from(self._make_communicator))
@@ -163,7 +165,9 @@ class Machine:
             own = getattr(dist, name)
             for loaded in tuple(sys.modules.values()):
                 if getattr(loaded, "__dict__", {}).get(name) is own:
-                    yield loaded, name, _nothing()
+                    stub = _nothing()
+                    self._stubs.append((stub, name, own))
+                    yield loaded, name, stub
         if self.has_device:
             # On a device, optimizers use kernels for lists of tensors, which take more memory.
             for where, name, supported in foreach_devices():
@@ -211,6 +215,13 @@ class Machine:
             if hasattr(module, name):
                 yield module, name, functools.partial(_return, number)
 
+    def _restore(self) -> None:
+        """Undo what is replaced in modules that the job was the first to import."""
+        for loaded in tuple(sys.modules.values()):
+            for stub, name, own in self._stubs:
+                if getattr(loaded, "__dict__", {}).get(name) is stub:
+                    setattr(loaded, name, own)
+
     def _make_communicator(self, _: torch.device) -> Communicator:
         if self.has_device:
             return PlannedStreams(self.log, self.tape)
@@ -219,6 +230,7 @@ class Machine:
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         """Learn which unit runs, what is sent, and which optimizers there are."""
+        spans.start(self._recorder)  # raises if a trace is active
         hooks = [
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
@@ -231,7 +243,6 @@ class Machine:
         logger.setLevel(logging.DEBUG)
         logger.propagate = False
         observers.append(self._on_collective)
-        spans.start(self._recorder)
         try:
             yield
         finally:
@@ -271,8 +282,29 @@ class Machine:
         self.log.enter("forward", label)
         return label
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Any]]:
         self._optimizers.add(optimizer)
+        self._enter_step(optimizer)
+
+        def outside(given: Any) -> Any:
+            """Return an argument; a closure that computes the loss is no part of the step."""
+            if not callable(given):
+                return given
+
+            def run() -> Any:
+                self._in_step.close()
+                self.log.enter("forward", "")
+                loss = given()
+                self._enter_step(optimizer)
+                return loss
+
+            return run
+
+        return tuple(map(outside, args)), {name: outside(each) for name, each in kwargs.items()}
+
+    def _enter_step(self, optimizer: torch.optim.Optimizer) -> None:
         self.label()
         self.log.enter("optimizer", "")
         params = [each for group in optimizer.param_groups for each in group["params"]]

@@ -146,6 +146,7 @@ def built_in(
     length: int = 2048,
     microbatches: int = 1,
     owners: bool = False,
+    device: str = "cuda",
 ) -> Callable[[], object]:
     """Make one of ``SHAPES`` on this rank, and return a step.
 
@@ -160,6 +161,7 @@ def built_in(
         length: Tokens of a sequence.
         microbatches: Of a step.
         owners: Step the matrices of blocks with Muon, each on one rank.
+        device: The type of device of the ranks.
     """
     if name not in SHAPES:
         raise ValueError(f"there is no model {name!r}; there are {', '.join(SHAPES)}.")
@@ -171,9 +173,9 @@ def built_in(
     if world_size % replicas:
         raise ValueError(f"replicas must divide the number of ranks, {world_size}; got {replicas}.")
     if replicas == 1:
-        mesh = init_device_mesh("cuda", (world_size,))
+        mesh = init_device_mesh(device, (world_size,))
     else:
-        mesh = init_device_mesh("cuda", (replicas, world_size // replicas))
+        mesh = init_device_mesh(device, (replicas, world_size // replicas))
     with torch.device("meta"):
         model = _Model(shape, length=length, recomputes=recompute)
     shard = partial(
@@ -188,7 +190,7 @@ def built_in(
     for block in model.blocks:
         shard(block)
     shard(model)
-    model.to_empty(device="cpu" if offload else "cuda")
+    model.to_empty(device="cpu" if offload else device)
     optimizer: torch.optim.Optimizer = (
         meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
         if owners
@@ -196,7 +198,7 @@ def built_in(
     )
 
     def step() -> None:
-        tokens = torch.zeros(batch, length, dtype=torch.long, device="cuda")
+        tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
         for each in meshard.microbatches(model, [tokens] * microbatches):
             scores = model(each).flatten(0, 1)
             functional.cross_entropy(scores.float(), each.flatten()).backward()

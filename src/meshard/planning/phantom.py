@@ -32,7 +32,9 @@ OnStorage = Callable[[torch.UntypedStorage], None]
 OnKernel = Callable[[Any, Any, Any, Any], None]  # operator, arguments, keywords and results
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+def _is_plain(cls: type[torch.Tensor]) -> bool:
+    """Whether operators reach a mode with tensors of this class as they are."""
+    return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
 def submit_inline(_: Executor, function: Callable[..., Any], *args: Any) -> Future[Any]:
@@ -94,7 +96,7 @@ class KernelMode(DispatchMode):  # type: ignore[misc]  # an Any
         kwargs = kwargs or {}
         if is_faking():  # DTensor finds out a shape
             return func(*args, **kwargs)
-        if any(each not in _PLAIN for each in types):
+        if not all(map(_is_plain, types)):
             return NotImplemented  # DTensors come here again with their local tensors
         result = func(*args, **kwargs)
         if func.namespace != "c10d" and not _schema_of(func).is_view:
@@ -132,7 +134,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if any(type(tensor) not in _PLAIN for tensor in tensors):
+        if not all(_is_plain(type(tensor)) for tensor in tensors):
             return NotImplemented  # DTensors come here again with their local tensors
         if func.namespace == "c10d":
             return self._communicate(func, args, tensors)
@@ -245,6 +247,9 @@ def _fill_alike(name: str, args: Any) -> None:
         (source,) = args[1]
         for output in _tensors_in(args[0]):
             output.copy_(source)
+    elif name == "gather":
+        for output in _tensors_in(args[0]):
+            output.copy_(args[1][0])
     elif name in ("reduce_scatter_base", "alltoall_base"):
         output, source = args[0].view(-1), args[1].reshape(-1)
         count = min(output.numel(), source.numel())

@@ -17,7 +17,7 @@ from meshard.planning.picture import draw_memory
 from meshard.planning.report import screen_of
 from meshard.planning.tape import Collective
 from meshard.planning.timing import Profile, StepTime, time_of
-from meshard.timeline import Summary
+from meshard.timeline import Summary, lane_of
 
 Job = Callable[[], Callable[[], object]]
 
@@ -221,9 +221,8 @@ def _times_beside(time: StepTime | None, summary: Summary) -> dict[str, tuple[fl
         phase: (time.phases.get(phase, 0.0), seconds) for phase, seconds in summary.phases.items()
     }
     for name, kind in summary.kinds.items():
-        op = name.replace("-", "_")
-        planned = time.kinds[op].exposed if op in time.kinds else 0.0
-        found[f"exposed {op}"] = planned, kind.exposed
+        planned = sum(each.exposed for op, each in time.kinds.items() if lane_of(op) == name)
+        found[f"exposed {name.replace('-', '_')}"] = planned, kind.exposed
     return found
 
 
@@ -264,7 +263,8 @@ def plan(
             it, and makes an optimizer. It returns a function that runs one whole step on a batch
             that it makes up, with accumulation, clipping and all.
         world_size: How many ranks the job will have.
-        rank: Which of them is planned. Ranks may differ in padding.
+        rank: Which of them is planned. Ranks may differ in padding. No rank gets objects that
+            another one broadcasts: ``dist.broadcast_object_list`` raises on all but its source.
         ranks_per_node: How many ranks share a node, which decides what is sent between nodes.
         device_type: Of the real job. On ``"cpu"``, the ranks send through sockets.
         steps: How many steps to run. The first makes the state of the optimizer, and the last is
