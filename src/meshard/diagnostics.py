@@ -234,10 +234,9 @@ class CommLedger:
     of one rank issue no collectives. Those of DTensor are left out, as in a step of Adafactor.
 
     Args:
-        module: Record only the units in this module, under the root that they have now, and the
-            blocking collectives (of norms, scalers, checkpoints and ``unsharded_params``) in the
-            process groups of their meshes, but not those of other units of the same root. None:
-            everything.
+        module: Record only the units that are in this module as the block begins, and the blocking
+            collectives (of norms, scalers, checkpoints and ``unsharded_params``) in the process
+            groups of their meshes, but not those of other units of the same root. None: everything.
 
     Attributes:
         events: Every collective, in order: ``op`` (``"all_gather"``, ``"reduce_scatter"``,
@@ -261,27 +260,9 @@ class CommLedger:
         # Units outside of the module whose collectives have the same sources, and are left out: by
         # communicator or process group, and label.
         self._left_out: set[tuple[object, str]] = set()
-        if module is not None:
-            if not isinstance(module, nn.Module):
-                raise TypeError(
-                    f"CommLedger takes the module to record, or nothing, got {module!r}."
-                )
-            units = list(units_in(module))
-            roots = {unit.lifecycle for unit in units}
-            others = {unit for root in roots for unit in root.units()}.difference(units)
-            self._left_out = {
-                (source, unit.label)
-                for unit in others
-                if unit.params
-                for source in (unit.group.comm.identity, *unit.group.spec.mesh_info.groups)
-            }
-            groups = [unit.group for unit in units if unit.params]
-            self._recorded = {group.comm.identity for group in groups}
-            for group in groups:
-                self._recorded.update(group.spec.mesh_info.groups)
-                for param in group.params:
-                    if isinstance(param.sharded, DTensor):
-                        self._recorded.update(param.sharded.device_mesh.get_all_groups())
+        if module is not None and not isinstance(module, nn.Module):
+            raise TypeError(f"CommLedger takes the module to record, or nothing, got {module!r}.")
+        self._module = module  # until the block begins
 
     def __str__(self) -> str:
         by_unit: dict[tuple[str, str], list[CommEvent]] = {}
@@ -299,7 +280,28 @@ class CommLedger:
         if is_recorded and (source, event.unit) not in self._left_out:
             self.events.append(event)
 
+    def _record_only(self, module: nn.Module) -> None:
+        units = list(units_in(module))
+        roots = {unit.lifecycle for unit in units}
+        others = {unit for root in roots for unit in root.units()}.difference(units)
+        self._left_out = {
+            (source, unit.label)
+            for unit in others
+            if unit.params
+            for source in (unit.group.comm.identity, *unit.group.spec.mesh_info.groups)
+        }
+        groups = [unit.group for unit in units if unit.params]
+        self._recorded = {group.comm.identity for group in groups}
+        for group in groups:
+            self._recorded.update(group.spec.mesh_info.groups)
+            for param in group.params:
+                if isinstance(param.sharded, DTensor):
+                    self._recorded.update(param.sharded.device_mesh.get_all_groups())
+
     def __enter__(self) -> Self:
+        if self._module is not None:
+            self._record_only(self._module)
+            self._module = None
         observers.append(self._observe)
         return self
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -104,6 +104,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         scaled = super().scale(outputs)
         if self.is_enabled() and overlapped_optimizers:
+            if isinstance(scaled, Iterator):  # for any iterable but a list or a tuple
+                scaled = list(scaled)
             for loss in tree_flatten(scaled)[0]:
                 if loss.requires_grad:
                     loss.register_hook(_mark_backward)

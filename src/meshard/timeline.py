@@ -167,7 +167,7 @@ class Timeline:
             content = json.loads(Path(path).read_text())
             ranks = {int(rank): each for rank, each in content["otherData"]["ranks"].items()}
             return cls(content["traceEvents"], ranks)
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"{path} is no file that meshard.trace has written.") from error
 
     def of_ranks(self, ranks: Sequence[int] | None) -> Timeline:

@@ -337,7 +337,7 @@ def _events(part: Part, rank: int, *, offset: float, zero: float) -> Iterator[di
         ends = tracks[piece.lane]
         track = next((i for i, end in enumerate(ends) if end <= piece.began), len(ends))
         ends[track : track + 1] = [piece.ended]
-        thread = 100 * LANES.index(piece.lane) + track
+        thread = 10_000 * LANES.index(piece.lane) + track
         if thread not in named:
             named.add(thread)
             name = f"{piece.lane} {track + 1}" if track else piece.lane

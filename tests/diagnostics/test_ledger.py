@@ -168,6 +168,16 @@ def test_a_ledger_tells_roots_apart_that_share_streams():
     assert [event.unit for event in mixed.events] == ["(root)", "blocks.0", "blocks.0"]
 
 
+@on_fake_ranks(2)
+def test_a_ledger_may_be_made_before_a_new_root_is_put_around_its_module():
+    layers = [meshard.fully_shard(nn.Linear(4, 4)) for _ in range(2)]
+    ledger = CommLedger(layers[0])
+    model = meshard.fully_shard(nn.Sequential(*layers))
+    with ledger:
+        model(torch.ones(1, 4))
+    assert [(event.op, event.unit) for event in ledger.events] == [("all_gather", "0")]
+
+
 @on_fake_ranks(4)
 def test_a_ledger_prints_a_table():
     model = build(2, init_device_mesh("cpu", (4,)), reshard_after_forward=True)

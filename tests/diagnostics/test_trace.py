@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import meshard
 from meshard import CommLedger
 from meshard.timeline import Timeline
-from meshard.tracing import clock_offset
+from meshard.tracing import Part, Piece, _events, clock_offset
 from tests.support import insides
 from tests.support.fake_device import FakeDevice
 from tests.support.models import Made
@@ -157,6 +157,15 @@ def test_an_optimizer_may_step_in_a_trace_before_the_model_was_used(tmp_path):
     with meshard.trace(path):
         torch.optim.AdamW(model.parameters()).step()
     assert [each["name"] for each in lanes_of(path, 0)["optimizer"]] == ["AdamW"]
+
+
+def test_many_collectives_in_flight_stay_in_their_lanes():
+    lanes = [*["all-gather"] * 102, "reduce-scatter"]
+    pieces = [Piece(0.0, 1.0, lane, "communication", f"{lane} 0", {}) for lane in lanes]
+    events = [*_events(Part(0.0, 1.0, pieces, [], ""), rank=0, offset=0.0, zero=0.0)]
+    names = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
+    last = [each for each in events if each["ph"] == "X"][-2:]
+    assert [names[each["tid"]] for each in last] == ["all-gather 102", "reduce-scatter"]
 
 
 @on_ranks(2)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves
 
 import meshard
 from meshard import OverlappedOptimizer, overlap_optimizer
@@ -254,9 +255,10 @@ def test_only_a_model_that_is_stepped_in_backward_refuses_a_scaled_loss():
     scaler.step(plain)
     scaler.update()
     assert not torch.equal(whole(other.first.weight), others["first.weight"])
-    for losses in (scaler.scale([ours(batch(0)).sum()])[0], scaler.scale(ours(batch(0)).sum())):
+    for several in (list, iter, next):
+        (scaled,) = tree_leaves(scaler.scale(several(iter([ours(batch(0)).sum()]))))
         with pytest.raises(RuntimeError, match=r"steps unit .* could be unscaled .*detach\(\)"):
-            losses.backward()
+            scaled.backward()
         ours.reset_iter_state()
     assert_same(full_state(ours), before, bitwise=True)
     # What failed is over, and a backward of another loss is not taken for one of a scaled loss.
