@@ -28,7 +28,7 @@ from meshard._comm.stalls import Waiting
 from meshard._torch.private import timeout_of
 from meshard.timeline import LANES, Summary, lane_of, summarize
 
-_RAISED = "raised"
+_ALL_LEFT, _RAISED = "all left", "raised"
 _ROUND_TRIPS = 10  # to compare the clocks of two hosts
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _logger = logging.getLogger("meshard")
@@ -70,11 +70,11 @@ def trace(path: str | os.PathLike[str]) -> Iterator[Trace]:
     Collectives that are in flight as the block begins are left out. All models of the process are
     recorded, whichever threads run them.
 
-    **Collective:** leaving the context, on all ranks of the default process group, if there is one
-    then (otherwise each process writes ``path`` for itself, as the first rank).
+    **Collective:** leaving the context, on all ranks of the default process group, if there is one.
     The first rank gets the parts of all ranks, and alone writes ``path``. If the block raises on a
     rank, that rank communicates nothing, and each rank writes its own part to a file like
-    ``trace.rank1.json``, on the disk of its host.
+    ``trace.rank1.json``, on the disk of its host. So it does if a rank comes later than the timeout
+    of the group, or if the group was destroyed inside the block.
 
     Args:
         path: Of the file, on the first rank. It is overwritten; missing folders are made.
@@ -159,6 +159,13 @@ class Recording:
         self.spans: list[_Span] = []
         self.phases: list[_Phase] = []
         self._open = threading.local()
+        self.rank: int | None = None  # once it is known that there are several
+        self.find_rank()
+
+    def find_rank(self) -> None:
+        """Remember the rank: the process group may be destroyed before the context is left."""
+        if self.rank is None and (group := all_ranks()) is not None:
+            self.rank = group.rank()
 
     def _open_ones(self) -> list[_Span]:
         if not hasattr(self._open, "spans"):
@@ -181,6 +188,7 @@ class Recording:
 
     def enter(self, phase: str, label: str, clock: Clock) -> None:
         """Record that compute begins a phase of a unit."""
+        self.find_rank()
         alive = clock.bytes_alive() if clock.memory_kind else 0
         self.phases.append(_Phase(clock.now(), phase, label, clock, alive))
 
@@ -398,14 +406,14 @@ def _leave_after_error(traced: Trace, recorder: Recording) -> None:
     group = all_ranks()
     if group is not None:
         _do_all_leave(group, has_raised=True)
-    _write_alone(traced, resolved(recorder), group)
+    _write_alone(traced, resolved(recorder), recorder.rank)
 
 
 def _leave(traced: Trace, recorder: Recording) -> None:
     """Write the file. **Collective:** all ranks, unless one of them has raised."""
     part, group = resolved(recorder), all_ranks()
     if group is None:
-        _write_alone(traced, part, None)
+        _write_alone(traced, part, recorder.rank)
     elif _do_all_leave(group, has_raised=False):
         traced._summary = _summary_of(part, group.rank())
         offsets = _clock_offsets(group)
@@ -414,18 +422,21 @@ def _leave(traced: Trace, recorder: Recording) -> None:
             _forget_meeting(group)
             _write(traced.path, dict(enumerate(parts)), offsets)
     else:
-        _write_alone(traced, part, group)
+        _write_alone(traced, part, group.rank())
 
 
-def _write_alone(traced: Trace, part: Part, group: dist.ProcessGroup | None) -> None:
-    """Write the part of this rank, without communication. ``group``: None if it is alone."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
+def _write_alone(traced: Trace, part: Part, rank: int | None) -> None:
+    """Write the part of this rank, without communication. ``rank``: None if there are no others."""
+    is_alone = rank is None
+    if rank is None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
     traced._summary = _summary_of(part, rank)
-    if group is not None:
+    if not is_alone:
         traced.path = traced.path.with_suffix(f".rank{rank}{traced.path.suffix}")
         _logger.warning(
-            "rank %d: a rank has raised inside meshard.trace, or has ended, so this one writes its "
-            "own part only, to %s.", rank, traced.path,
+            "rank %d: inside meshard.trace a rank has raised or ended, or comes too late, or the "
+            "process group was destroyed; so this rank writes its own part only, to %s.",
+            rank, traced.path,
         )  # fmt: skip
     _write(traced.path, {rank: part}, [])
 
@@ -437,14 +448,19 @@ def _do_all_leave(group: dist.ProcessGroup, *, has_raised: bool) -> bool:
     """
     _numbers[group] = _numbers.get(group, 0) + 1
     store, key = group.get_group_store(), f"meshard/trace/{_numbers[group]}"
+
+    def agree_on(verdict: str) -> str:
+        """Return the verdict of the first rank that has one."""
+        return store.compare_set(f"{key}/verdict", "", verdict).decode()
+
     try:
-        if has_raised:
-            store.set(f"{key}/verdict", _RAISED)
-        elif store.add(f"{key}/left", 1) == group.size():
-            store.set(f"{key}/verdict", "all left")
-        with Waiting("end of a trace", group):
-            store.wait([f"{key}/verdict"], timeout_of(group, torch.device("cpu")))
-        return bool(store.get(f"{key}/verdict").decode() != _RAISED)
+        if not has_raised:
+            if store.add(f"{key}/left", 1) == group.size():
+                agree_on(_ALL_LEFT)
+            # If a rank comes too late, it must not wait for this one afterwards.
+            with contextlib.suppress(RuntimeError), Waiting("end of a trace", group):
+                store.wait([f"{key}/verdict"], timeout_of(group, torch.device("cpu")))
+        return agree_on(_RAISED) == _ALL_LEFT
     except RuntimeError as error:  # the rank that has the store may have ended
         _logger.warning("a trace has not found the other ranks: %s", error)
         return False

@@ -3,6 +3,7 @@
 import json
 import logging
 import time
+from datetime import timedelta
 from itertools import pairwise
 from unittest import mock
 
@@ -21,7 +22,7 @@ from tests.support import insides
 from tests.support.fake_device import FakeDevice
 from tests.support.models import Made
 from tests.support.parity import assert_same, full_grads
-from tests.support.ranks import on_fake_ranks, on_ranks
+from tests.support.ranks import fake_group, on_fake_ranks, on_ranks
 
 DELAY = 0.1
 WIDTH = 8
@@ -287,6 +288,30 @@ def test_ranks_write_their_own_parts_if_one_of_them_raises(tmp_path, raising):
         backward(model)
     dist.barrier()
     assert set(Timeline.read(path).ranks) == {0, 1}
+
+
+@on_ranks(2)
+def test_a_rank_that_comes_later_than_the_timeout_waits_for_none(tmp_path):
+    path, rank = tmp_path / "trace.json", dist.get_rank()
+    timeout = mock.patch("meshard.tracing.timeout_of", return_value=timedelta(seconds=0.1))
+    dist.barrier()
+    with timeout, meshard.trace(path) as traced:
+        time.sleep(5 * DELAY * rank)
+    rank_sum = torch.tensor(rank)
+    dist.all_reduce(rank_sum)
+    assert rank_sum == 1
+    assert traced.path == tmp_path / f"trace.rank{rank}.json" and not path.exists()
+
+
+def test_each_rank_writes_a_file_if_the_group_is_destroyed_inside_the_block(tmp_path):
+    with (
+        meshard.trace(tmp_path / "trace.json") as traced,
+        fake_group(2, rank=1),
+        mock.patch("meshard.tracing.all_ranks", return_value=dist.group.WORLD),
+    ):
+        meshard.fully_shard(nn.Linear(2, 2))(torch.ones(1, 2))
+    assert traced.path == tmp_path / "trace.rank1.json"
+    assert set(Timeline.read(traced.path).ranks) == {traced.summary.rank} == {1}
 
 
 @on_ranks(2)
