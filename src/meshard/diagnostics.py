@@ -231,7 +231,7 @@ class CommLedger:
     """A record of the collectives that meshard issues on this rank inside a ``with`` block.
 
     Read it inside the block or afterwards; ``print`` gives a table of collectives by unit. Groups
-    of one rank issue no collectives. Those of DTensor are left out, as in a step of Adafactor.
+    of one rank issue no collectives.
 
     Args:
         module: Record only the units that are in this module as the block begins, and the blocking

@@ -15,10 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommEvent, announce
 from meshard._comm.spans import clock_of, profiled
 from meshard._comm.stalls import Waiting, stall_seconds
+from meshard._torch.dtensor import plain_of
 from meshard._torch.private import all_gather_single
 
 
@@ -54,6 +56,19 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     with _waiting("all_gather", source, group, label, event):
         all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
     return gathered
+
+
+def full_tensor(tensor: DTensor, *, label: str) -> torch.Tensor:
+    """Return the unsharded tensor, on all ranks of its mesh, by the collectives of DTensor."""
+    local, numel = plain_of(tensor), tensor.numel()
+    with contextlib.ExitStack() as stack:
+        for axis, placement in enumerate(tensor.placements):
+            group = tensor.device_mesh.get_group(axis)
+            if placement.is_shard() and group.size() > 1:
+                event = announce("all_gather", local, group, label, numel=numel)
+                stack.enter_context(_waiting("all_gather", local, group, label, event))
+                numel //= group.size()  # an axis that comes later is gathered first
+        return tensor.full_tensor()
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup, *, label: str) -> list[Any]:

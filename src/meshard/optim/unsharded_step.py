@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from meshard._comm.blocking import full_tensor
 from meshard.optim.flat import MakeOptimizer, cut_like
 
 _EMPTY = torch.empty(0, device="cpu")  # a placeholder between steps
@@ -57,4 +58,4 @@ class UnshardedStep(Optimizer):
 
 
 def _gathered(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return full_tensor(value, label="(optimizer)") if isinstance(value, DTensor) else value
