@@ -25,6 +25,7 @@ from meshard.planning import (
     measure,
     plan,
 )
+from meshard.planning.measuring import _Measured, _profile_of
 from meshard.timeline import KindSummary, Summary
 from tests.benchmarks.pretend_network import Network
 from tests.support.ranks import on_fake_ranks, on_ranks
@@ -370,6 +371,30 @@ def test_a_step_that_differs_each_time_is_refused():
         model = meshard.fully_shard(nn.Linear(256, 256))
         with pytest.raises(RuntimeError, match="ran no kernel in backward"):
             measure(step, steps=2)
+
+
+@on_ranks(2)
+def test_all_ranks_refuse_a_step_that_differs_each_time_on_one_of_them():
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("apart", "alone"))
+    model, calls = meshard.fully_shard(nn.Linear(64, 64), mesh["alone"]), []
+
+    def step():
+        calls.append(1)
+        loss = model(torch.ones(8, 64)).sum()
+        if len(calls) != 2 or torch.distributed.get_rank() == 0:
+            loss.backward()
+
+    with pytest.raises(RuntimeError, match="ran no kernel in backward"):
+        measure(step, steps=2)
+
+
+def test_collectives_of_different_stages_are_not_taken_for_the_same():
+    """Both ranks send a byte per second; the second stage is a hundred times as small."""
+    ranks = []
+    for stage, size in enumerate((2000, 20)):
+        gather = Collective("all_gather", f"stages.{stage}", 2, size, size // 2, False)
+        ranks.append(_Measured({}, {}, [(gather, size / 2)] * 5, [1.0]))
+    assert _profile_of(ranks, "cpu").within_node.bytes_per_second == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,7 @@ def measure(
     Returns:
         The profile, the same on all ranks. Compute is the mean of the ranks. A collective takes as
         long as on the rank that began it last, because others have waited for that one. If ranks
-        send other numbers of collectives, it takes as long as on the first rank.
+        issue different collectives, as stages of a pipeline do, those of the first rank count.
 
     Raises:
         RuntimeError: No module of meshard ran in ``step``; a trace is active; or the step is not
@@ -87,19 +87,24 @@ def measure(
         observers.remove(observe)
         spans.stop()
     part, when = resolved(recording), clock.settle()
+    uncounted = ""
     for phase in ("forward", "backward"):
         has_run = any(piece.category == phase for piece in part.pieces)
         if has_run and not any(amount for (each, _), amount in work.items() if each == phase):
-            raise RuntimeError(
-                f"measure() needs a step that does the same each time: the second one, which was "
-                f"counted, ran no kernel in {phase}, and those after it did."
-            )
+            uncounted = phase
     moments = list(map(when, marks))
     lengths = [end - begin for begin, end in itertools.pairwise(moments)]
     sent = _collectives_of(recording, part, groups, ranks_per_node)
-    own = _Measured(_seconds_of(recording, part, sum(lengths), steps), work, sent, lengths)
+    seconds = _seconds_of(recording, part, sum(lengths), steps)
+    own = _Measured(seconds, work, sent, lengths, uncounted)
     group = all_ranks()
     every = [own] if group is None else gather_objects(own, group, label="(profile)")
+    uncounted = next((each.uncounted for each in every if each.uncounted), "")
+    if uncounted:
+        raise RuntimeError(
+            f"measure() needs a step that does the same each time: the second one, which was "
+            f"counted, ran no kernel in {uncounted}, and those after it did."
+        )
     device = torch.device("cpu") if clock is spans.HOST else torch.accelerator.current_accelerator()
     profile = _profile_of(every, "" if device is None else device.type)
     if path is not None and (group is None or group.rank() == 0):
@@ -114,6 +119,7 @@ class _Measured(NamedTuple):
     work: dict[Key, float]
     collectives: list[tuple[Collective, float]]
     steps: list[float]
+    uncounted: str = ""  # a phase in which kernels ran, but not in the step that was counted
 
 
 def _count(step: Callable[[], object]) -> tuple[dict[Key, float], spans.Clock]:
@@ -194,11 +200,12 @@ def _profile_of(every: Sequence[_Measured], device_type: str) -> Profile:
         amount = statistics.fmean(each.work.get(key, 0.0) for each in every)
         work.append(MeasuredWork(*key, seconds, amount))
     sent: defaultdict[bool, list[tuple[Collective, float]]] = defaultdict(list)
-    if len({len(each.collectives) for each in every}) == 1:
+    issued = [[(c.op, c.unit, c.payload_bytes) for c, _ in each.collectives] for each in every]
+    if all(each == issued[0] for each in issued):
         for same in zip(*(each.collectives for each in every), strict=True):
             collective = same[0][0]
             sent[collective.is_between_nodes].append((collective, min(took for _, took in same)))
-    else:  # ranks have sent other numbers of collectives
+    else:
         for collective, took in every[0].collectives:
             sent[collective.is_between_nodes].append((collective, took))
     # A step is as long as on the rank that is slowest.
