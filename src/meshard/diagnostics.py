@@ -59,7 +59,8 @@ def describe(module: nn.Module) -> str:
     sharded = {id(param.sharded) for group in groups for param in group.params}
     # While a unit is unsharded, its modules hold other parameters in their place.
     held = {id(each) for group in groups for param in group.params for each in param.installed()}
-    left = [param for param in module.parameters() if id(param) not in sharded | held]
+    held |= sharded
+    left = [param for param in module.parameters() if id(param) not in held]
     paths = {inner: name for name, inner in module.named_modules()}
     roots = {lifecycle: lifecycle.units()[0] for lifecycle in {u.lifecycle for u in units}}
     labels = [_label_in(paths, unit, roots[unit.lifecycle]) for unit in units]

@@ -403,6 +403,7 @@ def all_ranks() -> dist.ProcessGroup | None:
 
 def _leave_after_error(traced: Trace, recorder: Recording) -> None:
     """Write the part of this rank, after an exception."""
+    recorder.find_rank()
     group = all_ranks()
     if group is not None:
         _do_all_leave(group, has_raised=True)

@@ -183,6 +183,7 @@ class Machine:
             return nbytes(storage) if size is None else size
 
         def step_in_log(worker: Worker, *args: Any) -> Any:
+            # Its time counts as if compute waited for it at once.
             with log.making("optimizer", is_on_host=self.has_device):
                 return submit_inline(worker, *args)
 

@@ -275,8 +275,9 @@ def plan(
         The plan.
 
     Raises:
-        RuntimeError: This process has a process group already; or the job makes no tensor, or uses
-            a model that was made outside of it, and would be changed.
+        RuntimeError: This process has a process group already; a ``meshard.trace`` is active; or
+            the job makes no tensor, or uses a model that was made outside of it, and would be
+            changed.
         TypeError: ``job`` is no function, or does not return one; ``profile`` is none.
         ValueError: A number is out of range; the profile is of another type of device, or lacks a
             network that the job uses.
