@@ -71,8 +71,8 @@ def fully_shard_units(
         min_params: The fewest elements that a unit may have. A smaller one becomes part of the unit
             around it. If that is the root, small neighbours are first joined into one unit, where
             they have enough elements together.
-        sync_init: First overwrite parameters and buffers with those of the first rank of the mesh.
-            Without it every rank must hold the same values.
+        sync_init: First overwrite the parameters that it shards, and all buffers, with those of the
+            first rank of the mesh. Without it every rank must hold the same values.
         overrides: Called as ``(fqn, module)`` for every unit, the root (``""``) included; returns
             arguments of ``fully_shard`` that differ for this unit (None: the default), or None.
             Neighbours for which it returns the same may become one unit.
@@ -85,7 +85,8 @@ def fully_shard_units(
     Raises:
         TypeError: An argument is of the wrong type, or unknown to ``fully_shard``.
         ValueError: A class or predicate matches no module, or a parameter cannot be sharded.
-            Arguments for all units, and parameters, are checked before anything is changed.
+            Arguments for all units, and parameters, are checked before a module is changed, but not
+            the values that ``overrides`` and ``shard_placement_fn`` return.
 
     >>> import torch
     >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())

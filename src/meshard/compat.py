@@ -26,7 +26,7 @@ class TorchPatch(contextlib.ExitStack):
     """Names of torch that ``patch_torch`` replaced. A context manager that puts them back."""
 
     def undo(self) -> None:
-        """Put torch's own functions back. Modules that are sharded already stay as they are."""
+        """Put back what the names were before. Modules that are sharded already stay so."""
         self.close()
 
 
@@ -35,7 +35,7 @@ def patch_torch() -> TorchPatch:
 
     For trainers that import torch's functions themselves, also from the private modules in which
     torch defines them. Call it before they do: a name that was imported already stays what it was.
-    ``undo()`` of what is returned puts torch's functions back, and so does the end of a ``with``
+    ``undo()`` of what is returned puts back what they were, and so does the end of a ``with``
     block.
 
     The two ``replicate`` of ``torch.distributed._composable`` stay torch's. One takes arguments of

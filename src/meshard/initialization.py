@@ -88,8 +88,8 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
 
     Args:
         module: A module that ``fully_shard`` was applied to, or one around such modules.
-        init: Called with every module inside instead, like ``module.apply(init)``. It may write
-            to the unit of that module and to those around it, not to units further inside.
+        init: Called once with every module inside instead, children first. It may write to the
+            unit of that module and to those around it, not to units further inside.
 
     Raises:
         ValueError: Modules hold meta tensors and nothing would initialise them, or a parameter

@@ -35,7 +35,7 @@ def offload(module: nn.Module, optimizer: Optimizer | None = None) -> Offloaded:
         A context manager that calls ``onload`` at its end. Without it, call ``onload`` yourself.
 
     Raises:
-        NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
+        NotImplementedError: A parameter has ``fsdp_pre_all_gather``, or a unit is replicated.
         RuntimeError: A step is running, or accumulated gradients are not in ``.grad`` yet.
         ValueError: There is no unit in ``module``.
 

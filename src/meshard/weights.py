@@ -53,9 +53,10 @@ def unsharded_params(
 
     Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
     parallelism): edit them in place, or assign others of the same shape. Gradients of what is
-    computed from them reach the shards. An exception inside leaves the shards of all ranks as they
-    were, and so does a ``KeyboardInterrupt``. But if it comes while edits are written back, some
-    ranks may have the edits, and others not.
+    computed from them, not from assigned ones, reach the shards. An exception inside leaves the
+    shards of all ranks as they were, and so does a ``KeyboardInterrupt``. But if it comes while
+    edits are written back, some ranks may have the edits, and others not. Edits of replicated
+    parameters always stay.
 
     **Collective:** every rank of the mesh, entry and exit.
 
@@ -118,7 +119,7 @@ def unsharded_params(
 
 
 def _refuse_ties(summoned: Sequence[SummonedUnit]) -> None:
-    """Raise a RuntimeError if one tensor was assigned to two parameters, which have two shards."""
+    """Raise a RuntimeError if one tensor is assigned to two parameters of ``summoned``."""
     names: dict[int, str] = {}
     for each in summoned:
         for param in each.params if each.is_unsharded else ():

@@ -228,7 +228,7 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """A number that grows with optimizer steps, and with edits that raise a version counter."""
+        """A number that grows with steps and edits: see ``UnitParams.version``."""
         return self.num_steps + self.unit_params.version
 
     @property

@@ -90,7 +90,7 @@ class UnitParams(abc.ABC):
     @property
     @abc.abstractmethod
     def version(self) -> int:
-        """A number that grows with each edit of a shard that raises a version counter."""
+        """A number that grows with each edit that raises a version counter, until ``rebuild``."""
 
     @abc.abstractmethod
     def version_unless_replaced(self) -> int | None:
