@@ -131,6 +131,37 @@ def test_a_module_that_returns_its_parameter_gets_no_hooks_on_it():
     check_gradients(*sharded_and_plain(plain, (), reshard_after_forward=False), step)
 
 
+class Cached(nn.Linear):
+    """Computes with a list of its weights, which ``__setattr__`` keeps up to date."""
+
+    def __init__(self):
+        self.__dict__["flat"] = {}
+        super().__init__(6, 6)
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter):
+            self.flat[name] = value
+
+    def forward(self, x):
+        weight, bias = (self.flat[name].to(x.dtype) for name in ("weight", "bias"))
+        return nn.functional.linear(x, weight, bias)
+
+
+@on_threads(2)
+@pytest.mark.parametrize("api", ["fully_shard", "replicate"])
+def test_a_module_may_notice_by_setattr_which_parameters_it_holds(api):
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64, cast_forward_inputs=False)
+    plain = seeded(nn.Sequential(Cached(), Cached()))
+    model = copy.deepcopy(plain)
+    for each in (*model, model):
+        getattr(meshard, api)(each, mp_policy=policy)
+    for each in (model, copy.deepcopy(model)):
+        check_training(each, copy.deepcopy(plain))
+        assert all(layer.flat["weight"] is layer.weight for layer in each)
+        each.load_state_dict(plain.state_dict())
+
+
 @on_threads(2)
 @pytest.mark.parametrize(("reshard", "recompute"), [(True, False), (True, True), (False, False)])
 def test_a_parametrization_may_come_and_go_in_a_forward(reshard, recompute):

@@ -84,7 +84,35 @@ def extent_of(original: torch.Tensor) -> Extent | None:
 
 
 GradientHook = Callable[[torch.Tensor], None]
-ParamDict = dict[str, "nn.Parameter | None"]  # the ``_parameters`` of a module
+
+
+class _ParamsBySetattr:
+    """The ``_parameters`` of a module whose class has a ``__setattr__`` of its own.
+
+    Such a class may keep other references to its parameters up to date, as torch's RNNs do. So
+    parameters are also assigned by ``setattr``.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._params = module._parameters
+        self.get = self._params.get
+
+    def __setitem__(self, name: str, param: nn.Parameter) -> None:
+        self._params[name] = param  # first: an unsharded parameter may only be registered again
+        module = self._module()
+        if module is not None:
+            setattr(module, name, param)
+
+
+# The ``_parameters`` of a module, or what stands for it.
+ParamDict = dict[str, "nn.Parameter | None"] | _ParamsBySetattr
+
+
+def _param_dict(module: nn.Module) -> ParamDict:
+    if type(module).__setattr__ is not nn.Module.__setattr__:
+        return _ParamsBySetattr(module)
+    return module._parameters
 
 
 class UnitParam(abc.ABC):
@@ -145,11 +173,11 @@ class UnitParam(abc.ABC):
 
     def add_owner(self, module: nn.Module, name: str) -> None:
         self._owners.append((weakref.ref(module), name))
-        self.owner_dicts.append((module._parameters, name))
+        self.owner_dicts.append((_param_dict(module), name))
 
     def find_owner_dicts(self) -> None:
         """Rebuild ``owner_dicts``, after an owner got another ``_parameters`` dict."""
-        self.owner_dicts = [(module._parameters, name) for module, name in self.owners]
+        self.owner_dicts = [(_param_dict(module), name) for module, name in self.owners]
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
@@ -158,7 +186,7 @@ class UnitParam(abc.ABC):
         return [(module, name) for module, name in owners if module is not None]
 
     def install(self, param: nn.Parameter) -> None:
-        """Make every owner hold ``param``, without the cost of ``Module.__setattr__``."""
+        """Make every owner hold ``param``, without the cost of ``nn.Module.__setattr__``."""
         for parameters, name in self.owner_dicts:
             parameters[name] = param
 
