@@ -35,6 +35,18 @@ def refused(text, layer, *args, **kwargs):
     assert all(layer.get_parameter(name) is param for name, param in before.items())
 
 
+def test_ranks_that_do_not_ascend_along_the_shard_axis(world):
+    text = r"the ranks of mesh .* do not ascend along shard axis {}; make the mesh with ascending"
+    ranks = torch.arange(8).flip(0)
+    refused(text.format(0), nn.Linear(4, 4), DeviceMesh("cpu", ranks))
+    refused(text.format(1), nn.Linear(4, 4), DeviceMesh("cpu", ranks.view(2, 4)))
+    mesh = DeviceMesh("cpu", ranks.view(2, 2, 2), mesh_dim_names=("a", "b", "tp"))
+    dims = DataParallelMeshDims(shard=("a", "b"))
+    refused(text.format(0), nn.Linear(4, 4), mesh, dp_mesh_dims=dims)
+    replicas = ranks.view(2, 4).flip(1)  # only replicas do not ascend
+    meshard.fully_shard(nn.Linear(4, 4), DeviceMesh("cpu", replicas))
+
+
 # --- parameters that another parallelism has laid out where they do not fit ----------------
 
 

@@ -43,6 +43,16 @@ class MeshInfo:
     replicate_count: int  # 1 if no axis replicates
     full: FullMesh | None = None  # the mesh from which the axes were chosen by name, if they were
 
+    def __post_init__(self) -> None:
+        # A process group numbers its ranks in ascending order, a DTensor by their place in the
+        # mesh. Both must give a rank the same shard.
+        axis = self.shard_axis
+        if axis is not None and bool((self.mesh.mesh.diff(dim=axis) < 0).any()):
+            raise ValueError(
+                f"the ranks of mesh {self.mesh.mesh.tolist()} do not ascend along shard axis "
+                f"{axis}; make the mesh with ascending ranks, as init_device_mesh does."
+            )
+
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshInfo:
         """Return the axes of a 1D or 2D mesh. Raises a ValueError for others."""
