@@ -29,7 +29,7 @@ from meshard._comm.blocking import (
 )
 from meshard._engine.hooks import register_outside_hooks, remove_outside_hooks
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
-from meshard._engine.unit import Unit, joined, require_units
+from meshard._engine.unit import Unit, alive, joined, require_units
 from meshard._mesh.layout import matching_parts
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
@@ -55,8 +55,7 @@ def unsharded_params(
     parallelism): edit them in place, or assign others of the same shape. Gradients of what is
     computed from them, not from assigned ones, reach the shards. An exception inside leaves the
     shards of all ranks as they were, and so does a ``KeyboardInterrupt``. But if it comes while
-    edits are written back, some ranks may have the edits, and others not. Edits of replicated
-    parameters always stay.
+    edits are written back, some ranks may have the edits, and others not.
 
     **Collective:** every rank of the mesh, entry and exit.
 
@@ -87,24 +86,31 @@ def unsharded_params(
     check_bool("offload_to_cpu", offload_to_cpu)
     options = SummonOptions("unsharded_params", writeback, rank0_only, offload_to_cpu)
     summoned: list[SummonedUnit] = []
+    replicated: list[_ReplicatedUnit] = []
+    keeps_edits = False
     try:
         units = require_units(module, recurse=recurse)
         for unit in [each for each in units if _needs_summon(each, options)]:
             summoned.append(SummonedUnit(unit, options, _gather(unit.group, options)))
+        replicated += [_ReplicatedUnit(unit.group) for unit in units if _is_replicated(unit)]
+        groups = [each.group for each in summoned] + [each.group for each in replicated]
         try:
             yield
             if writeback:
-                _refuse_ties(summoned)
+                _refuse_ties(units)
             values = [each.edited_values() for each in summoned if writeback]
         except (Exception, KeyboardInterrupt) as error:
             if writeback:
                 # Ctrl-C must not wait for ranks that it may have stopped elsewhere.
-                _has_any_failed(summoned, here=True, waits=isinstance(error, Exception))
+                _has_any_failed(groups, here=True, waits=isinstance(error, Exception))
             raise
-        has_failed = writeback and _has_any_failed(summoned, here=False)
+        has_failed = writeback and _has_any_failed(groups, here=False)
+        keeps_edits = writeback and not has_failed
     finally:
         for each in summoned:
             each.close()
+        for replica in () if keeps_edits else replicated:
+            replica.restore()
     if has_failed:
         raise RuntimeError(
             "another rank raised inside unsharded_params; nothing was written back on any rank."
@@ -118,12 +124,18 @@ def unsharded_params(
         edited.clear()
 
 
-def _refuse_ties(summoned: Sequence[SummonedUnit]) -> None:
-    """Raise a RuntimeError if one tensor is assigned to two parameters of ``summoned``."""
+def _refuse_ties(units: Sequence[Unit]) -> None:
+    """Raise a RuntimeError if one tensor is assigned to two parameters of summoned units.
+
+    Units that a block around this one has summoned count too, wherever they are in the model.
+    """
     names: dict[int, str] = {}
-    for each in summoned:
-        for param in each.params if each.is_unsharded else ():
-            name = joined(each.unit.fqn, param.fqn)
+    for unit in {each: None for one in units for each in alive(one.root.units)}:
+        group = unit.group
+        if not group.is_summoned or not group.summoned_by.unshards_here(group):
+            continue
+        for param in group.params:
+            name = joined(unit.fqn, param.fqn)
             for value in param.installed():
                 if value is not None and names.setdefault(id(value), name) != name:
                     raise RuntimeError(
@@ -137,36 +149,57 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     """Return whether a unit has shards and is not summoned yet. Raises if it cannot be."""
     if not unit.params:
         return False
-    if isinstance(unit.group.unit_params, ReplicatedParams):
-        if options.rank0_only:
-            raise ValueError(
-                f"unit {unit.label!r} is replicated: every rank has ordinary parameters, and edits "
-                "of rank 0 would not reach the others; make them on all ranks, without rank0_only."
-            )
-        return False
+    if _is_replicated(unit) and options.rank0_only:
+        raise ValueError(
+            f"unit {unit.label!r} is replicated: every rank has ordinary parameters, and edits of "
+            "rank 0 would not reach the others; make them on all ranks, without rank0_only."
+        )
     if unit.group.is_summoned:
         unit.group.summoned_by.check_allows(options, unit.label)
         return False
     unit.lifecycle.check_between_steps(unit, options.caller)
     unit.group.finish_pending_step()
     unit.group.adopt_edits()
+    if _is_replicated(unit):
+        return False
     check_not_subclass(unit.group.unit_params, "meshard.unsharded_params")
     unit.group.unit_params.check_materialised()
     return True
 
 
-def _has_any_failed(summoned: list[SummonedUnit], *, here: bool, waits: bool = True) -> bool:
+def _is_replicated(unit: Unit) -> bool:
+    return bool(unit.params) and isinstance(unit.group.unit_params, ReplicatedParams)
+
+
+def _has_any_failed(param_groups: list[ParamGroup], *, here: bool, waits: bool = True) -> bool:
     """Return whether any rank raised: edits are written back on all ranks, or on none.
 
     Without ``waits``, this rank tells the others that it raised, and does not wait for an answer.
     """
-    groups = {group: None for each in summoned for group in each.group.spec.mesh_info.groups}
+    groups = {group: None for each in param_groups for group in each.spec.mesh_info.groups}
     if not groups:
         return here
-    failed = torch.tensor(float(here), device=summoned[0].group.spec.device)
+    failed = torch.tensor(float(here), device=param_groups[0].spec.device)
     for group in groups:
         (agree_on_max if waits else send_max)(failed, group, "(unsharded_params)")
     return bool(failed.item())
+
+
+class _ReplicatedUnit:
+    """The values of a replicated unit at the entry of ``unsharded_params``."""
+
+    def __init__(self, group: ParamGroup) -> None:
+        self.group = group
+        self._num_steps = group.num_steps
+        self._values = [param.sharded.detach().clone() for param in group.params]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Undo edits, unless an optimizer has stepped meanwhile."""
+        if self.group.num_steps == self._num_steps:
+            for param, value in zip(self.group.params, self._values, strict=True):
+                param.install(param.sharded)
+                param.sharded.copy_(value)
 
 
 class SummonedUnit:
@@ -178,13 +211,21 @@ class SummonedUnit:
         self.params = sharded_params(unit.group)
         self._options = options
         self.group = unit.group
-        self.group.summon(options)
-        # A summoned module may be pickled, as a plain one. Modules of units leave their hooks out
-        # of the pickle, but these hooks are on other modules, which would keep them.
-        self._had_hooks = remove_outside_hooks(unit)
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
-        unit_ref = weakref.ref(unit)
+        self._had_hooks = False
+        self.group.summon(options)
+        try:
+            # A summoned module may be pickled, as a plain one. Modules of units leave their hooks
+            # out of the pickle, but these hooks are on other modules, which would keep them.
+            self._had_hooks = remove_outside_hooks(unit)
+            self._install(unsharded)
+        except BaseException:  # such as a KeyboardInterrupt
+            self.close()
+            raise
+
+    def _install(self, unsharded: list[nn.Parameter]) -> None:
+        unit_ref = weakref.ref(self.unit)
         for index, unsharded_param in enumerate(unsharded):
             param = self.params[index]
             if unsharded_param.is_floating_point():

@@ -16,7 +16,7 @@ from meshard import CommLedger, unsharded_params
 from tests.support.against_plain import check_gradients, inputs_of, mean_square, sharded_and_plain
 from tests.support.models import Made, MlpStack
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
 from tests.support.spread import spread
 
@@ -211,3 +211,27 @@ def test_functional_call_is_for_the_inside():
         assert_same(full_state(model), before, bitwise=True)
         with torch.no_grad():
             assert_same(model(x), plain(x))
+
+
+class Interrupted(nn.Linear):
+    """Raises a KeyboardInterrupt where an unsharded weight is put in, once."""
+
+    is_armed = False
+
+    def __setattr__(self, name, value):
+        super().__setattr__(name, value)
+        if self.is_armed and name == "weight" and not isinstance(value, DTensor):
+            self.is_armed = False
+            raise KeyboardInterrupt
+
+
+@on_fake_ranks(1)
+def test_an_interrupt_at_the_entry_leaves_a_unit_as_it_was():
+    layer = meshard.fully_shard(Interrupted(2, 2))
+    shard = layer.weight
+    layer.is_armed = True
+    with pytest.raises(KeyboardInterrupt), unsharded_params(layer):
+        pass
+    assert layer.weight is shard
+    layer(torch.ones(1, 2)).sum().backward()
+    assert shard.grad is not None

@@ -15,7 +15,7 @@ from meshard import MixedPrecisionPolicy, unsharded_params
 from tests.support.live_memory import live_tensor_bytes, settled_tensor_bytes
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_grads, full_state
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
 from tests.support.spread import spread
 
@@ -219,6 +219,50 @@ def test_a_tie_that_is_made_inside_is_refused():
     model[1].weight = model[0].weight  # outside, where both have the same shard from now on
     with unsharded_params(model, rank0_only=True):
         pass
+
+
+@on_fake_ranks(1)
+def test_a_tie_between_nested_blocks_is_refused():
+    model = nn.Sequential(*(meshard.fully_shard(nn.Linear(4, 4)) for _ in range(2)))
+    meshard.fully_shard(model)
+    text = r"'1\.weight' was tied to '0\.weight' inside"
+    for inner in (model, model[1]):
+        raises = pytest.raises(RuntimeError, match=text)
+        with unsharded_params(model[0]), raises, unsharded_params(inner):
+            model[1].weight = model[0].weight
+
+
+@on_threads(2)
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_replicated_parameters_are_restored(param_dtype):
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    meshard.fully_shard(model[0], mp_policy=policy)
+    meshard.replicate(model[1], mp_policy=policy)
+    held, before, x = list(model[1].parameters()), full_state(model), torch.ones(2, 4)
+    with torch.no_grad():
+        output = model(x)
+
+    def edit_and_run(*, fails=False):
+        edit(model)
+        model[1].bias = nn.Parameter(torch.ones(4))
+        assert not torch.equal(model(x), output)
+        if fails:
+            raise ZeroDivisionError
+
+    with unsharded_params(model, writeback=False):
+        edit_and_run()
+    assert_same(full_state(model), before, bitwise=True)
+    fails = dist.get_rank() == 1
+    error, text = (ZeroDivisionError, None) if fails else (RuntimeError, "another rank raised")
+    with pytest.raises(error, match=text), unsharded_params(model):
+        edit_and_run(fails=fails)
+    assert_same(full_state(model), before, bitwise=True)
+    assert model[1].weight is held[0]
+    assert torch.equal(model(x), output)
+    with unsharded_params(model):
+        edit_and_run()
+    assert not torch.equal(model(x), output)
 
 
 @spread(rank0_only=[False, True], error=[ZeroDivisionError, KeyboardInterrupt])

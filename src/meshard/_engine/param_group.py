@@ -111,9 +111,13 @@ class SummonOptions:
                 "first (with writeback=False outside, edits inside are dropped)."
             )
 
+    def unshards_here(self, group: ParamGroup) -> bool:
+        """Whether this rank has the unsharded parameters, and not only the first one."""
+        return not self.rank0_only or group.spec.mesh_info.is_first_rank
+
     def check_may_run(self, group: ParamGroup) -> None:
         """Raise if only the first rank has the unsharded parameters, and this is another rank."""
-        if self.rank0_only and not group.spec.mesh_info.is_first_rank:
+        if not self.unshards_here(group):
             raise RuntimeError(
                 f"unit {group.label!r} is unsharded on rank 0 only, so it cannot run on this rank; "
                 "leave unsharded_params(..., rank0_only=True) before the forward."
