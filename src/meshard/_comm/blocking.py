@@ -2,7 +2,8 @@
 
 All ranks of ``group`` must call them, with tensors of one shape and dtype. Each call, except that
 of ``send_max``, waits for the result. If that is a tensor on a device, the current stream waits,
-otherwise the host. If one rank sends to the others, or receives from them, it is by default the
+otherwise the host. Tensors are sent as bytes if their values only move: gloo supports neither int16
+nor float8. If one rank sends to the others, or receives from them, it is by default the
 first rank of the group.
 """
 
@@ -36,15 +37,18 @@ def _waiting(
         yield
 
 
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8)
+
+
 def broadcast(
     buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str, source: int = 0
 ) -> None:
     """Overwrite ``buffer``, which is contiguous, with that of rank ``source`` of ``group``."""
     if group.size() > 1 and buffer.numel():
         event = announce("broadcast", buffer, group, label)
-        # As bytes: gloo supports neither int16 nor float8.
         with _waiting("broadcast", buffer, group, label, event):
-            dist.broadcast(buffer.view(-1).view(torch.uint8), group=group, group_src=source)
+            dist.broadcast(_bytes(buffer.view(-1)), group=group, group_src=source)
 
 
 def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> torch.Tensor:
@@ -54,7 +58,7 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
         return gathered.copy_(source)
     event = announce("all_gather", gathered, group, label)
     with _waiting("all_gather", source, group, label, event):
-        all_gather_single(gathered.view(-1), source.reshape(-1), group=group)
+        all_gather_single(_bytes(gathered.view(-1)), _bytes(source.reshape(-1)), group=group)
     return gathered
 
 
@@ -152,7 +156,8 @@ def gather_to(
     rows = source.new_empty(group.size(), source.numel()) if group.rank() == target else None
     event = announce("gather", source, group, label, rows=group.size())
     with _waiting("gather", source, group, label, event):
-        dist.gather(source, None if rows is None else list(rows), group=group, group_dst=target)
+        received = None if rows is None else list(_bytes(rows))
+        dist.gather(_bytes(source), received, group=group, group_dst=target)
     return rows
 
 
@@ -166,4 +171,5 @@ def scatter_from_first(
         return
     event = announce("scatter", output, group, label, rows=group.size())
     with _waiting("scatter", output, group, label, event):
-        dist.scatter(output, None if rows is None else list(rows), group=group, group_src=0)
+        sent = None if rows is None else list(_bytes(rows))
+        dist.scatter(_bytes(output), sent, group=group, group_src=0)
