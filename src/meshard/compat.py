@@ -52,9 +52,11 @@ def patch_torch() -> TorchPatch:
     for path, names in _MODULES.items():
         module = sys.modules.get(path)
         for name in names:
-            if hasattr(module, name) and hasattr(meshard, name):
-                patch.callback(setattr, module, name, getattr(module, name))
-                setattr(module, name, getattr(meshard, name))
+            ours, theirs = getattr(meshard, name, None), getattr(module, name, None)
+            if ours is None or theirs is None or theirs is ours:  # the last after an earlier patch
+                continue
+            patch.callback(setattr, module, name, theirs)
+            setattr(module, name, ours)
     return patch
 
 

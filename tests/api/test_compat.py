@@ -44,6 +44,16 @@ def test_the_patch_can_be_left_on_and_undone_once():
     assert [getattr(torch_fsdp, name) for name in names] == theirs
 
 
+def test_patches_may_be_undone_in_any_order():
+    theirs = torch_fsdp.fully_shard
+    for first, second in ((0, 1), (1, 0)):
+        patches = patch_torch(), patch_torch()
+        assert torch_fsdp.fully_shard is meshard.fully_shard
+        patches[first].undo()
+        patches[second].undo()
+        assert torch_fsdp.fully_shard is theirs
+
+
 @pytest.mark.parametrize(
     "path",
     [
