@@ -75,14 +75,14 @@ def linear():
     return seeded(nn.Linear(5, 7))
 
 
-def train_cut(dims, cut):
+def train_cut(dims, cut, **options):
     """Train on DTensors over all axes; batches differ along the data-parallel ones."""
     axes = NAMES[dist.get_world_size().bit_length() - 1]
     mesh = init_device_mesh("cpu", (2,) * len(axes), mesh_dim_names=axes)
     data = [Shard(0)] * (mesh.ndim - 1)
     bias = cut if cut == Shard(0) else WHOLE
     model = put_on(linear(), mesh, [*[WHOLE] * len(data), cut], [*[WHOLE] * len(data), bias])
-    meshard.fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(**dims))
+    meshard.fully_shard(model, mesh, dp_mesh_dims=DataParallelMeshDims(**dims), **options)
 
     def step(each, rank):
         x = inputs_of(rank // 2, shape=(3, 5))
@@ -108,6 +108,11 @@ THREE_AXES = [
 )
 def test_named_axes_compute_like_one_process(num_ranks, dims, cut):
     run_threads(train_cut, num_ranks, dims, cut)
+
+
+def test_a_cut_parameter_may_replicate_where_others_shard_over_two_axes():
+    options = {"shard_placement_fn": lambda param: WHOLE if param.ndim == 1 else None}
+    run_threads(train_cut, 8, {"shard": ("nodes", "dp")}, Shard(0), **options)
 
 
 @on_threads(8)

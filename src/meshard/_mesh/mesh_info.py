@@ -21,7 +21,8 @@ class FullMesh:
 
     mesh: DeviceMesh  # all axes; the mesh over which users have placed parameters
     flattened: DeviceMesh  # the same mesh with its shard axes flattened into one
-    # For each axis of ``flattened``, which axis of ``mesh`` it is; None for the shard axis.
+    # For each axis of ``flattened``, which axis of ``mesh`` it is; None for the shard axis, which
+    # may be several axes of ``mesh``.
     origins: tuple[int | None, ...]
     data_axes: frozenset[int]  # the data-parallel axes of ``mesh``
 
@@ -83,10 +84,6 @@ class MeshInfo:
 
         **Collective:** the ranks of the mesh, at the first call for a mesh with several axes.
         """
-        full = self.full
-        if full is not None:
-            axes = tuple(range(full.mesh.ndim))
-            full = FullMesh(full.mesh, full.mesh, axes, full.data_axes)
         group = self.replicate_group
         if group is None:
             group = self.shard_group
@@ -100,7 +97,6 @@ class MeshInfo:
             shard_rank=0,
             replicate_group=group,
             replicate_count=self.shard_count * self.replicate_count,
-            full=full,
         )
 
     @property
