@@ -24,6 +24,7 @@ from meshard._engine.unwritten import is_untouched, poisoned
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import (
+    is_plain,
     keep_gradient_dtype,
     local_of,
     place_like,
@@ -46,6 +47,8 @@ def leave_meta(group: ParamGroup) -> list[ShardedParam]:
     for param in new:
         old = param.sharded
         local = torch.empty_like(local_of(old), device=group.spec.location.device)
+        if is_plain(local):  # NaN shows if the caller fails before it has written values
+            poisoned(local)
         param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
         keep_gradient_dtype(old, param.sharded)
         # The parameter must stay the same object, because an optimizer may hold it. set_local is

@@ -312,6 +312,16 @@ def test_what_would_not_be_initialised_is_named():
 
 
 @on_fake_ranks(1)
+def test_an_init_that_raises_leaves_no_uninitialised_memory():
+    def fails(_):
+        raise ZeroDivisionError
+
+    layer = fully_shard(meta(lambda: nn.Linear(64, 64)))
+    refused(layer, ZeroDivisionError, None, init=fails)
+    assert all(bool(param.to_local().isnan().all()) for param in layer.parameters())
+
+
+@on_fake_ranks(1)
 def test_a_materialized_model_is_freed_without_the_garbage_collector():
     model = materialize(fully_shard(meta(lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU()))))
     gc.collect()
