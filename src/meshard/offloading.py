@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from meshard._engine.unit import Unit, require_units
 from meshard._gradients.published import ShardedGrads
+from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import move_local, plain_of
@@ -79,6 +80,11 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         unit.group.finish_pending_step()
         unit.group.adopt_edits()
         check_not_subclass(unit.group.unit_params, caller)
+        if to_host and isinstance(unit.group.unit_params, ReplicatedParams):
+            raise NotImplementedError(
+                f"unit {unit.label!r} is replicated and cannot be offloaded; use "
+                "module.to(device) between steps, or fully_shard, which can."
+            )
         unit.group.check_may_step()
         for holder in tuple(unit.group.slice_holders):
             holder.release()

@@ -149,6 +149,10 @@ def test_what_cannot_be_replicated_is_refused():
         meshard.replicate(meshard.fully_shard(nn.Linear(2, 2)))
     with pytest.raises(NotImplementedError, match="cannot be offloaded"):
         meshard.offload(layer)
+    model = nn.Sequential(meshard.fully_shard(nn.Linear(2, 2)), layer)
+    with pytest.raises(NotImplementedError, match="is replicated and cannot be"):
+        meshard.offload(model)
+    model(torch.ones(1, 2))
 
 
 @on_ranks(1)

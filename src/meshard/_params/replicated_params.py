@@ -267,10 +267,7 @@ class ReplicatedParams(UnitParams):
     # --- location --------------------------------------------------------------------------
 
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
-        raise NotImplementedError(
-            "a replicated module cannot be offloaded; use module.to(device) between steps, or "
-            "fully_shard, which can."
-        )
+        raise AssertionError("meshard.offload has refused replicated units")
 
     def check_materialised(self) -> None:
         pass  # replicate has checked the device of every parameter
