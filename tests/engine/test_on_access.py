@@ -22,7 +22,7 @@ from tests.support.against_plain import check_gradients, check_training, inputs_
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss, ternary
 from tests.support.models import Made, seeded
 from tests.support.parity import assert_same, full_grads, own_grads
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.threads import run_threads
 
 
@@ -304,3 +304,17 @@ def test_a_backward_in_the_forward_that_recomputes_a_unit_after_another_was_read
     meshard.fully_shard(model)
     expected = plain(torch.ones(1, 4))
     assert_same(model(torch.ones(1, 4)), expected)
+
+
+@on_fake_ranks(1)
+@pytest.mark.parametrize("on_access", ["head", ""])
+def test_a_module_may_hold_parameters_of_two_units(on_access):
+    model = Made(lambda m, x: m.head(m.emb(x)), emb=nn.Embedding(8, 4), head=nn.Linear(4, 8))
+    model.head.weight = model.emb.weight
+    chosen = {"unshard_on_access": True}
+    meshard.fully_shard_units(
+        model, units=nn.Linear, overrides=lambda fqn, _: chosen if fqn == on_access else None
+    )
+    for each in (model, copy.deepcopy(model)):
+        each(torch.arange(4)).sum().backward()
+        assert all(param.grad is not None for param in each.parameters())

@@ -139,6 +139,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)
+    for param in [param for copied in copies for param in copied.params]:
+        param.find_owner_dicts()  # ``gather_on_access`` replaces those of units inside only
 
 
 def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings:

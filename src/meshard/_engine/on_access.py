@@ -13,7 +13,7 @@ import weakref
 from typing import Any
 
 from meshard._engine.step_state import Phase
-from meshard._engine.unit import Unit, with_siblings
+from meshard._engine.unit import Unit, alive, units_in, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 
 
@@ -22,7 +22,9 @@ def gather_on_access(unit: Unit) -> None:
     params = [param for each in with_siblings(unit) for param in each.params]
     for module in dict.fromkeys(owner for param in params for owner, _ in param.owners):
         module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
-    for param in params:
+    # Units inside may have parameters in these modules too: another one of theirs was tied.
+    inside = [each for module in alive(unit.modules) for each in units_in(module)]
+    for param in [param for each in inside for param in each.params]:
         param.find_owner_dicts()
 
 
