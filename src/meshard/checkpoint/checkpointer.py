@@ -50,8 +50,8 @@ class SaveHandle:
         """Wait until the save is committed.
 
         Raises:
-            CheckpointError: It failed, on any rank. The next call of ``Checkpointer`` raises it
-                too.
+            CheckpointError: It failed, on any rank. The next ``save``, ``async_save``, ``load`` or
+                ``wait`` of the ``Checkpointer`` raises it too.
         """
         self._thread.join()
         if self._error is not None:
@@ -336,19 +336,19 @@ class Checkpointer:
             step: None is the newest one. In a folder that ``torch.distributed.checkpoint.save`` has
                 written there is only None.
             strict: Raise if something is missing or unexpected, instead of saying so in what is
-                returned.
+                returned. Other parts than those that are given are not unexpected.
             cast: Convert what was saved in another dtype, where no value wraps around.
             verify: Compare checksums.
             **extra: Objects to load into, under the names that they were saved with: what has
                 ``load_state_dict``, and tensors, also in lists and dicts. Plain values are
-                returned in any case.
+                returned in any case, those that differ between ranks on as many ranks only.
 
         Returns:
             The step, plain values, what did not fit, how random states were restored, and the names
             of what could not be read of a folder of torch.
 
         Raises:
-            CheckpointError: On all ranks; nothing was changed.
+            CheckpointError: On all ranks; nothing was changed, unless the text says so.
         """
         self.wait()
         ranks = self._collective().ranks

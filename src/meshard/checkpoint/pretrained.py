@@ -87,8 +87,8 @@ def save_pretrained(
 
     Files are written under other names, synced, and renamed when all are complete, the index (or
     the single file) last. What a killed save leaves has neither, and no reader takes it for whole;
-    the former weights of the folder are removed at the moment of renaming. An error on any rank is
-    raised on all, and leaves the folder as it was.
+    the former weights of the folder are removed at the moment of renaming. An error on any rank
+    while writing is raised on all, and leaves the folder as it was, unless it is one of renaming.
 
     Args:
         module: A module with or without units, between steps.
@@ -360,8 +360,8 @@ def load_pretrained(
     Otherwise build the model inside ``meta_parameters()``, or call ``meshard.materialize`` first.
 
     **Collective:** every rank of the module's meshes, which all see the same files. Everything is
-    checked on all ranks before anything is written: a refusal on one is raised on all, and leaves
-    the module as it was. Beside the shards, a rank holds its rows of one tensor.
+    checked on all ranks before anything is written: what does not fit on one is raised on all, and
+    leaves the module as it was. Beside the shards, a rank holds its rows of one tensor.
 
     Args:
         module: A module with or without units, between steps.

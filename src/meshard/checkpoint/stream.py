@@ -53,8 +53,9 @@ def stream_unsharded(
     Names, their order and what has them are those of ``module.state_dict()``: parameters and
     persistent buffers; of a module in ``torch.compile``, DDP or ``AveragedModel``, those of the
     inner one. A tied parameter comes under each of its names. Every tensor is new memory, yours to
-    keep and to edit, on the device of the mesh. The module stays as it is: units stay sharded, and
-    no hook of a forward runs. Do not edit weights before the end.
+    keep and to edit, on the device of the mesh, or, of what a rank holds whole, where that is. The
+    module stays as it is: units stay sharded, and no hook of a forward runs. Do not edit weights
+    before the end.
 
     **Collective:** every rank of the module's meshes calls and iterates, also with ``rank0_only``,
     where the other ranks' loops have no items. Ranks may take any time in between; the others wait

@@ -1,8 +1,8 @@
 """Weights gathered in batches, on all ranks or on one, and agreement about going on.
 
-A batch is sent by one all-gather for each mesh axis that cuts it: every rank packs its boxes into
-one buffer of bytes. Before a batch the ranks agree that all go on, so that no rank waits in a
-collective that another never enters.
+The weights of a batch that are cut over the same axes are sent by one all-gather, or gather, for
+each axis: every rank packs its boxes into one buffer of bytes. Before a batch the ranks agree that
+all go on, so that no rank waits in a collective that another never enters.
 """
 
 from __future__ import annotations

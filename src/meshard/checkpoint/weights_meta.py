@@ -45,7 +45,7 @@ def meta_parameters() -> Iterator[None]:
 
 
 def _on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if param is None or param.is_meta:  # to return None keeps the parameter, and so a tie
+    if param is None or param.is_meta:  # None keeps it, and so a tie to a module's
         return None
     return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
@@ -57,7 +57,8 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return values for the non-persistent buffers that are on the meta device, by name.
 
     Models of Hugging Face have a constructor that takes their ``config``. A second model is built
-    by it, without parameters, and has the buffers. A ValueError names those that it lacks.
+    by it, with parameters on the meta device, and has the buffers. A ValueError names those that it
+    lacks.
     """
     lacking = _lacking_buffers(module)
     clean = {fqn_without_wrappers(fqn): fqn for fqn in lacking}

@@ -54,7 +54,7 @@ class Job:
     step: int
     problem: str = ""  # why this rank refuses
     items: list[Item] = field(default_factory=list)
-    sources: list[torch.Tensor] = field(default_factory=list)  # one for each item, on any device
+    sources: list[torch.Tensor] = field(default_factory=list)  # of each item; see ``Saver.agree``
     ties: dict[str, str] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)  # ranks may have different parts
     others: dict[str, Any] = field(default_factory=dict)  # may differ between ranks

@@ -43,7 +43,7 @@ class Read(NamedTuple):
 
 
 class Reader:
-    """Reads the files of one checkpoint. With ``verify``, ``check`` compares checksums."""
+    """Reads the files of one checkpoint, and compares checksums, if it has any."""
 
     def __init__(self, storage: Storage, folder: str, manifest: Manifest) -> None:
         self._storage, self._folder = storage, folder
@@ -182,7 +182,8 @@ def check(reader: Reader, reads: Iterable[Read]) -> None:
     """Compare the checksums of all chunks that ``reads`` touch.
 
     Raises:
-        CheckpointError: One differs, or a file is too short or missing.
+        CheckpointError: One differs.
+        EOFError, OSError: A file is too short, or is missing.
     """
     blobs = dict.fromkeys(read.chunk.blob for read in reads)
     reader.expect(blob.span for blob in blobs)

@@ -25,7 +25,7 @@ _FILE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or loaded; nothing was changed."""
+    """A checkpoint cannot be saved or loaded; nothing was changed, unless the text says so."""
 
 
 class Blob(NamedTuple):

@@ -134,7 +134,7 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
 
     Raises:
         CheckpointError: The tree is of another kind of optimizer, or the hyperparameters of its
-            groups cannot be those of these groups.
+            groups (tensors aside) cannot be those of these groups.
     """
     order = [names_of(group, names, optimizer) for group in optimizer.param_groups]
     _check_groups(optimizer, order, tree["param_groups"])

@@ -35,9 +35,9 @@ class Loaded(NamedTuple):
     """What ``Checkpointer.load`` has found."""
 
     step: int | None  # None: saved by torch, without a step
-    extra: dict[str, Any]  # the plain values that were saved, by name
+    extra: dict[str, Any]  # plain values, and tensors that `load` was not given, by name
     missing: list[str]  # names that were asked for and are not in the checkpoint
-    unexpected: list[str]  # names in the checkpoint that were not asked for
+    unexpected: list[str]  # names in the parts that were asked for, and not here
     random: str  # "restored", "derived" (from states of other ranks) or "absent"
     # Names of what ``torch.distributed.checkpoint.save`` has written and only other classes can
     # read.

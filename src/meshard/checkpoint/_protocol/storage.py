@@ -1,7 +1,7 @@
 """Where checkpoints are: a folder, or an object store.
 
-``saving`` relies on two things: files are durable once ``sync`` has returned, and ``publish`` makes
-a file appear whole or not at all.
+``saving`` relies on two things: files are durable once ``close`` has returned, and ``publish``
+makes a file appear whole or not at all.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ class FolderStorage:
         self.act("sync", self._path)
 
     def act(self, what: str, path: Path, to: Path | None = None) -> None:
-        """Change the folder. All changes but writes go through here, for the tests of kills."""
+        """Change the folder, for the tests of kills. Writes and ``rmtree`` are elsewhere."""
         if what == "mkdir":
             path.mkdir()
         elif what == "unlink":
@@ -318,7 +318,7 @@ _GAP = 2**16  # bytes that are rather fetched in vain than left out
 
 
 class _ObjectSource:
-    """An object. Each byte is fetched once, and kept in a local file."""
+    """An object. Each expected range is fetched once, and kept in a local file."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
