@@ -3,6 +3,7 @@
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -97,6 +98,30 @@ def test_one_save_runs_at_a_time(tmp_path):
     checkpointer.async_save(2, nn.Linear(1, 1)).wait()
     assert first.done()
     assert checkpointer.steps() == [1, 2]
+
+
+def test_a_save_whose_wait_is_interrupted_runs_to_its_end_before_the_next(tmp_path, monkeypatch):
+    checkpointer, may_go_on = Checkpointer(tmp_path), threading.Event()
+    create = checkpointer._storage.create
+
+    def wait_and_create(path):
+        assert may_go_on.wait(30)
+        return create(path)
+
+    checkpointer._storage.create = wait_and_create
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 1)
+    first = checkpointer.async_save(1, model)
+    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+        context.setattr(first, "wait", mock.Mock(side_effect=KeyboardInterrupt))
+        checkpointer.wait()
+    nn.init.constant_(model.weight, 2)
+    timer = threading.Timer(0.05, may_go_on.set)
+    timer.start()
+    checkpointer.save(2, model)
+    assert first.done() and checkpointer.steps() == [1, 2]
+    checkpointer.load(model, step=1)
+    assert model.weight.item() == 1
 
 
 @on_ranks(2)

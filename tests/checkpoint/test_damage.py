@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import threading
+from unittest import mock
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from meshard.checkpoint import Checkpointer, CheckpointError
 from meshard.checkpoint._protocol import manifest as manifests
 from meshard.checkpoint._protocol import storage
 from tests.checkpoint.runs import assert_same_values, net, train, trained, values_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
 
 
@@ -203,6 +204,17 @@ def test_a_folder_that_other_ranks_do_not_see_is_told(tmp_path):
     text = "rank 1: .*, which rank 0 has made, is not there. All ranks must see one folder"
     assert_not_saved(Checkpointer(own), text, 1, nn.Linear(1, 1))
     assert list(own.iterdir()) == []
+
+
+@on_threads(2)
+def test_a_store_that_fails_on_the_first_rank_is_told_to_the_others(tmp_path):
+    checkpointer, model = Checkpointer(tmp_path), nn.Linear(1, 1)
+    checkpointer.save(1, model)
+    if dist.get_rank() == 0:
+        fail = mock.Mock(side_effect=PermissionError("the credentials have expired"))
+        checkpointer._storage.folders = checkpointer._storage.exists = fail
+    with pytest.raises(CheckpointError, match="the credentials have expired"):
+        checkpointer.load(model)
 
 
 @on_ranks(2)

@@ -100,6 +100,25 @@ def test_of_a_list_or_dict_only_tensors_that_are_saved_and_fit_are_filled(tmp_pa
     assert double.tolist() == [0, 1]
 
 
+def test_what_was_saved_as_a_value_fills_a_module_and_an_object(tmp_path):
+    checkpointer, model, ema = Checkpointer(tmp_path), nn.Linear(1, 1), Odd(7)
+    checkpointer.save(1, model, ema=ema.state_dict(), loader={"order": torch.arange(3)})
+    other, loader = Odd(0), Loader({"order": torch.zeros(1)})
+    loaded = checkpointer.load(model, ema=other, loader=loader)
+    assert torch.equal(other.weight, ema.weight) and other.count == 7
+    assert loader.state["order"].tolist() == [0, 1, 2]
+    assert (loaded.missing, loaded.unexpected, loaded.extra) == ([], [], {})
+
+
+def test_an_average_that_begins_as_the_weights_gets_memory_of_its_own(tmp_path):
+    checkpointer, model = Checkpointer(tmp_path), nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 5)
+    checkpointer.save(1, model, ema=Loader({"shadow": torch.ones(1, 1)}))
+    ema = Loader({"shadow": model.weight.data})
+    checkpointer.load(model, ema=ema)
+    assert (model.weight.item(), ema.state["shadow"].item()) == (5, 1)
+
+
 @on_ranks(2)
 def test_what_differs_may_be_large_and_of_any_shape(tmp_path):
     rank, checkpointer, model = dist.get_rank(), Checkpointer(tmp_path), nn.Linear(1, 1)

@@ -64,15 +64,16 @@ def test_an_optimizer_under_another_name_is_told(tmp_path):
 
 @on_ranks(1)
 def test_strides_and_extra_state_are_read_both_ways(tmp_path):
-    saved, ours, theirs = Odd(7), Odd(0), Odd(0)
-    dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path / "theirs")
-    loaded = Checkpointer(tmp_path / "theirs").load(ours)
+    saved, ours, theirs, ema = Odd(7), Odd(0), Odd(0), Odd(0)
+    state = saved.state_dict()
+    dcp.save({"model": state, "ema": state}, checkpoint_id=tmp_path / "theirs")
+    loaded = Checkpointer(tmp_path / "theirs").load(ours, ema=ema)
     assert (loaded.missing, loaded.unexpected) == ([], [])
     Checkpointer(tmp_path).save(1, saved)
     state = {"model": theirs.state_dict()}
     dcp.load(state, checkpoint_id=tmp_path / "step-1")
     theirs.load_state_dict(state["model"])
-    for other in (ours, theirs):
+    for other in (ours, theirs, ema):
         assert torch.equal(other.weight, saved.weight)
         assert torch.equal(other.image, saved.image)
         assert (other.count, other.amax.item()) == (7, 7.0)

@@ -188,12 +188,16 @@ class Checkpointer:
 
     def wait(self) -> None:
         """Wait for what runs in the background: a save, of which this raises what went wrong."""
-        running, self._running = self._running, None
+        running = self._running
         if running is not None:
-            running.wait()
-        removal, self._removal = self._removal, None
-        if removal is not None:
-            removal.join()
+            try:
+                running.wait()
+            finally:
+                if running.done():  # not if the user has interrupted the wait: then it still runs
+                    self._running = None
+        if self._removal is not None:
+            self._removal.join()
+            self._removal = None
 
     def _collective(self) -> Saver:
         world = dist.group.WORLD if dist.is_initialized() else None
@@ -359,22 +363,28 @@ class Checkpointer:
             options = Options(strict, cast, verify)
             return Restoring(ranks, reader, where, options).run(model, optimizer, extra)
 
+    def _folder_to_load(self, step: int | None) -> StepFolder | str:
+        """Return the folder of a step, or "" if this is a folder of torch."""
+        try:
+            return self._folder_of(step)
+        except CheckpointError:
+            if self._storage.exists(manifest.MARKER):
+                raise CheckpointError(
+                    f"{self._storage.root} is the folder of one step; pass the folder that it "
+                    "is in to Checkpointer, and the step to load()."
+                ) from None
+            if step is None and self._storage.exists(dcp_format.METADATA):
+                return ""
+            raise
+
     def _find(self, ranks: Ranks, step: int | None) -> tuple[str, Manifest]:
         """Return the folder that the first rank has found, and its manifest."""
         said: dict[str, Any] = {"problem": "", "folder": None}
         if ranks.is_first:
             try:
-                said["folder"] = self._folder_of(step)
-            except Exception as error:
-                if self._storage.exists(manifest.MARKER):
-                    said["problem"] = (
-                        f"{self._storage.root} is the folder of one step; pass the folder that it "
-                        "is in to Checkpointer, and the step to load()."
-                    )
-                elif step is None and self._storage.exists(dcp_format.METADATA):
-                    said["folder"] = ""
-                else:
-                    said["problem"] = str(error)
+                said["folder"] = self._folder_to_load(step)
+            except Exception as error:  # such as one of the store; other ranks must know
+                said["problem"] = str(error)
         said = ranks.broadcast(said)
         if said["problem"]:
             raise CheckpointError(said["problem"])

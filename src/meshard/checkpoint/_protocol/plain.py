@@ -132,6 +132,14 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     raise ValueError(f"{kind!r} is no kind of value that a checkpoint stores.")
 
 
+def encoded_items(tree: Any) -> dict[str, Any]:
+    """Return the values of an encoded dict, still encoded, by those keys that are strings."""
+    if not isinstance(tree, dict) or tree.get(_KIND, "dict") not in _MAPPINGS:
+        return {}
+    pairs = tree["items"] if _KIND in tree else tree.items()
+    return {key: each for key, each in pairs if type(key) is str}
+
+
 def names_in(tree: Any) -> set[str]:
     """Return the names of the tensors that an encoded tree refers to."""
     names = set[str]()

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from meshard._torch.dtensor import plain_of
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.loading import Read, Reader, agree, check, compare, fill, reads_of
@@ -27,7 +28,7 @@ from meshard.checkpoint._protocol.parts import (
     model_state,
     placed_like,
 )
-from meshard.checkpoint._protocol.plain import decode, names_in, reference
+from meshard.checkpoint._protocol.plain import decode, encoded_items, names_in, reference
 from meshard.checkpoint._protocol.ranks import Ranks
 
 
@@ -60,6 +61,7 @@ class Restoring:
         self._options = options
         self._manifest: Manifest = reader.manifest
         self._targets: dict[str, torch.Tensor] = {}  # by the name in the checkpoint
+        self._filled: set[int] = set()  # where the memory of each target begins
         self._here: set[str] = set()  # names of the tensors of this rank's parts
         self._then: list[Callable[[], object]] = []  # called once all tensors are read
         self._extra: dict[str, Any] = {}
@@ -154,7 +156,10 @@ class Restoring:
         saved = self._manifest.rank_parts
         own = saved[self._ranks.rank] if len(saved) == self._ranks.size else {}
         for name in (*self._manifest.parts, *own):
-            is_filled = isinstance(extra.get(name), torch.Tensor)
+            # What has taken the part already: an object, or a tensor.
+            is_filled = isinstance(extra.get(name), torch.Tensor) or (
+                name in extra and name not in given
+            )
             part = None if name == RANDOM or is_filled else self._part(name)
             if isinstance(part, dict) and part.get("kind") == "value":
                 self._extra[name] = self._decoded_around(given.get(name, {}), part["tree"])
@@ -202,8 +207,7 @@ class Restoring:
 
     def _others_of(self, name: str, state: ModelState) -> dict[str, Any]:
         """Return the extra state of a module. Its tensors are filled later."""
-        part = self._part(name)
-        saved = part["tree"] if part is not None and part.get("kind") == "module" else {}
+        saved = self._saved_others(name)
         others = {}
         for key, raw in state.raw.items():
             full = join(name, key)
@@ -216,6 +220,14 @@ class Restoring:
         self._unexpected += [join(name, key) for key in saved if key not in state.raw]
         self._here |= names_in(saved)
         return others
+
+    def _saved_others(self, name: str) -> dict[str, Any]:
+        """Return the trees of what was saved of a module beside its tensors."""
+        part = self._part(name) or {}
+        found = encoded_items(part.get("tree")) if part.get("kind") in ("module", "value") else {}
+        # A state dict that was saved as a value, as torch saves all, has the module's tensors too.
+        tensors = self._manifest.tensors if part.get("kind") == "value" else {}
+        return {key: each for key, each in found.items() if join(name, key) not in tensors}
 
     def _add_tensors(self, tensors: dict[str, torch.Tensor], ties: dict[str, str]) -> None:
         """Add tensors to be filled; ``ties`` has their other names."""
@@ -239,6 +251,7 @@ class Restoring:
         self._missing += compared.missing
         self._problems += compared.wrong
         self._targets |= fitting
+        self._filled |= set(map(_begin_of, fitting.values()))
 
     def _stored(self, name: str) -> str | None:
         name = self._manifest.ties.get(name, name)
@@ -316,9 +329,17 @@ class Restoring:
             own = own_name(self._ranks.rank, name)
             name = own if own in self._manifest.tensors else name
             entry = self._manifest.tensors[name]
-            if made is None or isinstance(made, nn.Parameter) or not _fits(made, entry):
+            # Not in place if another part has the same memory, as an average that begins as
+            # ``param.data``: the values of one would be lost.
+            if (
+                made is None
+                or isinstance(made, nn.Parameter)
+                or not _fits(made, entry)
+                or _begin_of(made) in self._filled
+            ):
                 made = placed_like(present, entry.shape, dtype_of(entry.dtype))
             self._targets[name] = made
+            self._filled.add(_begin_of(made))
             return made
 
         return decode(tree, make)
@@ -345,6 +366,10 @@ class Restoring:
 
 def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:
     return tensor.shape == entry.shape and tensor.dtype == dtype_of(entry.dtype)
+
+
+def _begin_of(tensor: torch.Tensor) -> int:
+    return plain_of(tensor).data_ptr()
 
 
 class _Placement(NamedTuple):
