@@ -14,7 +14,7 @@ import meshard
 from meshard import CommLedger
 from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 
 
 @pytest.mark.parametrize("layout", ["fully_shard", "replicate"])
@@ -112,9 +112,10 @@ def test_a_save_whose_wait_is_interrupted_runs_to_its_end_before_the_next(tmp_pa
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 1)
     first = checkpointer.async_save(1, model)
-    with monkeypatch.context() as context, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as context:
         context.setattr(first, "wait", mock.Mock(side_effect=KeyboardInterrupt))
-        checkpointer.wait()
+        with pytest.raises(KeyboardInterrupt):
+            checkpointer.wait()
     nn.init.constant_(model.weight, 2)
     timer = threading.Timer(0.05, may_go_on.set)
     timer.start()
@@ -122,6 +123,22 @@ def test_a_save_whose_wait_is_interrupted_runs_to_its_end_before_the_next(tmp_pa
     assert first.done() and checkpointer.steps() == [1, 2]
     checkpointer.load(model, step=1)
     assert model.weight.item() == 1
+
+
+@on_threads(2)
+def test_ranks_plan_anew_after_one_was_interrupted_while_it_got_the_plan(tmp_path, monkeypatch):
+    checkpointer, model, rank = Checkpointer(tmp_path), nn.Linear(1, 1), dist.get_rank()
+    checkpointer.save(1, model, position=0)
+    checkpointer._storage.create = mock.Mock(side_effect=OSError)
+    saver = checkpointer._saver
+    plan = saver._plan
+    with pytest.raises(CheckpointError):
+        checkpointer.save(2, model, position=rank)
+    del checkpointer._storage.create
+    if rank:
+        saver._plan = plan  # as after an interrupt
+    checkpointer.save(3, model, position=rank)
+    assert checkpointer.load(model).extra == {"position": rank}
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from torch import nn
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
 from meshard.checkpoint._protocol import manifest as manifests
-from meshard.checkpoint._protocol import storage
+from meshard.checkpoint._protocol import saving, storage
 from tests.checkpoint.runs import assert_same_values, net, train, trained, values_of
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
@@ -201,7 +201,7 @@ def test_gradients_that_are_pending_on_one_rank_refuse_the_save_on_all(tmp_path)
 def test_a_folder_that_other_ranks_do_not_see_is_told(tmp_path):
     own = tmp_path / str(dist.get_rank())
     own.mkdir()
-    text = "rank 1: .*, which rank 0 has made, is not there. All ranks must see one folder"
+    text = "rank 1: .*, which the first rank has made, is not there. All ranks must see one folder"
     assert_not_saved(Checkpointer(own), text, 1, nn.Linear(1, 1))
     assert list(own.iterdir()) == []
 
@@ -215,6 +215,12 @@ def test_a_store_that_fails_on_the_first_rank_is_told_to_the_others(tmp_path):
         checkpointer._storage.folders = checkpointer._storage.exists = fail
     with pytest.raises(CheckpointError, match="the credentials have expired"):
         checkpointer.load(model)
+
+
+@on_threads(2)
+def test_an_error_while_the_first_rank_makes_the_manifest_is_raised_on_all(tmp_path, monkeypatch):
+    monkeypatch.setattr(saving, "_entries", mock.Mock(side_effect=MemoryError("too many")))
+    assert_not_saved(Checkpointer(tmp_path), "MemoryError: too many", 1, nn.Linear(1, 1))
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.layouts import lay_out
 from tests.checkpoint.runs import Odd, assert_same_values, values_of
 from tests.support.cases import CASES
-from tests.support.ranks import on_ranks
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
 
@@ -203,6 +203,25 @@ def test_complex_views_empty_tensors_and_extra_state_that_is_a_tensor(tmp_path):
     loaded = checkpointer.load(other)
     assert torch.equal(other.conjugate.resolve_conj(), saved.conjugate.resolve_conj())
     assert (other.count, loaded.missing, loaded.unexpected) == (7, [], [])
+
+
+@on_threads(4)
+def test_experts_on_meshes_of_their_own_need_names_of_their_own(tmp_path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    number = dist.get_rank() // 2
+    expert, checkpointer = nn.Linear(4, 4, bias=False), Checkpointer(tmp_path)
+    copies = meshard.fully_shard(nn.Sequential(expert), mesh["dp"])
+    nn.init.ones_(expert.weight)
+    checkpointer.save(1, copies)  # the same on both meshes
+    nn.init.constant_(expert.weight, number)
+    for call in (checkpointer.save, checkpointer.async_save):
+        with pytest.raises(CheckpointError, match=r"'model\.0\.weight' has other values on rank 2"):
+            call(2, copies)
+    named = nn.ModuleDict({f"expert{number}": expert})
+    checkpointer.save(3, named)
+    nn.init.constant_(expert.weight, 9)
+    checkpointer.load(named)
+    assert expert.weight.to_local().unique().tolist() == [number]
 
 
 def test_two_tensors_do_not_load_into_one(tmp_path):

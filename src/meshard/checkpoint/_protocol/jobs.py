@@ -39,6 +39,7 @@ class Item(NamedTuple):
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str
     placements: tuple[str, ...]
+    mesh_size: int  # 0: an ordinary tensor
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -155,6 +156,7 @@ def items_of(tensors: dict[str, torch.Tensor]) -> tuple[list[Item], list[torch.T
             tuple(tensor.shape),
             str(local.dtype).removeprefix("torch."),
             tuple(placements),
+            tensor.device_mesh.size() if isinstance(tensor, DTensor) else 0,
             box.offsets,
             box.sizes,
         )

@@ -22,12 +22,14 @@ import contextlib
 import errno
 import hashlib
 import json
+import uuid
 import zlib
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 
+from meshard._comm.first_values import sum_of_samples
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import dcp_format, manifest
 from meshard.checkpoint._protocol.blobs import bytes_of, frame_of, on_host
@@ -58,6 +60,7 @@ class _Written(NamedTuple):
 class _Plan(NamedTuple):
     """Which rank writes what, in one save and those after it."""
 
+    number: str  # of the first rank; after an interrupt a rank may have an older plan than others
     items: list[Item]  # of this rank
     different: list[str]  # parts that differ, so that each rank writes its own
     to_write: list[int]  # positions in ``items``
@@ -120,8 +123,8 @@ class Saver:
             return f"{who}no space is left for {where}; remove other checkpoints, or use keep=."
         if isinstance(error, FileNotFoundError) and self.ranks.size > 1:
             return (
-                f"{who}{where}, which rank 0 has made, is not there. All ranks must see one "
-                "folder: use a file system that they share, or an object store."
+                f"{who}{where}, which the first rank has made, is not there. All ranks must see "
+                "one folder: use a file system that they share, or an object store."
             )
         return f"{who}{type(error).__name__}: {error}"
 
@@ -141,9 +144,10 @@ class Saver:
             {
                 "step": job.step,
                 "problem": job.problem,
-                "is_known": plan is not None and plan.items == job.items,
+                "plan": plan.number if plan is not None and plan.items == job.items else None,
                 "optimizers": _hash(job.optimizers),
                 "others": {} if job.problem else _hashes(job),
+                "copies": _sample_of_copies(job, self.ranks.size),
             }
         )
         self._refuse_if(job, _joined(each["problem"] for each in said))
@@ -159,11 +163,35 @@ class Saver:
             elif len(set(hashes)) > 1:
                 different.append(name)
         self._refuse_if(job, _joined(problems))
-        if plan is None or plan.different != different or not all(s["is_known"] for s in said):
+        self._check_copies(job, [each["copies"] for each in said])
+        plans = {each["plan"] for each in said}
+        if plan is None or plan.different != different or len(plans) > 1 or None in plans:
             plan = self._plan = self._make_plan(job, different)
         job.sources = [job.sources[number] for number in plan.to_write]
         is_merged = any(each["optimizers"] != said[0]["optimizers"] for each in said)
         return Agreed(plan, is_merged)
+
+    def _check_copies(self, job: Job, samples: list[tuple[str, int]]) -> None:
+        """Raise if meshes side by side hold different tensors of one name: one would be kept."""
+        known: dict[str, int] = {}
+        if all(known.setdefault(names, sample) == sample for names, sample in samples):
+            return
+        own = [
+            (item.name, str(item.offsets), _sample_of([source]))
+            for item, source in _on_some_ranks(job, self.ranks.size)
+        ]
+        first: dict[tuple[str, str], tuple[int, int]] = {}
+        for rank, row in enumerate(self.ranks.all_gather(own)):
+            for name, offsets, sample in row:
+                other, value = first.setdefault((name, offsets), (rank, sample))
+                if value != sample:
+                    self._refuse_if(
+                        job,
+                        f"{name!r} has other values on rank {rank} than on rank {other}, and a "
+                        "checkpoint keeps one tensor of a name. Give experts on meshes of their "
+                        "own names of their own, such as the keys of a ModuleDict. If these are "
+                        "to be copies, as beside tensor parallelism, they have drifted apart.",
+                    )
 
     def _make_plan(self, job: Job, different: list[str]) -> _Plan:
         """Decide which rank writes what is on several, such that all write about as much."""
@@ -190,13 +218,15 @@ class Saver:
             problem = _what_is_not_covered(
                 held[rank][number] for rank, numbers in enumerate(to_write) for number in numbers
             )
-        said = self.ranks.broadcast({"to_write": to_write, "problem": problem})
+        number = uuid.uuid4().hex
+        said = self.ranks.broadcast({"number": number, "to_write": to_write, "problem": problem})
         self._refuse_if(job, said["problem"])
         written_by = [
             [items[number] for number in numbers]
             for items, numbers in zip(held, to_write, strict=True)
         ]
-        return _Plan(job.items, different, said["to_write"][self.ranks.rank], written_by)
+        to_write_here = said["to_write"][self.ranks.rank]
+        return _Plan(said["number"], job.items, different, to_write_here, written_by)
 
     # --- 2. the folder ---------------------------------------------------------------------
 
@@ -257,20 +287,16 @@ class Saver:
     ) -> str:
         """Publish the manifest. Return the error if that has failed."""
         written = [_written(each["written"]) for each in found]
-        try:
-            optimizers = _merge(trees)
-        except ValueError as error:
-            return str(error)
         others = {name: each for name, each in job.others.items() if name not in plan.different}
-        made = Manifest(
-            step=job.step,
-            tensors=_entries(plan.written_by, [each.crcs for each in written]),
-            parts={**optimizers, **others},
-            rank_parts=[each.own for each in written],
-            ties={name: tied for each in found for name, tied in each["ties"].items()},
-            about={**job.about, "num_ranks": self.ranks.size},
-        )
         try:
+            made = Manifest(
+                step=job.step,
+                tensors=_entries(plan.written_by, [each.crcs for each in written]),
+                parts={**_merge(trees), **others},
+                rank_parts=[each.own for each in written],
+                ties={name: tied for each in found for name, tied in each["ties"].items()},
+                about={**job.about, "num_ranks": self.ranks.size},
+            )
             flat = dcp_format.flattened(made)
             metadata = dcp_format.metadata_of(made, flat)
             for name, data in ((dcp_format.OBJECTS, flat.data), (dcp_format.METADATA, metadata)):
@@ -279,7 +305,9 @@ class Saver:
                 sink.close()
                 made.objects.append(Blob(name, 0, len(data), zlib.crc32(data)))
             self.storage.publish(folder.manifest, manifest.to_text(made))
-        except Exception as error:
+        except CheckpointError as error:
+            return str(error)
+        except Exception as error:  # the other ranks must know, whatever it is
             return self._problem(error, f"{self.storage.root}/{folder.name}")
         return ""
 
@@ -311,6 +339,27 @@ def _hashes(job: Job) -> dict[str, str]:
     return {name: _hash([tree, own[name]]) for name, tree in job.others.items()}
 
 
+def _on_some_ranks(job: Job, num_ranks: int) -> list[tuple[Item, torch.Tensor]]:
+    """Return the chunks of which meshes side by side may hold copies, or different ones."""
+    pairs = zip(job.items, job.sources, strict=True)
+    return [(item, source) for item, source in pairs if 0 < item.mesh_size < num_ranks]
+
+
+def _sample_of_copies(job: Job, num_ranks: int) -> tuple[str, int]:
+    """Return which such chunks this rank holds, and a number from some elements of them.
+
+    Ranks that hold the same are to have the same number.
+    """
+    pairs = _on_some_ranks(job, num_ranks)
+    which = _hash([(item.name, item.offsets) for item, _ in pairs])
+    return which, _sample_of([source for _, source in pairs])
+
+
+def _sample_of(sources: list[torch.Tensor]) -> int:
+    found = sum_of_samples(sources)
+    return 0 if found is None else int(found)
+
+
 def _named_apart(job: Job, different: list[str], rank: int) -> list[Item]:
     """Return the items of this rank. Those of parts that differ get names of their own."""
     return [
@@ -322,8 +371,8 @@ def _named_apart(job: Job, different: list[str], rank: int) -> list[Item]:
 
 
 def _item(row: list[Any]) -> Item:
-    name, shape, dtype, *boxes = row
-    return Item(name, tuple(shape), dtype, *map(tuple, boxes))
+    name, shape, dtype, placements, mesh_size, *box = row
+    return Item(name, tuple(shape), dtype, tuple(placements), mesh_size, *map(tuple, box))
 
 
 def _written(row: list[Any]) -> _Written:
@@ -389,13 +438,13 @@ def _merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
                 {k: v for k, v in one.items() if k not in _MERGED} for one in (present, each)
             )
             if ours != theirs:
-                raise ValueError(f"ranks have different values of {name!r} beside its state.")
+                raise CheckpointError(f"ranks have different values of {name!r} beside its state.")
             for fqn, state in each["state"].items():
                 if present["state"].setdefault(fqn, state) != state:
-                    raise ValueError(f"ranks have different states of {name!r} for {fqn!r}.")
+                    raise CheckpointError(f"ranks have different states of {name!r} for {fqn!r}.")
             groups = present["param_groups"]
             groups += [group for group in each["param_groups"] if group not in groups]
             held = [fqn for group in groups for fqn in group["params"]]
             if len(set(held)) < len(held):
-                raise ValueError(f"ranks have different hyperparameters in {name!r}.")
+                raise CheckpointError(f"ranks have different hyperparameters in {name!r}.")
     return merged
