@@ -184,6 +184,20 @@ def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path):
         assert {("model", name), ("optimizer", "state", name, "exp_avg")} <= paths
 
 
+@on_threads(2)
+def test_each_stage_of_a_pipeline_has_hyperparameters_of_its_own_that_are_tensors(tmp_path):
+    rank, checkpointer = dist.get_rank(), Checkpointer(tmp_path)
+    stage = nn.ModuleDict({f"stage{rank}": nn.Linear(2, 2)})
+    optimizer = torch.optim.AdamW(stage.parameters(), lr=torch.tensor(float(rank)))
+    checkpointer.save(1, stage, optimizer)
+    optimizer.param_groups[0]["lr"] = torch.tensor(9.0)
+    checkpointer.load(stage, optimizer)
+    assert optimizer.param_groups[0]["lr"] == rank
+    optimizer = torch.optim.AdamW((model := nn.Linear(2, 2)).parameters(), lr=torch.tensor(rank))
+    with pytest.raises(CheckpointError, match="ranks have different hyperparameters"):
+        checkpointer.save(2, model, optimizer)
+
+
 def test_complex_views_empty_tensors_and_extra_state_that_is_a_tensor(tmp_path):
     class Complex(nn.Module):
         def __init__(self, value):
@@ -308,6 +322,18 @@ def test_hyperparameters_of_other_groups_are_refused(tmp_path, make, text):
     with pytest.raises(CheckpointError, match=text):
         checkpointer.load(model, other)
     assert other.param_groups == before
+
+
+@pytest.mark.parametrize("number", [float, torch.tensor])
+def test_groups_of_other_hyperparameters_do_not_become_one(tmp_path, number):
+    model, checkpointer = nn.Linear(2, 2), Checkpointer(tmp_path)
+    rates = zip(model.parameters(), (0.1, 0.2), strict=True)
+    groups = [{"params": [param], "lr": number(rate)} for param, rate in rates]
+    checkpointer.save(1, model, torch.optim.AdamW(groups))
+    one = torch.optim.AdamW(model.parameters(), lr=number(0.5))
+    with pytest.raises(CheckpointError, match="saved in groups with other hyperparameters"):
+        checkpointer.load(model, one)
+    assert one.param_groups[0]["lr"] == number(0.5)
 
 
 def test_keys_of_schedulers_and_of_users_do_not_make_another_kind_of_optimizer(tmp_path):

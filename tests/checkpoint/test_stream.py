@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import meshard
 from meshard import CommLedger
-from meshard.checkpoint import shard_table, stream_unsharded
+from meshard.checkpoint import load_pretrained, save_pretrained, shard_table, stream_unsharded
 from tests.checkpoint.layouts import LAYOUTS, lay_out
 from tests.mesh import expert_meshes
 from tests.support import extensions
@@ -190,6 +190,22 @@ def test_it_is_refused_inside_unsharded_params_and_inside_a_forward_and_of_a_ten
 
 def small_batches(**kwargs):
     return stream_unsharded(shard_blocks(CASES["mlp_stack"].build()), max_bytes=1, **kwargs)
+
+
+@pytest.mark.parametrize("call", ["stream", "save", "load"])
+@on_threads(2)
+def test_what_one_rank_refuses_is_raised_on_all(tmp_path, call):
+    model = meshard.fully_shard(nn.Linear(4, 4))
+    with meshard.no_sync(model):
+        loss = model(torch.ones(1, 4)).sum()
+        if dist.get_rank() == 0:
+            loss.backward()  # the other rank skips its batch
+    text = "failed on rank 0; see the error there" if dist.get_rank() else "gradients"
+    with pytest.raises(RuntimeError, match=text):
+        if call == "stream":
+            stream_unsharded(model)
+        else:
+            (save_pretrained if call == "save" else load_pretrained)(model, tmp_path)
 
 
 @on_ranks(2)

@@ -50,6 +50,33 @@ def test_dcp_load_reads_ours_and_what_dcp_save_has_written_loads(tmp_path, layou
 
 
 @on_ranks(1)
+def test_hyperparameters_that_are_tensors_are_read_both_ways(tmp_path):
+    def built(*rates):
+        model = nn.Linear(2, 2)
+        pairs = zip(model.parameters(), map(torch.tensor, rates), strict=True)
+        optimizer = torch.optim.AdamW([{"params": [param], "lr": lr} for param, lr in pairs])
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    saved, ours, theirs = built(1.0, 2.0), built(3.0, 4.0), built(5.0, 6.0)
+    Checkpointer(tmp_path).save(1, *saved)
+    state = torch_states(*theirs)
+    dcp.load(state, checkpoint_id=tmp_path / "step-1")
+    states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+    set_state_dict(*theirs, **states)
+    dcp.save(torch_states(*saved), checkpoint_id=tmp_path / "theirs")
+    checkpointer = Checkpointer(tmp_path / "theirs")
+    checkpointer.load(*ours)
+    for _, optimizer in (ours, theirs):
+        assert [group["lr"] for group in optimizer.param_groups] == [1, 2]
+    model = ours[0]
+    one = torch.optim.AdamW(model.parameters(), lr=torch.tensor(7.0))
+    with pytest.raises(CheckpointError, match="saved in groups with other hyperparameters"):
+        checkpointer.load(model, one)
+
+
+@on_ranks(1)
 def test_an_optimizer_under_another_name_is_told(tmp_path):
     model, optimizer = trained("plain", 2)
     dcp.save(torch_states(model, optimizer, "optim"), checkpoint_id=tmp_path)

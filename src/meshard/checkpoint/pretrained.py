@@ -40,6 +40,7 @@ from meshard.checkpoint.weights_gather import (
     Agreement,
     Packed,
     Unsharded,
+    agreed,
     batches,
     check_dtype,
     copies,
@@ -54,6 +55,7 @@ from meshard.checkpoint.weights_layout import (
     meshes_of,
     own_rank,
     ranks_of_meshes,
+    unchecked_weights,
     weights_of,
     without_wrappers,
 )
@@ -87,8 +89,8 @@ def save_pretrained(
 
     Files are written under other names, synced, and renamed when all are complete, the index (or
     the single file) last. What a killed save leaves has neither, and no reader takes it for whole;
-    the former weights of the folder are removed at the moment of renaming. An error on any rank
-    while writing is raised on all, and leaves the folder as it was, unless it is one of renaming.
+    the former weights of the folder are removed at the moment of renaming. An error on any rank is
+    raised on all, and leaves the folder as it was, unless it is one of renaming.
 
     Args:
         module: A module with or without units, between steps.
@@ -117,19 +119,14 @@ def save_pretrained(
     """
     check_dtype(dtype)
     module = without_wrappers(module)
-    weights = weights_of(module, "save_pretrained")
-    if hasattr(module, "get_base_model") or any(".base_layer." in each.fqn for each in weights):
-        raise ValueError(
-            f"save_pretrained got a {own_class(module).__name__} with adapters of PEFT, and "
-            "from_pretrained would find none of its names; save the adapters by PEFT's own method "
-            "(docs/how-to/peft.md), or merge them first (docs/how-to/weights.md, 'Merge adapters')."
-        )
+    with agreed(_agreement_of(module, "save_pretrained"), "save_pretrained"):
+        weights = weights_of(module, "save_pretrained")
+        _check_no_adapters(module, weights)
+        check_have_values(weights, "save_pretrained")
+        files = plan_files(_without_ties(weights), parse_size(max_shard_size), dtype)
     meshes = meshes_of(module, weights)
     ranks = ranks_of_meshes(meshes)
     agreement = Agreement(meshes, "(save_pretrained)")
-    with _agreed(agreement, "save_pretrained"):
-        check_have_values(weights, "save_pretrained")
-        files = plan_files(_without_ties(weights), parse_size(max_shard_size), dtype)
     agreement.check_copies(weights, len(ranks))
     save = _Save(Path(folder), files, ranks, agreement)
     total = sum(file.num_bytes for file in files)
@@ -143,15 +140,18 @@ def save_pretrained(
         save.commit(module, dtype)
 
 
-@contextlib.contextmanager
-def _agreed(agreement: Agreement, what: str) -> Iterator[None]:
-    """Raise on all ranks if the block raises on one. **Collective:** all ranks, at its end."""
-    error = None
-    try:
-        yield
-    except Exception as caught:
-        error = caught
-    agreement.check(error, what)
+def _agreement_of(module: nn.Module, caller: str) -> Agreement:
+    """Return the agreement of a module's ranks, before anything of it is checked."""
+    return Agreement(meshes_of(module, unchecked_weights(module)), f"({caller})")
+
+
+def _check_no_adapters(module: nn.Module, weights: list[Weight]) -> None:
+    if hasattr(module, "get_base_model") or any(".base_layer." in each.fqn for each in weights):
+        raise ValueError(
+            f"save_pretrained got a {own_class(module).__name__} with adapters of PEFT, and "
+            "from_pretrained would find none of its names; save the adapters by PEFT's own method "
+            "(docs/how-to/peft.md), or merge them first (docs/how-to/weights.md, 'Merge adapters')."
+        )
 
 
 def _without_ties(weights: list[Weight]) -> list[Weight]:
@@ -195,7 +195,7 @@ class _Save:
             shutil.rmtree(self._aside, ignore_errors=True)
 
     def _agree(self) -> contextlib.AbstractContextManager[None]:
-        return _agreed(self._agreement, "save_pretrained")
+        return agreed(self._agreement, "save_pretrained")
 
     def write_together(
         self, files: list[FilePlan], dtype: torch.dtype | None, advance: Callable[[int], None]
@@ -360,8 +360,8 @@ def load_pretrained(
     Otherwise build the model inside ``meta_parameters()``, or call ``meshard.materialize`` first.
 
     **Collective:** every rank of the module's meshes, which all see the same files. Everything is
-    checked on all ranks before anything is written: what does not fit on one is raised on all, and
-    leaves the module as it was. Beside the shards, a rank holds its rows of one tensor.
+    checked on all ranks before anything is written: a refusal on one is raised on all, and leaves
+    the module as it was. Beside the shards, a rank holds its rows of one tensor.
 
     Args:
         module: A module with or without units, between steps.
@@ -400,12 +400,13 @@ def load_pretrained(
     if rename is not None and not callable(rename) and not isinstance(rename, Mapping):
         raise TypeError(f"rename must be a function, a mapping or None, got {rename!r}.")
     module = without_wrappers(module)
-    weights = weights_of(module, "load_pretrained")
+    with agreed(_agreement_of(module, "load_pretrained"), "load_pretrained"):
+        weights = weights_of(module, "load_pretrained")
     meshes = meshes_of(module, weights)
     agreement = Agreement(meshes, "(load_pretrained)")
     is_first = own_rank() == ranks_of_meshes(meshes)[0]
     with contextlib.ExitStack() as stack:
-        with _agreed(agreement, "load_pretrained"):
+        with agreed(agreement, "load_pretrained"):
             stored = _renamed(stored_tensors(Path(path)), rename)
             check_are_held(module, weights)
             plan = _plan(weights, stored, strict=strict)
@@ -418,7 +419,7 @@ def load_pretrained(
                 f"the ranks see different files at {path}: other names, shapes or dtypes. It must "
                 "be the same on all ranks."
             )
-        with _agreed(agreement, "load_pretrained"), _saying_that_it_is_partial():
+        with agreed(agreement, "load_pretrained"), _saying_that_it_is_partial():
             device = device_of_weights(meshes) if meshes else torch.get_default_device()
             leave_meta_device(module, device, buffers)
             _fill(weights_of(module, "load_pretrained"), plan, advance)

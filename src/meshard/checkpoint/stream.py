@@ -20,6 +20,7 @@ from meshard.checkpoint.weights_gather import (
     Packed,
     Unsharded,
     Verdict,
+    agreed,
     batches,
     check_dtype,
     copies,
@@ -31,6 +32,7 @@ from meshard.checkpoint.weights_layout import (
     meshes_of,
     own_rank,
     ranks_of_meshes,
+    unchecked_weights,
     weights_of,
     without_wrappers,
 )
@@ -112,8 +114,12 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
     ) -> None:
         self._is_over = True  # so that __del__ does nothing if a check below raises
         module = without_wrappers(module)
-        weights = weights_of(module, _CALLER)
-        check_have_values(weights, _CALLER)
+        held = unchecked_weights(module)
+        # Without a gather, ranks need not agree.
+        meshes = meshes_of(module, held) if any(each.sharded_axes for each in held) else []
+        with agreed(Agreement(meshes, f"({_CALLER})"), _CALLER):
+            weights = weights_of(module, _CALLER)
+            check_have_values(weights, _CALLER)
         meshes = meshes_of(module, weights)
         self._agreement = Agreement(meshes, f"({_CALLER})")
         ranks = ranks_of_meshes(meshes)

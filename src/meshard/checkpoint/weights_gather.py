@@ -7,6 +7,7 @@ all go on, so that no rank waits in a collective that another never enters.
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -120,6 +121,17 @@ class Agreement:
             raise error
         if verdict.intent is not Intent.GO_ON:
             raise RuntimeError(f"{what} failed on rank {verdict.rank}; see the error there.")
+
+
+@contextlib.contextmanager
+def agreed(agreement: Agreement, what: str) -> Iterator[None]:
+    """Raise on all ranks if the block raises on one. **Collective:** all ranks, at its end."""
+    error = None
+    try:
+        yield
+    except Exception as caught:
+        error = caught
+    agreement.check(error, what)
 
 
 @torch.no_grad()

@@ -122,6 +122,15 @@ def weights_of(module: nn.Module, caller: str) -> list[Weight]:
     return weights
 
 
+def unchecked_weights(module: nn.Module) -> list[Weight]:
+    """Return what ``weights_of`` returns, but for hooks, without names and without its checks.
+
+    All ranks have its meshes, so that they can tell each other of what one of them refuses.
+    """
+    tensors = (*module.parameters(), *module.buffers(), *shards_of(module).values())
+    return [Weight("", tensor) for tensor in tensors]
+
+
 def shards_of(module: nn.Module) -> dict[int, nn.Parameter]:
     """Return the sharded parameters by the ids of the unsharded ones.
 

@@ -62,6 +62,10 @@ class Flat(NamedTuple):
     paths: dict[str, Any]  # the keys that lead to each object or tensor
 
 
+# Stands for each tensor whose values are in a chunk.
+_STORED = torch.empty(0, device="cpu")
+
+
 def flattened(manifest: Manifest) -> Flat:
     """Return the objects of models and optimizers, and the step.
 
@@ -77,7 +81,7 @@ def flattened(manifest: Manifest) -> Flat:
             continue
         flat.paths.update(planner.mappings)
         for full, value in planner.state_dict.items():
-            if isinstance(value, torch.Tensor):
+            if value is _STORED:
                 continue
             key = repr(value) if type(value) in (bool, int, float, str) else full, type(value)
             if key not in known:
@@ -91,10 +95,9 @@ def flattened(manifest: Manifest) -> Flat:
 def _nested(manifest: Manifest) -> dict[str, Any]:
     """Return the states of models and optimizers as torch has them, without values of tensors."""
     nested: dict[str, Any] = {"step": manifest.step}
-    tensor = torch.empty(0, device="cpu")
     for name, part in manifest.parts.items():
         if "param_groups" in part:
-            nested[name] = decode(part, lambda _: tensor)
+            nested[name] = decode(part, lambda _: _STORED)
         elif part["kind"] == "module":
             prefix, inner = f"{name}.", names_in(part["tree"])
             names = [
@@ -102,8 +105,8 @@ def _nested(manifest: Manifest) -> dict[str, Any]:
                 for each in (*manifest.tensors, *manifest.ties)
                 if each.startswith(prefix) and each not in inner
             ]
-            others = decode(part["tree"], lambda _: tensor)
-            nested[name] = {each.removeprefix(prefix): tensor for each in names} | others
+            others = decode(part["tree"], lambda _: _STORED)
+            nested[name] = {each.removeprefix(prefix): _STORED for each in names} | others
     return nested
 
 

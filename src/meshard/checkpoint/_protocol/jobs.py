@@ -88,7 +88,9 @@ def job_of(step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict
     optimizers = {} if optimizer is None else {OPTIMIZER: optimizer}
     optimizers |= {name: each for name, each in extra.items() if isinstance(each, Optimizer)}
     for name, each in optimizers.items():
-        job.optimizers[name], own = encode_part(name, parts.optimizer_tree(each, names))
+        job.optimizers[name], own = encode_part(
+            name, parts.optimizer_tree(each, names), is_optimizer=True
+        )
         tensors |= own
     for name, value in extra.items():
         if name not in optimizers and name not in modules:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from meshard.checkpoint._protocol.blobs import copied_bytes
 from meshard.checkpoint._protocol.manifest import CheckpointError
-from meshard.checkpoint._protocol.plain import Path, encode, reference
+from meshard.checkpoint._protocol.plain import Path, embedded, encode, reference
 from meshard.checkpoint.weights_layout import fqn_without_wrappers, shards_of
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
@@ -39,8 +39,11 @@ class Encoded(NamedTuple):
     tensors: dict[str, torch.Tensor]
 
 
-def encode_part(name: str, state: Any) -> Encoded:
+def encode_part(name: str, state: Any, *, is_optimizer: bool = False) -> Encoded:
     """Return the state of a part for the checkpoint.
+
+    Tensors among the hyperparameters of an optimizer are in its tree, with their values: stages of
+    a pipeline have different groups, which are numbered alike.
 
     Raises:
         TypeError: Something in it is neither a tensor nor plain.
@@ -48,6 +51,8 @@ def encode_part(name: str, state: Any) -> Encoded:
     tensors: dict[str, torch.Tensor] = {}
 
     def add(path: Path, tensor: torch.Tensor) -> Any:
+        if is_optimizer and path[1] == "param_groups" and not isinstance(tensor, DTensor):
+            return embedded(tensor)
         full = join(*path)
         while full in tensors:  # {"a.b": ..., "a": {"b": ...}}
             full += "'"
@@ -134,7 +139,7 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
 
     Raises:
         CheckpointError: The tree is of another kind of optimizer, or the hyperparameters of its
-            groups (tensors aside) cannot be those of these groups.
+            groups cannot be those of these groups.
     """
     order = [names_of(group, names, optimizer) for group in optimizer.param_groups]
     _check_groups(optimizer, order, tree["param_groups"])
@@ -196,12 +201,12 @@ def _listed(keys: Iterable[str]) -> str:
 
 
 def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether hyperparameters differ, tensors aside: those of a checkpoint are not read yet."""
-    numbers = [
-        {key: value for key, value in each.items() if not isinstance(value, torch.Tensor)}
-        for each in (one, other)
-    ]
-    return numbers[0] != numbers[1]
+    """Whether hyperparameters differ, DTensors aside."""
+
+    def of(_: Path, tensor: torch.Tensor) -> Any:
+        return None if isinstance(tensor, DTensor) else embedded(tensor)
+
+    return bool(encode(one, of) != encode(other, of))
 
 
 def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int]) -> None:

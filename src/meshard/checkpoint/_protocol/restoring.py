@@ -276,6 +276,9 @@ class Restoring:
                 state[fqn] = self._decoded(each, _Placement(present, own[fqn]).of)
         others = {key: each for key, each in encoded.items() if key != "state"}
         tree = {**self._decoded(others, lambda _: None), "state": state}
+        # In a folder of torch, hyperparameters may be tensors. They are read now, to be compared.
+        names_here = names_in(others)
+        fill(self._reader, reads_of(self._manifest, {n: self._targets[n] for n in names_here}))
         saved = {fqn for group in tree["param_groups"] for fqn in group["params"]}
         self._missing += [join(name, fqn) for fqn in own if fqn not in saved]
         self._unexpected += [join(name, fqn) for fqn in sorted(saved - own.keys())]
