@@ -192,7 +192,14 @@ def small_batches(**kwargs):
     return stream_unsharded(shard_blocks(CASES["mlp_stack"].build()), max_bytes=1, **kwargs)
 
 
-@pytest.mark.parametrize("call", ["stream", "save", "load"])
+REFUSED = {
+    "stream": lambda model, folder: stream_unsharded(model),
+    "save": save_pretrained,
+    "load": load_pretrained,
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
 @on_threads(2)
 def test_what_one_rank_refuses_is_raised_on_all(tmp_path, call):
     model = meshard.fully_shard(nn.Linear(4, 4))
@@ -202,10 +209,7 @@ def test_what_one_rank_refuses_is_raised_on_all(tmp_path, call):
             loss.backward()  # the other rank skips its batch
     text = "failed on rank 0; see the error there" if dist.get_rank() else "gradients"
     with pytest.raises(RuntimeError, match=text):
-        if call == "stream":
-            stream_unsharded(model)
-        else:
-            (save_pretrained if call == "save" else load_pretrained)(model, tmp_path)
+        REFUSED[call](model, tmp_path)
 
 
 @on_ranks(2)

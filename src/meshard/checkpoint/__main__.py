@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
     try:
         code: int = parsed.run(parsed)
-    except (CheckpointError, OSError, ImportError, ValueError) as error:
+    except (CheckpointError, OSError, EOFError, ImportError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return code
@@ -111,10 +111,14 @@ def _list(parsed: Any) -> int:
             [step, _size(found.num_bytes), about["num_ranks"], about["torch"], about["saved_at"]]
         )
     if not rows:
-        print(f"There is no checkpoint in {parsed.folder}.", file=sys.stderr)
-        return 1
+        return _none_in(parsed.folder)
     print(_table(("step", "size", "ranks", "torch", "saved at"), rows))
     return code
+
+
+def _none_in(folder: str) -> int:
+    print(f"There is no checkpoint in {folder}.", file=sys.stderr)
+    return 1
 
 
 def _show(parsed: Any) -> int:
@@ -161,7 +165,7 @@ def _verify(parsed: Any) -> int:
         if parsed.all
         else [checkpointer.latest_step() if parsed.step is None else parsed.step]
     )
-    code = 0
+    code = 0 if steps else _none_in(parsed.folder)
     for step in steps:
         try:
             num_bytes = checkpointer.manifest(step).num_bytes
@@ -202,7 +206,7 @@ def _export(parsed: Any) -> int:
     out.mkdir(parents=True)
     files = _files(entries)
     total = sum(chunk.blob.size for entry in entries.values() for chunk in entry.chunks)
-    with checkpointer.reader(parsed.step) as reader, _progress("export", total) as progress:
+    with checkpointer.reader(found.step) as reader, _progress("export", total) as progress:
         for file, names in files.items():
             reader.expect(each.blob.span for name in names for each in entries[name].chunks)
             tensors = {name: _read(reader, entries[name], progress) for name in names}

@@ -37,6 +37,8 @@ class SaveHandle:
     def _run(self, run: Callable[[], None]) -> None:
         try:
             run()
+        except Warning as warning:  # under ``-W error``; the checkpoint is committed on all ranks
+            print(f"meshard: {warning}", file=sys.stderr, flush=True)
         except BaseException as error:
             self._error = error
             # Printed too, because the process may end before a call raises it.
@@ -216,7 +218,7 @@ class Checkpointer:
                 raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
             return job_of(step, model, optimizer, extra)
         except Exception as error:  # whatever it is
-            rank = dist.get_rank() if dist.is_initialized() else 0
+            rank = self._collective().ranks.rank
             return Job(step if type(step) is int else -1, problem=f"rank {rank}: {error}")
 
     def prune(self) -> list[int]:

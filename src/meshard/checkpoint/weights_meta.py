@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshard._engine.param_group import sharded_params
 from meshard._engine.unit import joined, own_class, units_in
@@ -36,18 +37,23 @@ def meta_parameters() -> Iterator[None]:
     >>> norm.weight.device.type, norm.running_var.tolist()
     ('meta', [1.0, 1.0])
     """
-    move: Any = _on_meta  # Any, because torch's type of such a hook lacks its result
+    # By parameter, so that modules which get one parameter stay tied.
+    moved = WeakTensorKeyDictionary()
+
+    def move(module: nn.Module, name: str, param: nn.Parameter | None) -> Any:
+        if param is None or param.is_meta:  # None keeps it
+            return None
+        if param not in moved:
+            moved[param] = nn.Parameter(
+                param.detach().to("meta"), requires_grad=param.requires_grad
+            )
+        return moved[param]
+
     hook = register_module_parameter_registration_hook(move)
     try:
         yield
     finally:
         hook.remove()
-
-
-def _on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> nn.Parameter | None:
-    if param is None or param.is_meta:  # None keeps it, and so a tie to a module's
-        return None
-    return nn.Parameter(param.detach().to("meta"), requires_grad=param.requires_grad)
 
 
 # --- buffers that are in no file -------------------------------------------------------------

@@ -291,4 +291,9 @@ def is_leftover(storage: Storage, folder: StepFolder) -> bool:
 
 def read_manifest(storage: Storage, folder: StepFolder) -> Manifest:
     """Return the manifest in a folder, checked."""
-    return from_text(storage.read(folder.manifest), f"{storage.root}/{folder.name}")
+    where = f"{storage.root}/{folder.name}"
+    try:
+        text = storage.read(folder.manifest)
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{where} was removed meanwhile, as by prune.") from error
+    return from_text(text, where)

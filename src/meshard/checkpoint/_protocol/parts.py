@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple, Protocol
 
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from meshard._engine.unit import without_compile
 from meshard.checkpoint._protocol.blobs import copied_bytes
 from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.plain import Path, embedded, encode, reference
@@ -75,6 +77,12 @@ class ModelState(NamedTuple):
     names: dict[int, str]  # by id of a parameter
 
 
+def without_ddp(module: nn.Module) -> nn.Module:
+    """Return the module inside torch's DDP, which may be inside ``torch.compile``."""
+    inner = without_compile(module)
+    return inner.module if isinstance(inner, DistributedDataParallel) else module
+
+
 def model_state(module: nn.Module) -> ModelState:
     """Return the state of a module.
 
@@ -83,8 +91,7 @@ def model_state(module: nn.Module) -> ModelState:
     """
     found = ModelState({}, {}, {}, {}, {})
     by_id: dict[int, str] = {}
-    if isinstance(module, DistributedDataParallel):
-        module = module.module
+    module = without_ddp(module)
     state = module.state_dict(keep_vars=True)
     own = {id(each) for each in (*module.parameters(), *module.buffers())}
     own |= {id(each) for each in shards_of(module).values()}
@@ -107,10 +114,16 @@ def optimizer_tree(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any
     """Return the state of an optimizer with names of parameters instead of numbers.
 
     Raises:
-        ValueError: It has a parameter that the model has not.
+        ValueError: It has a parameter that the model has not, or two of one name.
     """
     order = [names_of(group, names, optimizer) for group in optimizer.param_groups]
     by_number = dict(enumerate(name for group in order for name in group))
+    twice = [name for name, count in Counter(by_number.values()).items() if count > 1]
+    if twice:
+        raise ValueError(
+            f"{type(optimizer).__name__} has two parameters {twice[0]!r}, of the model and of a "
+            "further module; pass that module under another name."
+        )
     state = optimizer.state_dict()
     named = {by_number[number]: dict(each) for number, each in state["state"].items()}
     groups = [

@@ -70,7 +70,9 @@ def encode(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path =
     if kind in (torch.dtype, torch.device):
         return {_KIND: kind.__name__, "value": str(value).removeprefix("torch.")}
     if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", ()):
-        return encode(value.item(), tensor, path)
+        plain = value.item()
+        if type(plain) is not kind:  # of a longdouble it is one again
+            return encode(plain, tensor, path)
     where = "".join(f"[{key!r}]" for key in path)
     raise TypeError(
         f"the value at {where or 'the top'} is a {kind.__module__}.{kind.__qualname__}, which a "

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from meshard._torch.dtensor import plain_of
@@ -37,7 +36,9 @@ class Loaded(NamedTuple):
 
     step: int | None  # None: saved by torch, without a step
     extra: dict[str, Any]  # plain values, and tensors that `load` was not given, by name
-    missing: list[str]  # names that were asked for and are not in the checkpoint
+    # Names that were asked for and are not in the checkpoint, and texts about plain values that
+    # differ between as many ranks as are not here.
+    missing: list[str]
     unexpected: list[str]  # names in the parts that were asked for, and not here
     random: str  # "restored", "derived" (from states of other ranks) or "absent"
     # Names of what ``torch.distributed.checkpoint.save`` has written and only other classes can
@@ -66,9 +67,11 @@ class Restoring:
         self._then: list[Callable[[], object]] = []  # called once all tensors are read
         self._extra: dict[str, Any] = {}
         self._missing: list[str] = []
+        self._left_out: list[str] = []  # texts about plain values that were not asked for
         self._unexpected: list[str] = []
         self._problems: list[str] = []
         self._random: Any = None  # the random state of this rank
+        self._how_random = ""  # what was done with it
 
     def run(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> Loaded:
         """Load.
@@ -98,15 +101,15 @@ class Restoring:
         self._agree("nothing was loaded")
         self._try(lambda: fill(self._reader, reads))
         self._agree("a file could not be read any more, so the model is loaded in part; load again")
-        for call in self._then:
+        for call in (*self._then, self._restore_random):
             self._try(call)
         self._agree("a part did not take its state, so that others are loaded and it is not")
         return Loaded(
             self._manifest.step,
             self._extra,
-            self._missing,
+            [*self._missing, *self._left_out],
             self._unexpected,
-            self._restore_random(),
+            self._how_random,
             self._manifest.unreadable,
         )
 
@@ -134,11 +137,12 @@ class Restoring:
     ) -> None:
         parts.check_names(extra)
         self._random = self._read_random()
-        names = self._add_module(MODEL, model)
+        names, further = self._add_module(MODEL, model), dict[int, str]()
         for name, value in extra.items():
             if isinstance(value, nn.Module):
                 inner = self._add_module(name, value)
-                names = {**{key: join(name, fqn) for key, fqn in inner.items()}, **names}
+                further |= {key: join(name, fqn) for key, fqn in inner.items()}
+        names = self._as_saved({**further, **names})  # as ``job_of`` names them
         if optimizer is not None:
             self._add_optimizer(OPTIMIZER, optimizer, names)
         given: dict[str, dict[str, torch.Tensor]] = {}  # tensors among plain values, by name
@@ -155,6 +159,13 @@ class Restoring:
         self._missing += [each for each in self._manifest.unreadable if each.split(".")[0] in asked]
         saved = self._manifest.rank_parts
         own = saved[self._ranks.rank] if len(saved) == self._ranks.size else {}
+        if not own and saved:
+            self._left_out = [
+                self._other_ranks_had(each)
+                for each, blob in saved[0].items()
+                if each not in (RANDOM, *extra)
+                and self._reader.tree_of(blob).get("kind") == "value"
+            ]
         for name in (*self._manifest.parts, *own):
             # What has taken the part already: an object, or a tensor.
             is_filled = isinstance(extra.get(name), torch.Tensor) or (
@@ -201,7 +212,7 @@ class Restoring:
             each for each in sorted(there) if each.startswith(f"{name}.") and each not in self._here
         ]
         if others:
-            inner = module.module if isinstance(module, DistributedDataParallel) else module
+            inner = parts.without_ddp(module)
             self._then.append(lambda: inner.load_state_dict(others, strict=False))
         return state.names
 
@@ -257,6 +268,16 @@ class Restoring:
         name = self._manifest.ties.get(name, name)
         return name if name in self._manifest.tensors else None
 
+    def _as_saved(self, names: dict[int, str]) -> dict[int, str]:
+        """Return names of parameters, those of tied ones as they were first in the save."""
+        present, prefix = set(names.values()), f"{MODEL}."
+        found = dict[int, str]()
+        for key, fqn in names.items():
+            ties = self._manifest.ties
+            first = ties.get(prefix + fqn, "").removeprefix(prefix) or ties.get(fqn, fqn)
+            found[key] = fqn if first in present else first
+        return found
+
     def _add_optimizer(self, name: str, optimizer: Optimizer, names: dict[int, str]) -> None:
         encoded = self._manifest.parts.get(name)
         if encoded is None:
@@ -286,8 +307,8 @@ class Restoring:
         keep = {
             number
             for number, (fqn, param) in enumerate(own.items())
-            if (entry := self._manifest.tensors.get(join(MODEL, fqn))) is None
-            or dtype_of(entry.dtype) == param.dtype
+            if (saved_as := self._stored(join(MODEL, fqn)) or self._stored(fqn)) is None
+            or dtype_of(self._manifest.tensors[saved_as].dtype) == param.dtype
         }
         self._then.append(lambda: parts.load_optimizer(optimizer, numbered, keep))
 
@@ -316,13 +337,16 @@ class Restoring:
         if not any(name in each for each in saved):
             return None
         if len(saved) != self._ranks.size:
-            text = (
-                f"{name} was saved by each of {len(saved)} ranks for itself, and there are "
-                f"{self._ranks.size} here"
-            )
+            text = self._other_ranks_had(name)
             (self._problems if self._options.strict else self._missing).append(text)
             return None
         return self._reader.tree_of(saved[self._ranks.rank][name])
+
+    def _other_ranks_had(self, name: str) -> str:
+        return (
+            f"{name} was saved by each of {len(self._manifest.rank_parts)} ranks for itself, and "
+            f"there are {self._ranks.size} here"
+        )
 
     def _decoded(self, tree: Any, like: Callable[[str], torch.Tensor | None]) -> Any:
         """Decode a tree. Its tensors are placed like what ``like`` returns, and filled later."""
@@ -356,15 +380,16 @@ class Restoring:
             return None
         return decode(self._reader.tree_of(saved[self._ranks.rank][RANDOM]), lambda _: None)
 
-    def _restore_random(self) -> str:
+    def _restore_random(self) -> None:
         saved = [each[RANDOM] for each in self._manifest.rank_parts if RANDOM in each]
         if not saved:
-            return "absent"
-        if self._random is None:
+            self._how_random = "absent"
+        elif self._random is None:
             parts.derive_random_state([blob.crc32 for blob in saved], self._ranks.rank)
-            return "derived"
-        parts.restore_random_state(self._random)
-        return "restored"
+            self._how_random = "derived"
+        else:
+            parts.restore_random_state(self._random)
+            self._how_random = "restored"
 
 
 def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:

@@ -218,8 +218,10 @@ class Saver:
             problem = _what_is_not_covered(
                 held[rank][number] for rank, numbers in enumerate(to_write) for number in numbers
             )
-        number = uuid.uuid4().hex
-        said = self.ranks.broadcast({"number": number, "to_write": to_write, "problem": problem})
+        plan_number = uuid.uuid4().hex
+        said = self.ranks.broadcast(
+            {"number": plan_number, "to_write": to_write, "problem": problem}
+        )
         self._refuse_if(job, said["problem"])
         written_by = [
             [items[number] for number in numbers]

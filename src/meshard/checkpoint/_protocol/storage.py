@@ -57,7 +57,10 @@ class Storage(Protocol):
         """Return the names of the folders at the top."""
 
     def files(self, folder: str) -> dict[str, int]:
-        """Return the names of the files in a folder, with their sizes in bytes."""
+        """Return the names of the files in a folder, with their sizes in bytes.
+
+        A folder that is gone is empty: another process may remove it, such as ``prune`` by hand.
+        """
 
     def is_empty(self, folder: str) -> bool:
         """Whether nothing is in a folder, no folders either."""
@@ -105,11 +108,17 @@ class FolderStorage:
         return sorted(entry.name for entry in os.scandir(self._path) if entry.is_dir())
 
     def files(self, folder: str) -> dict[str, int]:
-        entries = os.scandir(self._path / folder)
-        return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        try:
+            entries = os.scandir(self._path / folder)
+            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
+        except FileNotFoundError:
+            return {}
 
     def is_empty(self, folder: str) -> bool:
-        return not os.listdir(self._path / folder)
+        try:
+            return not os.listdir(self._path / folder)
+        except FileNotFoundError:
+            return True
 
     def make_folder(self, folder: str) -> None:
         if not self._path.is_dir():
@@ -143,7 +152,8 @@ class FolderStorage:
 
     def remove_file(self, path: str) -> None:
         self.act("unlink", self._path / path)
-        self.act("sync", (self._path / path).parent)
+        with contextlib.suppress(FileNotFoundError):
+            self.act("sync", (self._path / path).parent)
 
     def remove_folder(self, folder: str) -> None:
         names = self.files(folder)
@@ -264,23 +274,24 @@ class ObjectStorage:
         return f"{self._path}/{path}"
 
     def folders(self) -> list[str]:
-        self._fs.invalidate_cache()
-        try:
-            entries = self._fs.ls(self._path, detail=True)
-        except FileNotFoundError:
-            return []
+        entries = self._entries("")
         found = [each["name"] for each in entries if each["type"] == "directory"]
         return sorted(name.rstrip("/").rsplit("/", 1)[-1] for name in found)
 
-    def files(self, folder: str) -> dict[str, int]:
+    def _entries(self, folder: str) -> list[Any]:
         self._fs.invalidate_cache()
-        entries = self._fs.ls(self._at(folder), detail=True)
+        try:
+            return list(self._fs.ls(self._at(folder).rstrip("/"), detail=True))
+        except FileNotFoundError:
+            return []
+
+    def files(self, folder: str) -> dict[str, int]:
+        entries = self._entries(folder)
         found = (each for each in entries if each["type"] == "file")
         return {each["name"].rsplit("/", 1)[-1]: each["size"] for each in found}
 
     def is_empty(self, folder: str) -> bool:
-        self._fs.invalidate_cache()
-        return not self._fs.ls(self._at(folder), detail=True)
+        return not self._entries(folder)
 
     def make_folder(self, folder: str) -> None:
         """A store has no folders of its own; a file system behind fsspec may have."""
