@@ -141,6 +141,14 @@ def test_ranks_plan_anew_after_one_was_interrupted_while_it_got_the_plan(tmp_pat
     assert checkpointer.load(model).extra == {"position": rank}
 
 
+def test_a_warning_that_is_an_error_does_not_fail_a_save_that_is_committed(tmp_path, capsys):
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(300, nn.Linear(1, 1))
+    checkpointer.async_save(110, nn.Linear(1, 1)).wait()  # pytest makes warnings errors
+    assert checkpointer.steps() == [110, 300]
+    assert "meshard: step 110 was saved beside step 300" in capsys.readouterr().err
+
+
 @on_ranks(2)
 def test_the_second_save_plans_nothing(tmp_path):
     model = net("fully_shard")

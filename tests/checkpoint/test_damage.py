@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import shutil
 import threading
 from unittest import mock
 
@@ -15,6 +16,7 @@ from torch import nn
 
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
+from meshard.checkpoint.__main__ import main as command
 from meshard.checkpoint._protocol import manifest as manifests
 from meshard.checkpoint._protocol import saving, storage
 from tests.checkpoint.runs import assert_same_values, net, train, trained, values_of
@@ -252,6 +254,32 @@ def test_a_sync_that_fails_while_the_file_is_written_is_raised(tmp_path, monkeyp
     monkeypatch.setattr(storage, "_SYNCED_AT_ONCE", 1)
     assert_not_saved(checkpointer, "rank 0: OSError: .*Input/output error", 2, nn.Linear(1, 1))
     assert failures and checkpointer.steps() == [1]
+
+
+def test_the_commands_end_with_1_where_nothing_is_or_a_file_is_cut_off(tmp_path, capsys):
+    assert command(["verify", str(tmp_path), "--all"]) == 1
+    assert "There is no checkpoint in" in capsys.readouterr().err
+    Checkpointer(tmp_path).save(1, nn.Linear(9, 9))
+    assert command(["verify", str(tmp_path), "--all"]) == 0
+    os.truncate(tmp_path / "step-1" / "__0_0.distcp", 1000)
+    assert command(["export", str(tmp_path), str(tmp_path / "out")]) == 1
+    assert "__0_0.distcp ends before byte" in capsys.readouterr().err
+
+
+def test_a_folder_that_another_process_removes_meanwhile_is_gone(tmp_path, monkeypatch):
+    checkpointer = Checkpointer(tmp_path, keep=None)
+    checkpointer.save(1, nn.Linear(1, 1))
+    (tmp_path / "step-1" / "manifest.json").unlink()  # as prune by hand begins
+    monkeypatch.setattr(
+        manifests, "is_leftover", lambda _, folder: not shutil.rmtree(tmp_path / folder.name)
+    )
+    checkpointer.save(2, nn.Linear(1, 1))
+    assert checkpointer.steps() == [2]
+    found = checkpointer._folder_of(2)
+    shutil.rmtree(tmp_path / "step-2")
+    monkeypatch.setattr(checkpointer, "_folder_of", lambda step: found)
+    with pytest.raises(CheckpointError, match="step-2 was removed meanwhile"):
+        checkpointer.manifest(2)
 
 
 def test_a_disk_that_does_not_read_is_named_by_verify(tmp_path, monkeypatch):

@@ -18,6 +18,7 @@ from tests.checkpoint.runs import Odd, assert_same_values, values_of
 from tests.support.cases import CASES
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
+from tests.support.threads import run_threads
 
 
 class Loader:
@@ -55,6 +56,24 @@ def kept_beside(model, rank):
     """Return a dict with tensors: shards, one that is the same on all ranks and one that is not."""
     ema = {name: param.detach().clone() for name, param in model.named_parameters()}
     return {"ema": ema, "history": [torch.arange(3), (torch.tensor([5.0 + rank]), "text")], 3: 4}
+
+
+def test_a_value_that_differed_between_other_ranks_is_said_to_be_missing(tmp_path):
+    def save():
+        Checkpointer(tmp_path).save(1, nn.Linear(1, 1), position=dist.get_rank(), tokens=3)
+
+    run_threads(save, 2)
+    loaded = Checkpointer(tmp_path).load(nn.Linear(1, 1))
+    text = "position was saved by each of 2 ranks for itself, and there are 1 here"
+    assert (loaded.missing, loaded.extra) == ([text], {"tokens": 3})
+
+
+def test_a_number_of_a_type_that_has_no_plain_one_is_refused(tmp_path):
+    numpy = pytest.importorskip("numpy")
+    with pytest.raises(
+        CheckpointError, match=r"is a numpy\.longdouble, which a checkpoint does not"
+    ):
+        Checkpointer(tmp_path).save(1, nn.Linear(1, 1), x=numpy.longdouble(1))
 
 
 @on_ranks(4)

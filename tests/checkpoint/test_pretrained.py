@@ -506,7 +506,11 @@ def test_a_tie_that_is_made_on_the_meta_device_stays_one_parameter():
     with meta_parameters():
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         model[1].weight = model[0].weight
-    assert model[1].weight is model[0].weight and model[0].weight.is_meta
+        weight = nn.Parameter(torch.ones(2, 2))
+        for layer in (other := [nn.Linear(2, 2), nn.Linear(2, 2)]):
+            layer.weight = weight
+    for one, two in (model, other):
+        assert two.weight is one.weight and one.weight.is_meta
     assert not nn.Linear(2, 2).weight.is_meta
 
 

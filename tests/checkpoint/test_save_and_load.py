@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from meshard.checkpoint import Checkpointer
+from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.runs import (
     LAYOUTS,
     assert_same_values,
@@ -129,6 +129,51 @@ def test_state_keeps_a_dtype_that_is_wider_than_the_parameters(tmp_path):
     for value, other in zip(step(model, optimizer), expected, strict=True):
         assert value.dtype == torch.float32
         assert torch.equal(value, other)
+
+
+def test_a_cast_also_casts_the_state_of_a_second_optimizer(tmp_path):
+    def built(dtype):
+        critic = nn.Linear(2, 2).to(dtype)
+        optimizer = torch.optim.AdamW(critic.parameters())
+        critic(torch.ones(1, 2, dtype=dtype)).sum().backward()
+        optimizer.step()
+        return critic, optimizer
+
+    checkpointer, model = Checkpointer(tmp_path), nn.Linear(1, 1)
+    critic, optimizer = built(torch.float32)
+    checkpointer.save(1, model, critic=critic, second=optimizer)
+    critic, optimizer = built(torch.bfloat16)
+    checkpointer.load(model, critic=critic, second=optimizer, cast=True)
+    assert optimizer.state[critic.weight]["exp_avg"].dtype == torch.bfloat16
+    optimizer.step()
+
+
+def test_the_state_of_a_tied_parameter_is_found_by_each_of_its_names(tmp_path):
+    def built(first, second):
+        model = nn.ModuleDict({name: nn.Linear(2, 2, bias=False) for name in (first, second)})
+        model[second].weight = model[first].weight
+        optimizer = torch.optim.AdamW(model.parameters())
+        model[first](torch.ones(1, 2)).sum().backward()
+        return model, optimizer
+
+    checkpointer, (model, optimizer) = Checkpointer(tmp_path), built("embed", "head")
+    optimizer.step()
+    checkpointer.save(1, model, optimizer)
+    expected = values_of(model, optimizer)["embed.weight.exp_avg"]
+    model, optimizer = built("head", "embed")
+    checkpointer.load(model, optimizer)
+    assert torch.equal(values_of(model, optimizer)["head.weight.exp_avg"], expected)
+
+
+def test_a_parameter_of_several_modules_has_one_name_and_two_have_two(tmp_path):
+    checkpointer, model, inner = Checkpointer(tmp_path), nn.Linear(1, 1), nn.Linear(1, 1)
+    optimizer, outer = torch.optim.SGD(inner.parameters()), nn.ModuleDict({"inner": inner})
+    checkpointer.save(1, model, optimizer, inner=inner, outer=outer)
+    checkpointer.load(model, optimizer, inner=inner, outer=outer)
+    other = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([*outer.parameters(), *other.parameters()])
+    with pytest.raises(CheckpointError, match=r"two parameters 'inner\.weight', of the model"):
+        checkpointer.save(2, outer, optimizer, inner=other)
 
 
 def test_tied_tensors_are_stored_once(tmp_path):

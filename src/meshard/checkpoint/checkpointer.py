@@ -347,7 +347,8 @@ class Checkpointer:
             verify: Compare checksums.
             **extra: Objects to load into, under the names that they were saved with: what has
                 ``load_state_dict``, and tensors, also in lists and dicts. Plain values are
-                returned in any case, those that differ between ranks on as many ranks only.
+                returned in any case, those that differ between ranks on as many ranks only;
+                elsewhere ``missing`` of what is returned names them.
 
         Returns:
             The step, plain values, what did not fit, how random states were restored, and the names
