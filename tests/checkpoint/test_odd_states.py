@@ -70,9 +70,7 @@ def test_a_value_that_differed_between_other_ranks_is_said_to_be_missing(tmp_pat
 
 def test_a_number_of_a_type_that_has_no_plain_one_is_refused(tmp_path):
     numpy = pytest.importorskip("numpy")
-    with pytest.raises(
-        CheckpointError, match=r"is a numpy\.longdouble, which a checkpoint does not"
-    ):
+    with pytest.raises(CheckpointError, match=r"is a numpy\.longdouble, which a"):
         Checkpointer(tmp_path).save(1, nn.Linear(1, 1), x=numpy.longdouble(1))
 
 

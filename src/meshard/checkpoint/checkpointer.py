@@ -348,7 +348,8 @@ class Checkpointer:
             **extra: Objects to load into, under the names that they were saved with: what has
                 ``load_state_dict``, and tensors, also in lists and dicts. Plain values are
                 returned in any case, those that differ between ranks on as many ranks only;
-                elsewhere ``missing`` of what is returned names them.
+                elsewhere ``missing`` of what is returned names them. Tensors whose keys are the
+                same when joined by dots cannot be told apart: load such a value as it is returned.
 
         Returns:
             The step, plain values, what did not fit, how random states were restored, and the names
