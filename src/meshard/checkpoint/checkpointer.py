@@ -128,8 +128,9 @@ class Checkpointer:
                 plain values. What differs between ranks is kept for each rank.
 
         Raises:
-            CheckpointError: On all ranks: gradients are pending, something is not plain, no space
-                is left, the ranks do not see one folder. The checkpoints before are as they were.
+            CheckpointError: On all ranks: gradients are pending, something is not plain, experts on
+                meshes of their own have one name, no space is left, the ranks do not see one
+                folder. The checkpoints before are as they were.
         """
         self.wait()
         saver, job = self._collective(), self._job(step, model, optimizer, extra)
