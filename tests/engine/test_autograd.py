@@ -335,6 +335,19 @@ def test_a_second_backward_after_a_step_and_a_forward_is_refused(reshard):
         gradient.square().sum().backward()
 
 
+@pytest.mark.parametrize("reshard", [None, False])
+@on_threads(2)
+def test_a_graph_of_before_outlives_a_dropped_second_order_graph(reshard):
+    def step(model, rank):
+        x = inputs_of(rank).requires_grad_()
+        first = model(x).square().mean()
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return first + model(x).square().mean()
+
+    layers = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 4))
+    check_gradients(*sharded_and_plain(layers, ("0", "2"), reshard_after_forward=reshard), step)
+
+
 @on_threads(2)
 @pytest.mark.filterwarnings("ignore:Using backward:UserWarning")  # with create_graph=True, a cycle
 def test_a_penalty_of_before_the_forward_with_replicas_whose_graph_was_dropped():

@@ -195,14 +195,15 @@ class RetainedUnits:
         if not self._units:
             return
         units = alive(self._units)
-        needed = self._num_hidden or alive(self._graphs)
-        if needed and not any(unit.group.is_stale for unit in units):
+        stale = {unit for unit in units if unit.group.is_stale}
+        if not stale and (self._num_hidden or alive(self._graphs)):
             return
         self.release()
         for unit in units:
-            if unit.group.state is not ParamState.INSTALLED:
-                # The graphs that are alive have saved values of before. So count up the versions
-                # of what this library fills, for autograd to refuse these graphs.
+            if unit in stale and unit.group.state is not ParamState.INSTALLED:
+                # Graphs that are still alive may have saved older values of these parameters.
+                # Raise the versions of the unsharded copies, which gathers fill again, so that
+                # autograd refuses a backward through such a graph.
                 params = (param for param in unit.params if param.unsharded is not param.sharded)
                 increment_version([plain_of(param.unsharded) for param in params])
             if unit.group.state is ParamState.UNSHARDED:

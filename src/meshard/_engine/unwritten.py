@@ -81,7 +81,8 @@ def watching_buffers(
 
 
 def _is_unwritten(buffer: torch.Tensor) -> bool:
-    if getattr(buffer, _MARK, None) != version_of(buffer):
+    mark = getattr(buffer, _MARK, None)
+    if mark is None or mark != version_of(buffer):
         return False
     # Writes by collectives and to ``.data`` do not raise the version, so look at the values too.
     return _poison_of(buffer.dtype) is None or is_untouched(buffer)
