@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.support.thread_group import LocalGroup
 
@@ -111,8 +112,10 @@ class PretendGroup(LocalGroup):
         self, output: torch.Tensor, input: torch.Tensor, opts: object = None
     ) -> _LateWork:
         if output.nbytes <= _SMALL or not output.is_floating_point():
-            # Ranks compare settings, and with such numbers what they have: all have the same.
-            output.view(self._size, -1).copy_(input.view(1, -1))
+            # Ranks compare settings, and with such numbers what they have: all have the same. This
+            # copy is no kernel of the rank, so no mode sees it.
+            with _disable_current_modes():
+                output.view(self._size, -1).copy_(input.view(1, -1))
         return self._take([output], [output])
 
     def reduce_scatter_single(
