@@ -244,12 +244,14 @@ def test_experts_on_meshes_of_their_own_need_names_of_their_own(tmp_path):
     copies = meshard.fully_shard(nn.Sequential(expert), mesh["dp"])
     nn.init.ones_(expert.weight)
     checkpointer.save(1, copies)  # the same on both meshes
+    nn.init.constant_(expert.weight, 1 + 0.01 * number)
+    checkpointer.save(2, copies)  # copies that have drifted apart
     nn.init.constant_(expert.weight, number)
     for call in (checkpointer.save, checkpointer.async_save):
         with pytest.raises(CheckpointError, match=r"'model\.0\.weight' has other values on rank 2"):
-            call(2, copies)
+            call(3, copies)
     named = nn.ModuleDict({f"expert{number}": expert})
-    checkpointer.save(3, named)
+    checkpointer.save(4, named)
     nn.init.constant_(expert.weight, 9)
     checkpointer.load(named)
     assert expert.weight.to_local().unique().tolist() == [number]
