@@ -345,7 +345,7 @@ class _Report(enum.IntEnum):
     # Sent as an iteration begins:
     NO_BATCH = enum.auto()
     HAS_BATCH = enum.auto()
-    FAILED = enum.auto()  # may also be sent instead of one of the reports below
+    FAILED = enum.auto()  # also instead of a report below, or when a second backward reduces
     # A rank with a batch sends one of these when it reduces its first unit, or else when the body
     # of the loop ends. A rank without a batch sends one at once.
     REDUCES = enum.auto()

@@ -131,7 +131,8 @@ def _check_arguments(
     for dtype in (*dtypes, *(gradient.dtype for gradient in gradients if gradient is not None)):
         if not dtype.is_floating_point:
             raise TypeError(f"gradients are reduced in floating-point dtypes, got {dtype}.")
-    if divide_factor is not None and not 0 < divide_factor < math.inf:
+    limits = torch.finfo(torch.float32)
+    if divide_factor is not None and not limits.tiny <= divide_factor <= limits.max:
         raise ValueError(f"divide_factor must be positive and finite, got {divide_factor}.")
     if shapes is not None and len(shapes) != len(gradients):
         raise ValueError(f"got {len(gradients)} gradients and {len(shapes)} shapes; pass as many.")

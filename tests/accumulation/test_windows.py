@@ -299,6 +299,17 @@ def test_a_window_goes_on_for_the_parameters_that_one_of_two_optimizers_left():
 
 
 @on_threads(4)
+def test_a_parameter_without_gradient_and_optimizer_does_not_keep_a_window_open():
+    model = make()
+    model.set_gradient_divide_factor(2.0)
+    model.set_is_last_backward(False)
+    run(model, "F", 1.0, None)
+    meshard.pending_gradients(model)  # leaves nothing in flight
+    torch.optim.SGD([model.a], lr=1.0).zero_grad()
+    model.set_gradient_divide_factor(4.0)
+
+
+@on_threads(4)
 @pytest.mark.parametrize("as_keyword", [True, False])
 def test_a_closure_that_leaves_a_window_open_is_noticed(as_keyword):
     model = make()

@@ -348,7 +348,10 @@ class ModuleHooks(UnitHook):
             result = cast_floats(output, unit.output_dtype)
         if watched is not None:
             result = detached_from_others(
-                result, watched.call.began_at, as_view=not unit.step.is_wanted_unsharded
+                result,
+                (*args, *kwargs.values()),
+                watched.call.began_at,
+                as_view=not unit.step.is_wanted_unsharded,
             )
             watch_outputs(result, watched)
             if watched.call.may_collect:
@@ -659,7 +662,8 @@ def _fitting(
     """
     if is_placed_like(given, param.sharded):
         return given
-    # If torch assigns the result, it must be a copy: a view would keep the unsharded tensor alive.
+    # If torch assigns the result, it must be a copy on the shard's device. A view could also keep
+    # the unsharded tensor alive: the shard of a tensor subclass stays the assigned tensor.
     return param.shard_of(_to_plain(param, given), copied_to=assigned_on)
 
 

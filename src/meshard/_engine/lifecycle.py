@@ -353,8 +353,8 @@ class Lifecycle:
         for unit in self.units():
             if unit.step.modules_run:
                 if unit.reshards_after_forward:
-                    # The unit is still unsharded if only some of its modules have run, or if the
-                    # user called unshard() after its forward.
+                    # The unit may still be unsharded: for example, only some of its modules have
+                    # run, or the user called unshard() after its forward.
                     unit.group.reshard(keep_post_forward=True)
                 elif torch.is_grad_enabled() and not unit.gradients.is_replicated:
                     unit.group.keep_installed()
@@ -477,7 +477,7 @@ class Lifecycle:
             replacement = self.retained.on_backward(unit, gradient)
         if unit.step.arrived and unit.step.has_all(group.num_trainable):
             # This is for a unit that was called several times. If on this rank the first call used
-            # no parameter, all gradients came in the backward of a later call. The reduction has
+            # no parameter, all gradients came in the backwards of later calls. The reduction has
             # waited for the backward of the first call (see ``has_all``), which begins now.
             self._on_last_gradient(run, unit)
         return replacement

@@ -71,8 +71,9 @@ class InstalledParams:
             unsharded, now = param.unsharded, plain_of(param.unsharded)
             if unsharded.requires_grad is not before.requires_grad:
                 # The user has changed the flag, and ``take_flags`` has carried it over. Put the old
-                # flag back: a later backward expects gradients by the flags of its forward. Where
-                # old and new flags differ, it finds what was frozen since (``take_frozen``).
+                # flag back: unless flags are read again, a later backward expects gradients by
+                # those of its forward. It finds what was frozen since by comparing the flags of
+                # the sharded and the unsharded parameter (``take_frozen``).
                 unsharded.requires_grad_(before.requires_grad)
             if now.data_ptr() != before.local.data_ptr() or now.dtype != before.local.dtype:
                 _restore(unsharded, before.local)

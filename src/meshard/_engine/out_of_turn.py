@@ -51,8 +51,8 @@ class Prefetcher:
     ) -> list[Unit]:
         if not chosen:
             return [] if predicted is None else alive([self._units[predicted]])
-        # Units of other roots are left out: ``drop_unused`` would drop their gathers when the
-        # forward of this root ends.
+        # Units of other roots are left out: their gathers would be dropped when the forward or
+        # backward of this root ends.
         return [each for each in alive(chosen) if each.root is unit.root]
 
     def unshard(

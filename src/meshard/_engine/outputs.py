@@ -68,8 +68,8 @@ def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
     for value in arguments:
         given = value
         if type(value) is list:
-            # All layers may append to the same list. Leave out what earlier layers have appended,
-            # because the walk below would take longer with each layer.
+            # All layers may append to the same list. Leave out the tensors (not tuples of them)
+            # of earlier layers, because the walk below would take longer with each layer.
             given = [
                 each
                 for each in value
@@ -176,11 +176,11 @@ class _Alias(torch.autograd.Function):
         return gradients[0]
 
 
-def detached_from_others(output: Any, since: int, *, as_view: bool) -> Any:
+def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int, *, as_view: bool) -> Any:
     """Return ``output`` with an alias for each tensor that was there before the forward.
 
-    ``since`` is what ``next_node()`` returned when the forward began. The output of a unit inside
-    gets an alias too.
+    ``since`` is what ``next_node()`` returned when the forward began. Each thread counts its nodes
+    from 0, so ``inputs`` are compared too. The output of a unit inside gets an alias as well.
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Without the alias, two units would have hooks on the same tensor, and nothing would tell
     whose backward begins first. If only some ranks dropped the layer, the order would differ
@@ -197,7 +197,8 @@ def detached_from_others(output: Any, since: int, *, as_view: bool) -> Any:
     def alias(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        if number_of(tensor) < since or hasattr(tensor, WATCHED):  # the number of a leaf is -1
+        is_old = number_of(tensor) < since or hasattr(tensor, WATCHED)  # of a leaf it is -1
+        if is_old or any(value is tensor for value in inputs):
             if as_view:
                 return tensor.view_as(tensor)
             made: torch.Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # torch's

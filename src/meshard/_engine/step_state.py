@@ -70,8 +70,8 @@ class ManualFinalization:
     def settle(self) -> None:
         """Begin a step: nothing is to be finalized."""
         self.is_due = False  # a backward ran, and no finalize_backward has finished since
-        # Whether a backward since the last finalize_backward kept its graph. If so, a pipeline
-        # schedule may write gradients of parameters later, outside of any backward.
+        # Whether a backward of this step kept its graph. If so, a pipeline schedule may write
+        # gradients of parameters later, outside of any backward.
         self.is_split = False
         # The units whose reductions finish when the user calls wait() of the handle that
         # finalize_backward returned. None: there is no handle to wait for.

@@ -245,14 +245,14 @@ class GradientAccumulator:
                 self.unit_params.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
-        elif not self.is_pending and self._cleared.issuperset(self._trainable()):
+        elif not self.is_pending and self._cleared.issuperset(self._published()):
             self.window.close()
         self.sharded.drop_arriving(gone)
         self._release_if_settled()
 
-    def _trainable(self) -> Iterable[int]:
+    def _published(self) -> Iterable[int]:
         params = self.unit_params.params
-        return (index for index, param in enumerate(params) if param.sharded.requires_grad)
+        return (index for index, param in enumerate(params) if param.sharded.grad is not None)
 
     def end_window(self) -> None:
         """End the window. The next gradients open a new one."""

@@ -88,7 +88,7 @@ class ReduceQueue:
         divide_factor = self._divide_factor(settings, usual_factor)
         if self._comm.waits_block_host:
             # Advance before the new reduction allocates: it can then use memory that the earlier
-            # reductions free. They ran during the backward of this unit, so the wait is short.
+            # reductions free. Most ran during the backward of this unit, so the wait is short.
             self._advance()
         with unrecorded():
             in_flight = gradients.start_reduce(

@@ -60,8 +60,8 @@ class FlatParams(ShardedUnitParams):
         self.locals = self.flat_shard.locals
         self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
         if self.is_partly_meta:
-            # The buffer is on meta until every shard has values. Until then, shards with values are
-            # tensors outside of the buffer.
+            # The buffer is on meta until no shard is on meta any more. Until then, shards that have
+            # memory are tensors outside of the buffer.
             self.locals = [
                 own if shard.is_meta else self._location.empty_like(own).copy_(shard)
                 for own, shard in zip(self.locals, shards, strict=True)

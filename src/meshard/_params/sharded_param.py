@@ -40,7 +40,8 @@ class TensorTag(enum.Enum):
     ORIGINAL = enum.auto()  # a parameter that fully_shard has replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
     # A sharded parameter that a user has replaced by another tensor. Or a tensor that a user has
-    # assigned, if the unit did not use the tensor itself but a copy of this rank's part.
+    # assigned and the unit does not use: it took a copy of this rank's part, or what was assigned
+    # to another owner of a tied parameter.
     REPLACED_LATER = enum.auto()
     LEFT_OUT = enum.auto()  # in no unit: in ignored_params, or a warning has named it
     UNSHARDED = enum.auto()  # the unsharded parameter, which modules hold in forward and backward
@@ -321,7 +322,6 @@ class ShardedParam(UnitParam):
             )
         if target != gradient.placements:
             gradient = gradient.redistribute(placements=target)
-        # Not ``local_of``: to_local() waits for the redistribution.
         return gradient.to_local()
 
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:

@@ -101,7 +101,9 @@ class OverlappedOptimizer(StateOnRead):
         self.total_norm: torch.Tensor | None = None
         """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
         ``step`` found, before clipping; zero if there was none."""
-        super().__init__(template)
+        self._is_made = False
+        super().__init__(template)  # calls ``add_param_group``
+        self._is_made = True
         self._plan()
         if max_norm is None:
             for unit in self._units:
@@ -201,9 +203,9 @@ class OverlappedOptimizer(StateOnRead):
         if overlapped_optimizers.pop(self, False):
             for unit in self._units:
                 unit.on_reduced.remove(self._on_reduced)
+            self._make_stepper = functools.partial(self._make_stepper, change=None)
+            self._planned = []  # so the next step makes steppers anew, which do not clip
         self._max_norm = None
-        self._make_stepper = functools.partial(self._make_stepper, change=None)
-        self._planned = []  # so the next step makes steppers anew, which do not clip
         self._waits_in_step = True  # .grad stays now, and the next backward may change it
 
     @override
@@ -214,6 +216,8 @@ class OverlappedOptimizer(StateOnRead):
             ValueError: A parameter is in no unit, or another optimizer steps it in backward.
         """
         super().add_param_group(param_group)
+        if not self._is_made:
+            return
         try:
             if self in overlapped_optimizers:
                 _check_not_overlapped(self.param_groups[-1]["params"], but=self)
@@ -255,7 +259,7 @@ class OverlappedOptimizer(StateOnRead):
         stepper = self._steppers.get(unit)
         if stepper is None:
             return
-        self._stepped[stepper] = True
+        self._stepped[stepper] = True  # also if the step raises
         self._stepped[stepper] = self._step(stepper)
 
     def _step(self, stepper: UnitStepper) -> bool:
