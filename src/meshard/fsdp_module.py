@@ -87,7 +87,8 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     >>> layer.scores(torch.ones(1, 2)).shape
     torch.Size([1, 4])
     """
-    if not callable(getattr(module, method_name, None)):
+    method = getattr(module, method_name, None)
+    if not callable(method) or isinstance(method, nn.Module):
         raise ValueError(
             f"cannot register {method_name!r} as a forward method: this {type(module).__name__} "
             "has no method of that name."
@@ -112,10 +113,12 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
         registered = self.__dict__.get(FORWARD_METHODS, {})
         called = registered.get(name)
-        if called is None and original is not None:
-            called = original.__get__(self, type(self))
+        if called is None and original is None:
+            # A class may look for it elsewhere, as a wrapper does in what it wraps.
+            called = type(self).__getattr__(self, name)
         if called is None:
-            raise AttributeError(f"this {type(self).__name__} has no attribute {name!r}.")
+            bind = getattr(original, "__get__", None)  # an object that can be called has none
+            called = original if bind is None else bind(self, type(self))
         unit = unit_of(self) if name in registered else None
         return run_in_unit(self, unit, called, args, kwargs) if unit else called(*args, **kwargs)
 

@@ -124,7 +124,44 @@ def test_registering_is_harmless_where_there_is_nothing_to_do(unit):
     with pytest.raises(RuntimeError, match="got mixed"):
         other.score(x)  # asked for on another instance
     with pytest.raises(ValueError, match="TwoWays has no method"):
+        meshard.register_fsdp_forward_method(plain, "head")  # a submodule
+    with pytest.raises(ValueError, match="TwoWays has no method"):
         meshard.register_fsdp_forward_method(plain, "generate")
+
+
+class Twice:
+    """An object that can be called."""
+
+    def __call__(self, x):
+        return 2 * x
+
+
+class Wrapper(nn.Module):
+    """Looks for other names in what it wraps, as PEFT's models do."""
+
+    twice = Twice()
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+@on_threads(2)
+def test_methods_that_are_no_functions_of_the_class_are_registered():
+    wrapper = meshard.fully_shard(Wrapper(seeded(TwoWays())))
+    for name in ("score", "twice"):
+        meshard.register_fsdp_forward_method(wrapper, name)
+    x = torch.ones(1, 6)
+    with meshard.unsharded_params(wrapper):
+        expected = wrapper.inner.score(x)
+    assert torch.equal(wrapper.score(x), expected)
+    assert torch.equal(wrapper.twice(x), 2 * x)
 
 
 def test_a_method_that_was_put_on_the_instance_is_registered(unit):
