@@ -528,6 +528,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
     # --- moves, casts and copies ---------------------------------------------------------------
 
+    @torch.inference_mode(False)  # inference tensors have no version
+    @torch.no_grad()
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         """Move or cast the sharded parameters; unsharded ones are freed first."""
         groups = _groups(self, recurse=True)

@@ -34,6 +34,8 @@ from meshard._torch.dtensor import (
 from meshard.weights import SummonedUnit
 
 
+@torch.inference_mode(False)  # the module may train later, so it must hold no inference tensors
+@torch.no_grad()
 def leave_meta(group: ParamGroup) -> list[ShardedParam]:
     """Reshard, and allocate the shards that are on the meta device; return which those are.
 

@@ -70,6 +70,8 @@ def onload(module: nn.Module, optimizer: Optimizer | None = None) -> None:
     _move(module, optimizer, to_host=False)
 
 
+@torch.inference_mode(False)  # the module may train again, so it must hold no inference tensors
+@torch.no_grad()
 def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> None:
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be an Optimizer or None, got {type(optimizer).__name__}.")

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from torch.utils.checkpoint import checkpoint
@@ -310,6 +311,43 @@ def test_a_model_may_be_made_and_sharded_for_inference(wrap, is_made_inside):
         for _ in range(2):
             assert torch.equal(model(inputs_of(0)), plain(inputs_of(0)))
     check_training(model, plain)
+
+
+def assign_before(model):
+    model.scale = nn.Parameter(torch.full_like(model.scale, 2.0))
+    return lambda: model(inputs_of(0))
+
+
+INSIDE = {
+    "a forward after an assignment": assign_before,
+    "casts": lambda model: lambda: model.double().float(),
+    "a deep copy": lambda model: lambda: copy.deepcopy(model),
+    "off and on": lambda model: lambda: (meshard.offload(model), meshard.onload(model)),
+}
+
+
+@on_threads(2)
+@pytest.mark.parametrize("what", INSIDE)
+def test_what_is_done_under_inference_mode_leaves_a_model_that_trains(what):
+    plain = seeded(MlpStack())
+    model = meshard.fully_shard(copy.deepcopy(plain))
+    run = INSIDE[what](model)
+    with torch.no_grad():
+        plain.scale.copy_(model.scale.full_tensor())
+    with torch.inference_mode():
+        result = run()
+    check_training(result if what == "a deep copy" else model, plain)
+
+
+@on_fake_ranks(2)
+def test_a_model_that_is_initialised_under_inference_mode_trains():
+    with torch.device("meta"):
+        layer = nn.Linear(4, 4)
+    meshard.fully_shard(layer, init_device_mesh("cpu", (2,)))
+    with torch.inference_mode():
+        meshard.materialize(layer)
+    layer(torch.ones(1, 4)).sum().backward()
+    assert layer.weight.grad is not None
 
 
 @pytest.mark.parametrize("reshard", [False, True])

@@ -45,6 +45,7 @@ FORWARD_METHODS = "_meshard_forward_methods"
 _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
+@torch.inference_mode(False)  # inference tensors have no version
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 

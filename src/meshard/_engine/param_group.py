@@ -222,12 +222,14 @@ class ParamGroup:
         if version is not None:
             return self.num_steps + version
         self.check_not_summoned("stepped, moved or gathered")
-        if self.unit_params.take_replacements():
-            self.reshard()
-            self.unit_params.rebuild()
-            self.num_rebuilds += 1
-            self.forget_version()
-            register_owner(self)
+        # Not inference tensors: the next use may be an evaluation, and the module may train later.
+        with torch.inference_mode(False), torch.no_grad():
+            if self.unit_params.take_replacements():
+                self.reshard()
+                self.unit_params.rebuild()
+                self.num_rebuilds += 1
+                self.forget_version()
+                register_owner(self)
         return self.version
 
     @property

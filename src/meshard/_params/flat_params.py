@@ -94,7 +94,7 @@ class FlatParams(ShardedUnitParams):
         if dtypes != [own.dtype for own in self.locals]:
             on_wire = FlatLayout.build(on_wire.params, dtypes, on_wire.order)
         self.plan = GatherPlan(self.layout, on_wire)
-        # Not inference tensors: a forward under inference_mode may rebuild the unit, and the module
+        # Not inference tensors: ``fully_shard`` may be called under inference_mode, and the module
         # may train later.
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
