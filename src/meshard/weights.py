@@ -130,7 +130,8 @@ def _refuse_ties(units: Sequence[Unit]) -> None:
     Units that a block around this one has summoned count too, wherever they are in the model.
     """
     names: dict[int, str] = {}
-    for unit in {each: None for one in units for each in alive(one.root.units)}:
+    roots = dict.fromkeys(unit.root for unit in units)
+    for unit in [each for root in roots for each in alive(root.units)]:
         group = unit.group
         if not group.is_summoned or not group.summoned_by.unshards_here(group):
             continue
@@ -199,7 +200,9 @@ class _ReplicatedUnit:
         if self.group.num_steps == self._num_steps:
             for param, value in zip(self.group.params, self._values, strict=True):
                 param.install(param.sharded)
-                param.sharded.copy_(value)
+                # A copy that changes nothing would still make autograd refuse graphs of before.
+                if not torch.equal(param.sharded, value):
+                    param.sharded.copy_(value)
 
 
 class SummonedUnit:

@@ -16,7 +16,7 @@ from tests.support.against_plain import check_gradients, inputs_of, mean_square,
 from tests.support.cases import CASES
 from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads, full_state, own_part, train
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import sharded_case
 from tests.support.spread import slow
 
@@ -226,3 +226,20 @@ def test_a_moving_average_follows_and_is_evaluated(use_buffers, multi, reshard_a
             for averaged in averages:
                 averaged.train()
         assert_same(full_state(model), full_state(plain))
+
+
+class Noted(nn.Module):
+    """Notes whether gradients are recorded while it is copied."""
+
+    def __deepcopy__(self, memo):
+        copied = Noted()
+        copied.was_enabled = torch.is_grad_enabled()
+        return copied
+
+
+@on_fake_ranks(1)
+@pytest.mark.parametrize("is_enabled", [False, True])
+def test_a_copy_keeps_the_gradient_mode(is_enabled):
+    model = meshard.fully_shard(nn.Sequential(nn.Linear(2, 2), Noted()))
+    with torch.set_grad_enabled(is_enabled):
+        assert copy.deepcopy(model)[1].was_enabled is is_enabled

@@ -318,3 +318,14 @@ def test_a_module_may_hold_parameters_of_two_units(on_access):
     for each in (model, copy.deepcopy(model)):
         each(torch.arange(4)).sum().backward()
         assert all(param.grad is not None for param in each.parameters())
+
+
+@on_fake_ranks(1)
+def test_a_parameter_of_a_class_with_its_own_setattr_may_be_assigned():
+    """torch looks for the attribute before it assigns, which is no read of the parameter."""
+    model = Made(lambda m, x: m.lstm(x)[0], lstm=nn.LSTM(4, 4))
+    meshard.fully_shard(model.lstm, unshard_on_access=True)
+    meshard.fully_shard(model)
+    model.lstm.weight_hh_l0 = nn.Parameter(torch.zeros(16, 4))
+    model(torch.ones(2, 3, 4)).sum().backward()
+    assert all(param.grad is not None for param in model.parameters())

@@ -233,6 +233,16 @@ def test_a_tie_between_nested_blocks_is_refused():
 
 
 @on_threads(2)
+def test_a_block_without_edits_leaves_graphs_of_replicated_modules_valid():
+    model, x = meshard.replicate(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))), torch.ones(2, 4)
+    loss = model(x).sum()
+    with unsharded_params(model, writeback=False):
+        inside = model(x).sum()
+    (loss + inside).backward()
+    assert all(param.grad is not None for param in model.parameters())
+
+
+@on_threads(2)
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
 def test_replicated_parameters_are_restored(param_dtype):
     policy = MixedPrecisionPolicy(param_dtype=param_dtype)

@@ -45,13 +45,18 @@ FORWARD_METHODS = "_meshard_forward_methods"
 _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
-@torch.inference_mode(False)  # inference tensors have no version
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 
     Neither gradients nor unsharded parameters are copied. Nothing is communicated, unless an
     optimizer step is pending that communicates.
     """
+    is_grad_enabled = torch.is_grad_enabled()  # inference_mode(False) alone would enable it
+    with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
+        return _copy_with_units(module, memo)
+
+
+def _copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     if id(unit_of(module)) in memo:  # an outer call has copied the units
         return _copy_module(module, memo)
     units = _reached_from(module)

@@ -31,15 +31,16 @@ def gather_on_access(unit: Unit) -> None:
 class _NoticedReads(dict[str, Any]):
     """The ``_parameters`` of a module: ``module.weight`` is a read, ``parameters()`` is not."""
 
-    __slots__ = ("_unit",)
+    __slots__ = ("_unit", "notices_reads")
 
     def __init__(self, params: dict[str, Any], unit: Unit) -> None:
         super().__init__(params)
         self._unit = weakref.ref(unit)
+        self.notices_reads = True
 
     def __getitem__(self, name: str) -> Any:
         unit = self._unit()
-        if unit is not None and unit.group.holds_shards:
+        if self.notices_reads and unit is not None and unit.group.holds_shards:
             for each in with_siblings(unit):
                 _read(each)
         return super().__getitem__(name)
