@@ -245,8 +245,10 @@ def test_experts_on_meshes_of_their_own_need_names_of_their_own(tmp_path):
     nn.init.ones_(expert.weight)
     checkpointer.save(1, copies)  # the same on both meshes
     nn.init.constant_(expert.weight, 1 + 0.01 * number)
+    checkpointer = Checkpointer(tmp_path)
     checkpointer.save(2, copies)  # copies that have drifted apart
     nn.init.constant_(expert.weight, number)
+    checkpointer = Checkpointer(tmp_path)
     for call in (checkpointer.save, checkpointer.async_save):
         with pytest.raises(CheckpointError, match=r"'model\.0\.weight' has other values on rank 2"):
             call(3, copies)
@@ -255,6 +257,45 @@ def test_experts_on_meshes_of_their_own_need_names_of_their_own(tmp_path):
     nn.init.constant_(expert.weight, 9)
     checkpointer.load(named)
     assert expert.weight.to_local().unique().tolist() == [number]
+
+
+@on_ranks(4)
+def test_copies_whose_vectors_are_rounding_noise_are_saved(tmp_path):
+    """Beside tensor parallelism. Numbers may be complex, and on some of the ranks only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp", "dp"))
+    sign = dist.get_rank() // 2 * 2 - 1
+    layer = meshard.fully_shard(nn.Linear(4, 4), mesh["dp"])
+    nn.init.ones_(layer.weight)
+    nn.init.constant_(layer.bias, 1e-9 * sign)
+    phases = {"phase": torch.zeros(2, dtype=torch.complex128)} if sign > 0 else {}
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, layer, own=phases)
+    assert checkpointer.load(layer).step == 1
+
+
+class Counts(torch.optim.Optimizer):
+    """Its parameters share one counter."""
+
+    def __init__(self, params):
+        super().__init__(params, {})
+        step = torch.zeros(())
+        self.state.update(
+            {p: {"step": step} for group in self.param_groups for p in group["params"]}
+        )
+
+    def step(self, closure=None):
+        next(iter(self.state.values()))["step"].add_(1)
+
+
+def test_a_tensor_that_a_state_shares_stays_shared(tmp_path):
+    layer = nn.Linear(2, 2)
+    optimizer, checkpointer = Counts(layer.parameters()), Checkpointer(tmp_path)
+    optimizer.step()
+    checkpointer.save(1, layer, optimizer)
+    optimizer.step()
+    checkpointer.load(layer, optimizer)
+    optimizer.step()
+    assert [state["step"].item() for state in optimizer.state.values()] == [2.0, 2.0]
 
 
 def test_two_tensors_do_not_load_into_one(tmp_path):

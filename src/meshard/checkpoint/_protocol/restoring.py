@@ -6,6 +6,8 @@ each part takes the rest of its state.
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +19,13 @@ from meshard._torch.dtensor import plain_of
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.loading import Read, Reader, agree, check, compare, fill, reads_of
-from meshard.checkpoint._protocol.manifest import Manifest, TensorEntry, own_name
+from meshard.checkpoint._protocol.manifest import (
+    Blob,
+    CheckpointError,
+    Manifest,
+    TensorEntry,
+    own_name,
+)
 from meshard.checkpoint._protocol.parts import (
     MODEL,
     OPTIMIZER,
@@ -29,6 +37,8 @@ from meshard.checkpoint._protocol.parts import (
 )
 from meshard.checkpoint._protocol.plain import decode, encoded_items, names_in, reference
 from meshard.checkpoint._protocol.ranks import Ranks
+
+_SMALL = 2**20  # bytes
 
 
 class Loaded(NamedTuple):
@@ -163,8 +173,7 @@ class Restoring:
             self._left_out = [
                 self._other_ranks_had(each)
                 for each, blob in saved[0].items()
-                if each not in (RANDOM, *extra)
-                and self._reader.tree_of(blob).get("kind") == "value"
+                if each not in (RANDOM, *extra) and self._is_small_value(blob)
             ]
         for name in (*self._manifest.parts, *own):
             # What has taken the part already: an object, or a tensor.
@@ -174,6 +183,14 @@ class Restoring:
             part = None if name == RANDOM or is_filled else self._part(name)
             if isinstance(part, dict) and part.get("kind") == "value":
                 self._extra[name] = self._decoded_around(given.get(name, {}), part["tree"])
+
+    def _is_small_value(self, blob: Blob) -> bool:
+        """Whether plain values lie there. What was not asked for may be large, or damaged."""
+        if blob.size > _SMALL:
+            return False
+        with contextlib.suppress(CheckpointError, OSError, EOFError, ValueError):
+            return bool(self._reader.tree_of(blob).get("kind") == "value")
+        return False
 
     def _add_value(self, name: str, value: Any) -> dict[str, torch.Tensor]:
         """Add a tensor, or the tensors in lists and dicts; return them by name."""
@@ -291,10 +308,18 @@ class Restoring:
             own.update(zip(parts.names_of(group, names, optimizer), group["params"], strict=True))
         # Present state is filled in place if it fits, so that there is no second one in memory.
         present = parts.encode_part(name, parts.optimizer_tree(optimizer, names)).tensors
-        state = {}
+        state, of_others = {}, frozenset(self._filled)
         for fqn, each in encoded["state"].items():
             if fqn in own:
-                state[fqn] = self._decoded(each, _Placement(present, own[fqn]).of)
+                state[fqn] = self._decoded(each, _Placement(present, own[fqn]).of, of_others)
+        referred = Counter(each for group in encoded["param_groups"] for each in names_in(group))
+        twice = next((each for each, count in referred.items() if count > 1), None)
+        if twice is not None:
+            self._problems.append(
+                f"several groups of {name} have values of their own of {twice!r}, and only one was "
+                "saved (stages of a pipeline, in an older checkpoint); load the model alone"
+            )
+            return
         others = {key: each for key, each in encoded.items() if key != "state"}
         tree = {**self._decoded(others, lambda _: None), "state": state}
         # In a folder of torch, hyperparameters may be tensors. They are read now, to be compared.
@@ -326,7 +351,7 @@ class Restoring:
         present: dict[str, torch.Tensor] = {}
         if names_in(part["tree"]):
             present = parts.encode_part(name, value.state_dict()).tensors
-        tree = self._decoded(part["tree"], present.get)
+        tree = self._decoded(part["tree"], present.get, frozenset(self._filled))
         self._then.append(lambda: value.load_state_dict(tree))
 
     def _part(self, name: str) -> Any:
@@ -348,8 +373,16 @@ class Restoring:
             f"there are {self._ranks.size} here"
         )
 
-    def _decoded(self, tree: Any, like: Callable[[str], torch.Tensor | None]) -> Any:
-        """Decode a tree. Its tensors are placed like what ``like`` returns, and filled later."""
+    def _decoded(
+        self,
+        tree: Any,
+        like: Callable[[str], torch.Tensor | None],
+        of_others: frozenset[int] = frozenset(),
+    ) -> Any:
+        """Decode a tree. Its tensors are placed like what ``like`` returns, and filled later.
+
+        ``of_others`` is where the memory begins that tensors of other parts are loaded into.
+        """
 
         def make(name: str) -> torch.Tensor:
             present = made = like(name)
@@ -357,12 +390,12 @@ class Restoring:
             name = own if own in self._manifest.tensors else name
             entry = self._manifest.tensors[name]
             # Not in place if another part has the same memory, as an average that begins as
-            # ``param.data``: the values of one would be lost.
+            # ``param.data``: the values of one would be lost. In a part, a tensor may be shared.
             if (
                 made is None
                 or isinstance(made, nn.Parameter)
                 or not _fits(made, entry)
-                or _begin_of(made) in self._filled
+                or _begin_of(made) in of_others
             ):
                 made = placed_like(present, entry.shape, dtype_of(entry.dtype))
             self._targets[name] = made

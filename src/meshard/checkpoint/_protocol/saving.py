@@ -22,6 +22,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import uuid
 import zlib
 from collections.abc import Callable, Iterable
@@ -29,7 +30,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshard._comm.first_values import sum_of_samples
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import dcp_format, manifest
 from meshard.checkpoint._protocol.blobs import bytes_of, frame_of, on_host
@@ -149,7 +149,6 @@ class Saver:
                 "plan": plan.number if plan is not None and plan.items == job.items else None,
                 "optimizers": _hash(job.optimizers),
                 "others": {} if job.problem else _hashes(job),
-                "copies": _sample_of_copies(job, self.ranks.size),
             }
         )
         self._refuse_if(job, _joined(each["problem"] for each in said))
@@ -165,7 +164,6 @@ class Saver:
             elif len(set(hashes)) > 1:
                 different.append(name)
         self._refuse_if(job, _joined(problems))
-        self._check_copies(job, [each["copies"] for each in said])
         plans = {each["plan"] for each in said}
         if plan is None or plan.different != different or len(plans) > 1 or None in plans:
             plan = self._plan = self._make_plan(job, different)
@@ -173,37 +171,15 @@ class Saver:
         is_merged = any(each["optimizers"] != said[0]["optimizers"] for each in said)
         return Agreed(plan, is_merged)
 
-    def _check_copies(self, job: Job, samples: list[tuple[str, int]]) -> None:
-        """Raise if meshes side by side hold different tensors of one name: one would be kept.
-
-        Copies that have drifted apart by rounding, as beside tensor parallelism, are no reason.
-        """
-        known: dict[str, int] = {}
-        if all(known.setdefault(names, sample) == sample for names, sample in samples):
-            return
-        optimizers = tuple(f"{name}." for name in job.optimizers)
-        own = [
-            (item.name, str(item.offsets), _some_values_of(source))
-            for item, source in _on_some_ranks(job, self.ranks.size)
-            if not item.name.startswith(optimizers)
-        ]
-        first: dict[tuple[str, str], tuple[int, list[float]]] = {}
-        for rank, row in enumerate(self.ranks.all_gather(own)):
-            for name, offsets, values in row:
-                other, known_values = first.setdefault((name, offsets), (rank, values))
-                if _differ(values, known_values):
-                    self._refuse_if(
-                        job,
-                        f"{name!r} has other values on rank {rank} than on rank {other}, and a "
-                        "checkpoint keeps one tensor of a name. Give experts on meshes of their "
-                        "own names of their own, such as the keys of a ModuleDict. If these are "
-                        "to be copies, as beside tensor parallelism, they have drifted far apart.",
-                    )
-
     def _make_plan(self, job: Job, different: list[str]) -> _Plan:
         """Decide which rank writes what is on several, such that all write about as much."""
-        gathered = self.ranks.gather(_named_apart(job, different, self.ranks.rank))
-        held = [[_item(row) for row in rows] for rows in gathered]
+        gathered = self.ranks.gather(
+            {
+                "items": _named_apart(job, different, self.ranks.rank),
+                "copies": _values_of_copies(job, self.ranks.size),
+            }
+        )
+        held = [[_item(row) for row in each["items"]] for each in gathered]
         to_write: list[list[int]] = [[] for _ in held]
         problem = ""
         if self.ranks.is_first:
@@ -224,7 +200,7 @@ class Saver:
                 numbers.sort()
             problem = _what_is_not_covered(
                 held[rank][number] for rank, numbers in enumerate(to_write) for number in numbers
-            )
+            ) or _what_differs(each["copies"] for each in gathered)
         plan_number = uuid.uuid4().hex
         said = self.ranks.broadcast(
             {"number": plan_number, "to_write": to_write, "problem": problem}
@@ -354,32 +330,51 @@ def _on_some_ranks(job: Job, num_ranks: int) -> list[tuple[Item, torch.Tensor]]:
     return [(item, source) for item, source in pairs if 0 < item.mesh_size < num_ranks]
 
 
-def _some_values_of(source: torch.Tensor) -> list[float]:
-    flat = source.detach().reshape(-1)
-    values: list[float] = flat[:: max(1, flat.numel() // _SAMPLES)].double().tolist()
-    return values
+def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, str, list[float]]]:
+    """Return some values of each matrix of which other meshes may hold a copy.
+
+    Gradients of vectors may be nothing but rounding noise, as those of a bias before a norm are.
+    So copies of vectors may drift far apart, and neither they nor optimizer states are compared.
+    """
+    optimizers = tuple(f"{name}." for name in job.optimizers)
+    found = []
+    for item, source in _on_some_ranks(job, num_ranks):
+        is_matrix = len(item.shape) > 1 and source.is_floating_point()
+        if is_matrix and not item.name.startswith(optimizers):
+            flat = source.detach().reshape(-1)
+            values = flat[:: max(1, flat.numel() // _SAMPLES)].double().tolist()
+            found.append((item.name, str(item.offsets), values))
+    return found
+
+
+def _what_differs(copies: Iterable[list[tuple[str, str, list[float]]]]) -> str:
+    """Return a problem if meshes side by side hold different tensors of one name, or ""."""
+    first: dict[tuple[str, str], tuple[int, list[float]]] = {}
+    for rank, row in enumerate(copies):
+        for name, offsets, values in row:
+            other, known = first.setdefault((name, offsets), (rank, values))
+            if _differ(values, known):
+                return (
+                    f"{name!r} has other values on rank {rank} than on rank {other}, and a "
+                    "checkpoint keeps one tensor of a name. Give experts on meshes of their own "
+                    "names of their own, such as the keys of a ModuleDict. If these are to be "
+                    "copies, as beside tensor parallelism, they have drifted far apart."
+                )
+    return ""
 
 
 def _differ(values: list[float], others: list[float]) -> bool:
     """Whether values differ by more than copies do that have drifted apart by rounding."""
-    pairs = list(zip(values, others, strict=True))
-    most = max((abs(value) for pair in pairs for value in pair), default=0.0)
-    return any(abs(value - other) > _DRIFT * most for value, other in pairs)
-
-
-def _sample_of_copies(job: Job, num_ranks: int) -> tuple[str, int]:
-    """Return which such chunks this rank holds, and a number from some elements of them.
-
-    Ranks that hold the same are to have the same number.
-    """
-    pairs = _on_some_ranks(job, num_ranks)
-    which = _hash([(item.name, item.offsets) for item, _ in pairs])
-    return which, _sample_of([source for _, source in pairs])
-
-
-def _sample_of(sources: list[torch.Tensor]) -> int:
-    found = sum_of_samples(sources)
-    return 0 if found is None else int(found)
+    if len(values) != len(others):
+        return False  # chunks of other sizes, which overlap only
+    pairs = [(one, other) for one, other in zip(values, others, strict=True) if one != other]
+    finite = [abs(each) for each in (*values, *others) if math.isfinite(each)]
+    most = max(finite, default=0.0)
+    return any(
+        not abs(one - other) <= _DRIFT * most
+        for one, other in pairs
+        if not (math.isnan(one) and math.isnan(other))
+    )
 
 
 def _named_apart(job: Job, different: list[str], rank: int) -> list[Item]:

@@ -108,11 +108,13 @@ class FolderStorage:
         return sorted(entry.name for entry in os.scandir(self._path) if entry.is_dir())
 
     def files(self, folder: str) -> dict[str, int]:
-        try:
-            entries = os.scandir(self._path / folder)
-            return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-        except FileNotFoundError:
-            return {}
+        found = {}
+        with contextlib.suppress(FileNotFoundError):
+            for entry in os.scandir(self._path / folder):
+                with contextlib.suppress(FileNotFoundError):  # it was removed or renamed meanwhile
+                    if entry.is_file():
+                        found[entry.name] = entry.stat().st_size
+        return found
 
     def is_empty(self, folder: str) -> bool:
         try:
