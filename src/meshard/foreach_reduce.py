@@ -131,8 +131,7 @@ def _check_arguments(
     for dtype in (*dtypes, *(gradient.dtype for gradient in gradients if gradient is not None)):
         if not dtype.is_floating_point:
             raise TypeError(f"gradients are reduced in floating-point dtypes, got {dtype}.")
-    limits = torch.finfo(torch.float32)
-    if divide_factor is not None and not limits.tiny <= divide_factor <= limits.max:
+    if divide_factor is not None and not is_divide_factor(divide_factor):
         raise ValueError(f"divide_factor must be positive and finite, got {divide_factor}.")
     if shapes is not None and len(shapes) != len(gradients):
         raise ValueError(f"got {len(gradients)} gradients and {len(shapes)} shapes; pass as many.")
@@ -196,6 +195,12 @@ class Divisors(NamedTuple):
 
 
 @functools.lru_cache
+def is_divide_factor(number: float) -> bool:
+    """Whether gradients can be divided by a number: a positive, finite, normal one of float32."""
+    limits = torch.finfo(torch.float32)
+    return limits.tiny <= number <= limits.max
+
+
 def resolve_divisors(
     shard_count: int, replicate_count: int, divide_factor: float | None, wire_dtype: torch.dtype
 ) -> Divisors:

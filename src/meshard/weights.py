@@ -65,7 +65,8 @@ def unsharded_params(
         rank0_only: Unshard on the first rank of the mesh only, whose edits are sent to all.
         writeback: Write edits back. Every rank writes its own part, so all ranks must make the same
             edits.
-        offload_to_cpu: Hold the unsharded parameters in host memory.
+        offload_to_cpu: Hold the unsharded parameters in host memory. Replicated parameters stay
+            where they are; this is then about the copy of them that is taken to undo edits.
 
     Raises:
         NotImplementedError: A parameter has ``fsdp_pre_all_gather``.
@@ -92,7 +93,8 @@ def unsharded_params(
         units = require_units(module, recurse=recurse)
         for unit in [each for each in units if _needs_summon(each, options)]:
             summoned.append(SummonedUnit(unit, options, _gather(unit.group, options)))
-        replicated += [_ReplicatedUnit(unit.group) for unit in units if _is_replicated(unit)]
+        copied_to = torch.device("cpu") if offload_to_cpu else None
+        replicated += [_ReplicatedUnit(u.group, copied_to) for u in units if _is_replicated(u)]
         groups = [each.group for each in summoned] + [each.group for each in replicated]
         try:
             yield
@@ -189,10 +191,12 @@ def _has_any_failed(param_groups: list[ParamGroup], *, here: bool, waits: bool =
 class _ReplicatedUnit:
     """The values of a replicated unit at the entry of ``unsharded_params``."""
 
-    def __init__(self, group: ParamGroup) -> None:
+    def __init__(self, group: ParamGroup, copied_to: torch.device | None) -> None:
+        """``copied_to`` None: the values are copied to where they are."""
         self.group = group
         self._num_steps = group.num_steps
-        self._values = [param.sharded.detach().clone() for param in group.params]
+        held = [param.sharded.detach() for param in group.params]
+        self._values = [each.to(copied_to or each.device, copy=True) for each in held]
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -201,7 +205,7 @@ class _ReplicatedUnit:
             for param, value in zip(self.group.params, self._values, strict=True):
                 param.install(param.sharded)
                 # A copy that changes nothing would still make autograd refuse graphs of before.
-                if not torch.equal(param.sharded, value):
+                if not torch.equal(param.sharded, value.to(param.sharded.device)):
                     param.sharded.copy_(value)
 
 

@@ -567,8 +567,8 @@ def _is_cut_off(outermost: Unit, unit: Unit) -> bool:
     """Whether the recorded forward, of ``outermost``, had ended when that of ``unit`` began.
 
     If so, an exception such as KeyboardInterrupt has cut it off, and torch has not called
-    post_forward. To look for that costs much, so this function does so only where a forward that
-    still runs is unlikely: if ``unit`` is ``outermost``, or is the root and was not the first.
+    post_forward. The search for its call on the stack costs much. So it is made only if ``unit`` is
+    ``outermost``, or is the root and another unit is: inside a running forward, both are rare.
     """
     if outermost is unit:
         return not _is_inside(unit)

@@ -31,19 +31,27 @@ def gather_on_access(unit: Unit) -> None:
 class _NoticedReads(dict[str, Any]):
     """The ``_parameters`` of a module: ``module.weight`` is a read, ``parameters()`` is not."""
 
-    __slots__ = ("_unit", "notices_reads")
+    __slots__ = ("_is_assigning", "_unit")
 
     def __init__(self, params: dict[str, Any], unit: Unit) -> None:
         super().__init__(params)
         self._unit = weakref.ref(unit)
-        self.notices_reads = True
+        self._is_assigning = False
 
     def __getitem__(self, name: str) -> Any:
         unit = self._unit()
-        if self.notices_reads and unit is not None and unit.group.holds_shards:
+        if unit is not None and unit.group.holds_shards and not self._is_assigning:
             for each in with_siblings(unit):
                 _read(each)
         return super().__getitem__(name)
+
+    def assign(self, module: Any, name: str, param: Any) -> None:
+        """Set a parameter by ``setattr``. That looks for the attribute first, which is no read."""
+        before, self._is_assigning = self._is_assigning, True
+        try:
+            setattr(module, name, param)
+        finally:
+            self._is_assigning = before
 
     def __reduce__(self) -> Any:
         return dict, (dict(self),)

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
+from meshard.foreach_reduce import is_divide_factor
+
 TensorHook = Callable[[torch.Tensor], None]
 DivideFactor = float | torch.Tensor | Callable[[], "float | torch.Tensor"]
 
@@ -22,8 +24,7 @@ def check_divide_factor(factor: object) -> float:
             f"factor must be a number, a callable or a 0-d tensor, got {type(factor).__name__}."
         )
     value = float(factor)
-    limits = torch.finfo(torch.float32)
-    if not limits.tiny <= value <= limits.max:
+    if not is_divide_factor(value):
         raise ValueError(f"factor must be positive and finite, got {factor} (in float32).")
     return value
 

@@ -102,17 +102,10 @@ class _ParamsBySetattr:
     def __setitem__(self, name: str, param: nn.Parameter) -> None:
         self._params[name] = param  # first: an unsharded parameter may only be registered again
         module = self._module()
-        if module is None:
-            return
-        # torch looks for the attribute first, which is no read for which a unit is gathered.
-        notices_reads = getattr(self._params, "notices_reads", None)
-        try:
-            if notices_reads is not None:
-                self._params.notices_reads = False  # type: ignore[attr-defined]
-            setattr(module, name, param)
-        finally:
-            if notices_reads is not None:
-                self._params.notices_reads = notices_reads  # type: ignore[attr-defined]
+        if module is not None:
+            # A dict that notices reads has an ``assign`` of its own, during which it notices none.
+            assign = getattr(self._params, "assign", setattr)
+            assign(module, name, param)
 
 
 # The ``_parameters`` of a module, or what stands for it.

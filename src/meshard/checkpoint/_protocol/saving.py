@@ -324,12 +324,6 @@ def _hashes(job: Job) -> dict[str, str]:
     return {name: _hash([tree, own[name]]) for name, tree in job.others.items()}
 
 
-def _on_some_ranks(job: Job, num_ranks: int) -> list[tuple[Item, torch.Tensor]]:
-    """Return the chunks of which meshes side by side may hold copies, or different ones."""
-    pairs = zip(job.items, job.sources, strict=True)
-    return [(item, source) for item, source in pairs if 0 < item.mesh_size < num_ranks]
-
-
 def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, str, list[float]]]:
     """Return some values of each matrix of which other meshes may hold a copy.
 
@@ -338,9 +332,9 @@ def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, str, list[flo
     """
     optimizers = tuple(f"{name}." for name in job.optimizers)
     found = []
-    for item, source in _on_some_ranks(job, num_ranks):
-        is_matrix = len(item.shape) > 1 and source.is_floating_point()
-        if is_matrix and not item.name.startswith(optimizers):
+    for item, source in zip(job.items, job.sources, strict=True):
+        may_be_copied = 0 < item.mesh_size < num_ranks and not item.name.startswith(optimizers)
+        if may_be_copied and len(item.shape) > 1 and source.is_floating_point():
             flat = source.detach().reshape(-1)
             values = flat[:: max(1, flat.numel() // _SAMPLES)].double().tolist()
             found.append((item.name, str(item.offsets), values))
