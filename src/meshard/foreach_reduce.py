@@ -201,6 +201,7 @@ def is_divide_factor(number: float) -> bool:
     return limits.tiny <= number <= limits.max
 
 
+@functools.lru_cache  # a step resolves those of every unit again
 def resolve_divisors(
     shard_count: int, replicate_count: int, divide_factor: float | None, wire_dtype: torch.dtype
 ) -> Divisors:

@@ -1,6 +1,7 @@
 """State dicts, saved by torch: what is in them, on which rank."""
 
 import copy
+import functools
 import io
 import pickle
 import warnings
@@ -8,11 +9,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor
 
 from tests.support.against_plain import inputs_of, sharded_and_plain
-from tests.support.models import MlpStack
+from tests.support.models import Made, MlpStack
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks
 from tests.support.sharding import sharded_case
@@ -61,6 +63,26 @@ def test_a_state_dict_is_pickled_and_copied():
             assert loaded[name].placements == value.placements
         model.load_state_dict(loaded)
         assert_same(full_state(model), full_state(plain), bitwise=True)
+
+
+@on_ranks(2)
+@torch.no_grad()
+def test_an_edit_between_two_calls_of_a_unit_in_one_forward_reaches_the_second():
+    def forward(model, x):
+        for each in (model.shared, model.other, model.shared):  # the second is gathered ahead
+            x = each(x)
+        return x
+
+    plain = Made(forward, shared=nn.Linear(6, 6), other=nn.Linear(6, 6))
+    model, plain = sharded_and_plain(plain, ("shared", "other"))
+
+    def edit(weight, *_):
+        weight.mul_(2)
+
+    for each in (model, plain):
+        each.other.register_forward_hook(functools.partial(edit, each.shared.weight))
+    for _ in range(2):
+        assert_same(model(inputs_of(0)), plain(inputs_of(0)))
 
 
 @pytest.mark.parametrize("keep_vars", [False, True])

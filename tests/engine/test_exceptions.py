@@ -286,4 +286,8 @@ def test_a_forward_may_go_on_after_a_unit_inside_was_cancelled():
 
     plain = Made(forward, inner=nn.Linear(6, 6), head=nn.Linear(6, 1))
     plain.inner.register_forward_hook(cancel)
-    check_gradients(*sharded_and_plain(plain, ("inner",)))
+    model, plain = sharded_and_plain(plain, ("inner",))
+    check_gradients(model, plain)
+    with torch.no_grad():
+        model(inputs_of(0))
+    assert insides.unsharded_units(model) == []

@@ -43,6 +43,11 @@ def test_what_is_divided_by_while_it_is_packed(shards, replicas):
     assert early_divisor(resolve_divisors(shards, replicas, None, torch.float16), shards) == 1
 
 
+@pytest.mark.parametrize("factor", [3.0, 5.0, 0.5])
+def test_packing_does_not_divide_where_that_would_round_or_multiply(factor):
+    assert early_divisor(resolve_divisors(4, 1, factor, torch.float32), 4) == 1
+
+
 @pytest.mark.parametrize("divisor", [Fraction(3), Fraction(1, 7), Fraction(4, 7), Fraction(3, 2)])
 def test_division_rounds_once(divisor):
     values = torch.arange(1.0, 1000.0)

@@ -227,6 +227,11 @@ def test_copies_and_state_dicts(kind):
         layer(x).sum().backward()
     copied = copy.deepcopy(layer)
     assert type(copied.weight.to_local()) is kind
+    inside = {}
+    hook = layer.register_forward_pre_hook(lambda *_: inside.update(layer.state_dict()))
+    layer(x)
+    hook.remove()
+    assert all(map(torch.equal, inside.values(), layer.state_dict().values()))
     assert torch.equal(copied(x), layer(x))
     state = copy.deepcopy(layer.state_dict())
     assert list(state) == ["weight", "bias"] and type(state["weight"].to_local()) is kind

@@ -527,10 +527,7 @@ class Lifecycle:
         unit.step.in_call = call
         if not unit.params:
             return
-        if not unit.step.is_in_backward:
-            unit.step.is_in_backward = True
-            if unit.group.num_trainable:
-                unit.await_gradients()
+        unit.step.is_in_backward = True
         if unit.settings.unshard_in_backward:
             # The prefetch is issued once per call, as ranks may use different numbers of outputs.
             up_next = (
