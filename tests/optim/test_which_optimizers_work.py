@@ -207,7 +207,8 @@ def test_adafactor_goes_on_from_its_state_dict():
             optimizer.step()
             optimizer.zero_grad()
 
-    train(straight, make(straight), range(5))
+    kept = make(straight)
+    train(straight, kept, range(5))
     optimizer = make(before)
     train(before, optimizer, range(3))
     shapes = {tuple(each["row_var"].shape) for each in optimizer.state.values() if len(each) == 3}
@@ -216,6 +217,11 @@ def test_adafactor_goes_on_from_its_state_dict():
     again = make(after)
     again.load_state_dict(optimizer.state_dict())
     train(after, again, range(3, 5))
+    assert_same(full_state(after), full_state(straight), bitwise=True)
+    kept.state.clear()
+    train(straight, kept, range(5, 7))
+    again.detach()
+    train(after, make(after), range(5, 7))
     assert_same(full_state(after), full_state(straight), bitwise=True)
 
 

@@ -44,6 +44,7 @@ class UnshardedStep(Optimizer):
             for param, unsharded in stepped:
                 unsharded.grad_dtype = None  # None: a .grad of any dtype is accepted
                 unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
+                self._inner.state.pop(unsharded, None)  # the user may have dropped it
                 if self.state[param]:
                     # What a checkpoint has loaded is sharded like the parameter, if it can be.
                     state = {key: _gathered(each) for key, each in self.state[param].items()}
