@@ -28,7 +28,13 @@ from meshard._comm.blocking import (
     send_max,
 )
 from meshard._engine.hooks import register_outside_hooks, remove_outside_hooks
-from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
+from meshard._engine.param_group import (
+    ParamGroup,
+    SummonOptions,
+    forget_summoned,
+    register_manually_unsharded,
+    sharded_params,
+)
 from meshard._engine.unit import Unit, alive, joined, require_units
 from meshard._mesh.layout import matching_parts
 from meshard._params.flat_params import FlatParams
@@ -53,7 +59,8 @@ def unsharded_params(
 
     Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
     parallelism): edit them in place, or assign others of the same shape. Gradients of what is
-    computed from them, not from assigned ones, reach the shards. An exception inside leaves the
+    computed from them, not from assigned ones, reach the shards: ``zero_grad`` and
+    ``clip_grad_norm_`` find them there. An exception inside leaves the
     shards of all ranks as they were, and so does a ``KeyboardInterrupt``. But if it comes while
     edits are written back, some ranks may have the edits, and others not.
 
@@ -227,6 +234,7 @@ class SummonedUnit:
             # out of the pickle, but these hooks are on other modules, which would keep them.
             self._had_hooks = remove_outside_hooks(unit)
             self._install(unsharded)
+            register_manually_unsharded(self.group)
         except BaseException:  # such as a KeyboardInterrupt
             self.close()
             raise
@@ -284,6 +292,7 @@ class SummonedUnit:
 
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
+        forget_summoned(self.group)
         for param in self.params:
             # Take over requires_grad from the unsharded parameter, where the user may have set it.
             flags = {value.requires_grad for value in param.installed() if value is not None}

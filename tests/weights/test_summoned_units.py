@@ -14,7 +14,7 @@ from torch.func import functional_call
 import meshard
 from meshard import CommLedger, unsharded_params
 from tests.support.against_plain import check_gradients, inputs_of, mean_square, sharded_and_plain
-from tests.support.models import Made, MlpStack
+from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
 from tests.support.sharding import edit, sharded_case
@@ -99,6 +99,18 @@ def test_gradients_of_unsharded_parameters_are_reduced(mode, inside, mesh_shape)
             case.loss(plain(case.batch(5, rank))).backward()
     assert_same(full_grads(model), full_grads(plain), bitwise=True, what="gradient")
     assert not meshard.pending_gradients(model)
+
+
+@on_threads(2)
+def test_gradients_are_clipped_and_cleared_inside():
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
+    with unsharded_params(model):
+        model(torch.ones(2, 4)).sum().backward()
+        assert meshard.clip_grad_norm_(model.parameters(), 1.0) > 1
+    assert_same(meshard.clip_grad_norm_(model, 1.0), torch.tensor(1.0))
+    with unsharded_params(model):
+        model.zero_grad()
+    assert model.weight.grad is None
 
 
 @on_threads(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -593,12 +593,26 @@ def has_been_sharded(param: torch.Tensor) -> bool:
 
 def register_manually_unsharded(owner: ParamGroup) -> None:
     """Record that modules hold unsharded parameters of ``owner`` outside of a forward."""
-    for param in owner.params:
-        _manually_unsharded[id(param.unsharded)] = owner
+    for held, _ in _unsharded_of(owner):
+        _manually_unsharded[id(held)] = owner
     # While modules hold unsharded parameters, module.zero_grad() finds only these. meshard's patch
     # of zero_grad() clears .grad of the sharded ones too, but only while there is an object for
     # which ``hold_pending`` was called.
     hold_pending(owner)
+
+
+def forget_summoned(owner: ParamGroup) -> None:
+    """Undo ``register_manually_unsharded`` for a summoned unit."""
+    for held, _ in _unsharded_of(owner):
+        _manually_unsharded.pop(id(held), None)
+    release_pending(owner)
+
+
+def _unsharded_of(owner: ParamGroup) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
+    """Iterate over what modules may hold unsharded, each with the sharded parameter."""
+    for param in owner.params:
+        for held in param.installed() if owner.is_summoned else (param.unsharded,):
+            yield held, param.sharded
 
 
 def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -609,7 +623,7 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
     # An owner may have been found by the id of a freed tensor. So compare with the ids of tensors
     # that are alive.
-    sharded = {id(each.unsharded): each.sharded for owner in owners for each in owner.params}
+    sharded = {id(held): param for owner in owners for held, param in _unsharded_of(owner)}
     return [sharded.get(id(param), param) for param in given]
 
 
