@@ -66,12 +66,15 @@ def unsharded_params(
 
     **Collective:** every rank of the mesh, entry and exit.
 
+    Parameters of ``replicate`` stay as they are, so edit these in place: what is assigned takes
+    their place for good, and optimizers must be built anew.
+
     Args:
         module: A module with units in it.
         recurse: Unshard the units inside ``module`` too. If False, ``module`` must be a unit.
         rank0_only: Unshard on the first rank of the mesh only, whose edits are sent to all.
         writeback: Write edits back. Every rank writes its own part, so all ranks must make the same
-            edits.
+            edits. Units that a block around this one has unsharded are written back as that says.
         offload_to_cpu: Hold the unsharded parameters in host memory. Replicated parameters stay
             where they are; this is then about the copy of them that is taken to undo edits.
 
