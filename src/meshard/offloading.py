@@ -114,8 +114,10 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         torch.get_device_module(kind).empty_cache()  # for other processes
 
 
-# By optimizer: the state tensors that offload has moved to the host, by id.
-_moved: weakref.WeakKeyDictionary[Optimizer, dict[int, torch.Tensor]] = weakref.WeakKeyDictionary()
+# By optimizer: the state tensors that offload has moved to the host, by id. Held weakly, because
+# load_state_dict replaces them.
+_Tensors = weakref.WeakValueDictionary[int, torch.Tensor]
+_moved: weakref.WeakKeyDictionary[Optimizer, _Tensors] = weakref.WeakKeyDictionary()
 
 
 def _move_state(
@@ -126,13 +128,13 @@ def _move_state(
     ``location`` None: back to the device.
     """
     device = unit.group.spec.device
-    moved = _moved.setdefault(optimizer, {})
+    moved = _moved.setdefault(optimizer, weakref.WeakValueDictionary())
     sources = []
     for param in unit.group.params:
         for tensor in tree_flatten(optimizer.state.get(param.sharded))[0]:
             if not isinstance(tensor, torch.Tensor):
                 continue
-            local, was_moved = plain_of(tensor), id(tensor) in moved
+            local, was_moved = plain_of(tensor), moved.get(id(tensor)) is tensor
             if location is not None:
                 if was_moved or local.device != device:
                     continue  # moved before, or kept on the host anyway, as AdamW's step count is

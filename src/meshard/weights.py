@@ -60,9 +60,9 @@ def unsharded_params(
     Inside, parameters are plain tensors in the dtype of the shards (or the DTensors of tensor
     parallelism): edit them in place, or assign others of the same shape. Gradients of what is
     computed from them, not from assigned ones, reach the shards: ``zero_grad`` and
-    ``clip_grad_norm_`` find them there. An exception inside leaves the
-    shards of all ranks as they were, and so does a ``KeyboardInterrupt``. But if it comes while
-    edits are written back, some ranks may have the edits, and others not.
+    ``clip_grad_norm_`` find them there. An exception inside leaves the shards of all ranks as they
+    were, and so does a ``KeyboardInterrupt``. But if it comes while edits are written back, some
+    ranks may have the edits, and others not.
 
     **Collective:** every rank of the mesh, entry and exit.
 

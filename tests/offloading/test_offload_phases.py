@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import weakref
 
 import pytest
 import torch
@@ -167,7 +168,9 @@ def test_state_dicts_are_read_and_loaded_meanwhile(alone):
         for value in saved[0].values():
             value.mul_(2)
     model.load_state_dict(saved[0])
+    replaced = weakref.ref(optimizer.state[model[0].weight]["exp_avg"])
     optimizer.load_state_dict(saved[1])
+    assert replaced() is None
     meshard.onload(model, optimizer)
     assert torch.equal(model[0].weight.full_tensor(), 2 * before[0]["0.weight"].full_tensor())
     model(torch.ones(2, 4)).sum().backward()
