@@ -529,6 +529,7 @@ EDITS_OF_VALUES = {
     "on one rank": edit_on_one_rank,
     "by another optimizer": lambda model, _: torch.optim.SGD([model.w0], lr=0.1).step(),
     "load_state_dict": lambda model, saved: model.load_state_dict(saved),
+    "offloaded and back": lambda model, _: meshard.offload(model).close(),
 }
 
 
@@ -608,6 +609,8 @@ def test_memory_of_a_step_is_that_of_three_buckets_and_what_is_kept(keep_values,
     # and the new values of the one before.
     assert max(seen) - before <= (2 + 2 * 2 + 2 * num_replicas) * one + kept + 1000
     assert settled_tensor_bytes() - before - kept < 200
+    with meshard.offload(model):
+        assert settled_tensor_bytes() - before < 200
 
 
 # --- what is refused -------------------------------------------------------------------------

@@ -44,7 +44,7 @@ class AwaitedStep(Protocol):
 
 
 class SliceHolder(Protocol):
-    """A ``FlatStepper`` of ``optim``: it refers to the memory of the flat shard."""
+    """An object of ``optim`` that refers to the memory of the flat shard, or keeps other values."""
 
     def release(self) -> None: ...
 
@@ -170,8 +170,8 @@ class ParamGroup:
         # All optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
         # Under ``replicate`` also some that step parameters of other buckets.
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Objects of optimizers that refer to the memory of the flat shard. ``offload`` makes them
-        # drop these references before it moves the shard.
+        # Objects of optimizers that refer to the memory of the flat shard, or to unsharded values.
+        # ``offload`` makes them drop these references before it moves the shard.
         self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
         # From the id of a sharded parameter to its index. Ids of replaced parameters stay in here,
         # and may belong to other tensors by now. So ``owner_of`` compares the tensor too.

@@ -72,6 +72,10 @@ class Bucket:
             check_holds(inner, self.placeholders.values())
             self.inner = inner
 
+    def release(self) -> None:
+        """Drop the kept values; the next step sends them. ``offload`` calls this."""
+        self.kept, self.marks = {}, {}
+
     @property
     def comm(self) -> Communicator:
         """The communicator of the first member's root."""
@@ -145,7 +149,11 @@ class BucketStep:
         """Remember that the shards are as this step has left them."""
         if self._keeps_values:
             for position in self._positions:
-                self.bucket.marks[position] = _mark_of(self.bucket.members[position].param)
+                param = self.bucket.members[position].param
+                self.bucket.marks[position] = _mark_of(param)
+                group = param_group_of(param)
+                assert group is not None  # OwnerOptimizer has checked it
+                group.slice_holders.add(self.bucket)
 
     def arrive(self) -> None:
         """Send gradients of this rank's shards to their owners, and values if these lack them."""
