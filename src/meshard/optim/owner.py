@@ -111,8 +111,8 @@ class OwnerOptimizer(StateOnRead):
         """Step every parameter that has a gradient.
 
         ``closure`` computes the loss and its gradients, and is called first, once. An exception of
-        the optimizer, but not of the fallback, is raised on all ranks in the first step. Otherwise
-        ranks that did not raise wait for the one that did.
+        the optimizer, but not of the fallback, is raised in the first step on all ranks of the mesh
+        of the parameter. Otherwise ranks that did not raise wait for the one that did.
 
         **Collective:** all ranks of the meshes of selected parameters, with gradients for the same
         parameters. **Stream:** the current one, which waits for the exchanges.
