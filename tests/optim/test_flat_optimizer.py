@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -432,3 +432,16 @@ def test_counters_have_memory_of_their_own():
     assert {int(each) for each in counters} == {3}
     assert {each.untyped_storage().nbytes() for each in counters} == {4}
     assert len({each.data_ptr() for each in counters}) == len(counters)
+
+
+@on_threads(2)
+def test_a_gradient_with_other_placements_is_refused():
+    """Its shard has as many elements as that of the parameter, which hides the mistake."""
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4, bias=False)))
+    optimizer = flat_optimizer(model, SGD, lr=1.0)
+    model(torch.ones(1, 4)).sum().backward()
+    model.weight.grad = model.weight.grad.redistribute(placements=[Shard(1)])
+    with pytest.raises(RuntimeError, match="redistribute them before the step"):
+        optimizer.step()
+    model.weight.grad = model.weight.grad.redistribute(placements=[Shard(0)])
+    optimizer.step()

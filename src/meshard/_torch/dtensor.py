@@ -11,8 +11,8 @@ import contextlib
 import copy
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter, is_not
 from typing import Any, cast
 
 import torch
@@ -72,6 +72,14 @@ def plain_of(tensor: torch.Tensor) -> torch.Tensor:
 def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     """Make ``local`` the local tensor of a DTensor. The DTensor stays the same object."""
     tensor._local_tensor = local  # type: ignore[attr-defined]  # private
+
+
+def are_placed_like(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether ``is_placed_like`` holds for each pair of DTensors. Most share one spec."""
+    of = attrgetter("_spec")
+    if not any(map(is_not, map(of, tensors), map(of, others))):
+        return True
+    return all(map(is_placed_like, tensors, others))
 
 
 def is_placed_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:

@@ -500,7 +500,8 @@ class FlatOptimizer(StateOnRead):
         ``closure`` computes the loss anew, and is called first.
 
         Raises:
-            RuntimeError: Gradients are pending: see ``meshard.pending_gradients``.
+            RuntimeError: Gradients are pending: see ``meshard.pending_gradients``. Or you have set
+                one whose placements are not those of its parameter.
         """
         loss = self._loss_of(closure)
         self._stepper.take(self.param_groups, self._state)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._params.storage import with_own_storage
-from meshard._torch.dtensor import local_of, plain_of, set_local, wrap_like
+from meshard._torch.dtensor import are_placed_like, local_of, plain_of, set_local, wrap_like
 from meshard._torch.private import without_torch_function
 
 State = dict[str, Any]
@@ -71,6 +71,12 @@ class FlatSlice:
             pairs = zip(self.params, gradients, strict=True)
             lacking = [param for param, gradient in pairs if gradient is None]
             return lacking if len(lacking) < len(gradients) else []
+        if not are_placed_like(gradients, self.params):
+            placed = dict.fromkeys(gradient.placements for gradient in gradients)
+            raise RuntimeError(
+                f"gradients have the placements {list(placed)}, and their parameters have others; "
+                "redistribute them before the step."
+            )
         self.flat.grad = self._joined(list(map(local_of, gradients)), {})
         return []
 
