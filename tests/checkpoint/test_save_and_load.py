@@ -91,6 +91,16 @@ def test_one_process_needs_no_process_group(tmp_path):
     check_loads(Checkpointer(tmp_path), "plain", values_of(model, optimizer))
 
 
+def test_what_is_saved_and_loaded_under_inference_mode_can_train_and_be_saved_again(tmp_path):
+    (model, optimizer), checkpointer = trained("plain"), Checkpointer(tmp_path)
+    with torch.inference_mode():
+        checkpointer.async_save(1, model, optimizer)
+        optimizer = torch.optim.AdamW(model.parameters())  # without state
+        checkpointer.load(model, optimizer)
+    train(model, optimizer, 1)
+    checkpointer.async_save(2, model, optimizer).wait()
+
+
 class MasterWeights(torch.optim.Optimizer):
     """Keeps a float32 copy of each bfloat16 parameter."""
 

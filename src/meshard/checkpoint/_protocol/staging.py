@@ -13,6 +13,7 @@ class Staging:
     def __init__(self) -> None:
         self._buffers: list[torch.Tensor] = []
 
+    @torch.inference_mode(False)  # the next save may be outside of it
     @torch.no_grad()
     def copy(self, sources: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return copies of tensors, which are complete when this returns."""
