@@ -146,6 +146,34 @@ def test_experts_are_streamed_and_to_one_rank_only_if_all_ranks_have_the_same():
         stream_unsharded(model, rank0_only=True)
 
 
+@on_ranks(4)
+def test_ranks_load_different_experts_and_say_that_these_are_not_gathered_together(tmp_path):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "dp"))
+    number = dist.get_rank() // 2
+    plain = seeded(nn.ModuleDict({name: nn.Linear(4, 4) for name in ("0", "1", "2", "dense")}))
+    if dist.get_rank() == 0:
+        save_pretrained(plain, tmp_path)
+    dist.barrier()
+    for own, sizes in ((["02", "1"][number], "differ"), (["0", "1"][number], "are equal")):
+        model = nn.ModuleDict({name: nn.Linear(4, 4) for name in (*own, "dense")})
+        for name in own:
+            meshard.fully_shard(model[name], mesh["dp"])
+        meshard.fully_shard(model["dense"])
+        assert load_pretrained(model, tmp_path, strict=False).missing == []
+        for name in own:
+            assert_same(dict_of(stream_unsharded(model[name])), plain[name].state_dict())
+        for call in (
+            lambda model: save_pretrained(model, tmp_path),
+            lambda model: stream_unsharded(model, rank0_only=True),
+            stream_unsharded,
+        ):
+            if sizes == "are equal" and call is stream_unsharded:
+                assert_same(dict_of(call(model))[f"{own}.weight"], plain[own].weight)
+                continue
+            with pytest.raises(NotImplementedError, match="the ranks have different tensors"):
+                call(model)
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [

@@ -103,7 +103,7 @@ def save_pretrained(
     Raises:
         ImportError: ``progress=True`` without tqdm.
         NotImplementedError: A parameter is of a tensor subclass, such as float8, or ranks have
-            different tensors of one name (experts on meshes of their own).
+            different tensors (experts on meshes of their own).
         RuntimeError: A forward or backward runs, gradients are pending, the module is inside
             ``unsharded_params``, or another rank failed.
         ValueError: Tensors are on the meta device, the module has adapters of PEFT, or an argument
@@ -127,6 +127,7 @@ def save_pretrained(
     meshes = meshes_of(module, weights)
     ranks = ranks_of_meshes(meshes)
     agreement = Agreement(meshes, "(save_pretrained)")
+    agreement.check_same_tensors(weights, with_names=True)
     agreement.check_copies(weights, len(ranks))
     save = _Save(Path(folder), files, ranks, agreement)
     total = sum(file.num_bytes for file in files)
@@ -408,14 +409,16 @@ def load_pretrained(
     is_first = own_rank() == ranks_of_meshes(meshes)[0]
     with contextlib.ExitStack() as stack:
         with agreed(agreement, "load_pretrained"):
-            stored = _renamed(stored_tensors(Path(path)), rename)
+            files = stored_tensors(Path(path))
+            stored = _renamed(files, rename)
             check_are_held(module, weights)
             plan = _plan(weights, stored, strict=strict)
             buffers = computed_buffers(module)
             total = sum(source.num_bytes for source in plan.sources)
             bar = progress_bar("loading", total, wanted=progress, is_first_rank=is_first)
             advance = stack.enter_context(bar)
-        if not all(agreement.are_same([plan.fingerprint])):
+        # Of the files, not of the plans: ranks may have different experts, and read these.
+        if not all(agreement.are_same([_fingerprint(files)])):
             raise ValueError(
                 f"the ranks see different files at {path}: other names, shapes or dtypes. It must "
                 "be the same on all ranks."
@@ -453,14 +456,11 @@ class _Plan:
     fqns: dict[str, str]  # name in the files to name in the module
     report: LoadReport
 
-    @property
-    def fingerprint(self) -> int:
-        """A number that differs if ranks read other things."""
-        text = [
-            f"{source.name} {self.fqns[source.name]} {source.shape} {source.dtype}"
-            for source in self.sources
-        ]
-        return zlib.crc32("\n".join(text).encode())
+
+def _fingerprint(files: dict[str, StoredTensor]) -> int:
+    """Return a number that differs if ranks see other files."""
+    text = [f"{name} {each.shape} {each.dtype_name}" for name, each in sorted(files.items())]
+    return zlib.crc32("\n".join(text).encode())
 
 
 def _renamed(

@@ -85,8 +85,9 @@ def stream_unsharded(
         that is gathered it also holds, on n ranks, an n-th part of it to send, and gloo a copy.
 
     Raises:
-        NotImplementedError: A parameter is of a tensor subclass, such as float8; or ``rank0_only``,
-            and ranks have different tensors of one name (experts on meshes of their own).
+        NotImplementedError: A parameter is of a tensor subclass, such as float8; or ranks have
+            tensors of different shapes, or with ``rank0_only`` different tensors (experts on meshes
+            of their own).
         RuntimeError: A forward or backward runs, gradients are pending, the module is inside
             ``unsharded_params``, or another rank stopped.
         ValueError: Tensors are on the meta device.
@@ -123,6 +124,10 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         meshes = meshes_of(module, weights)
         self._agreement = Agreement(meshes, f"({_CALLER})")
         ranks = ranks_of_meshes(meshes)
+        # Ranks agree before a gather. If there are none, they need not.
+        self._must_agree = not self._agreement.is_alone and any(w.sharded_axes for w in weights)
+        if self._must_agree:
+            self._agreement.check_same_tensors(weights, with_names=rank0_only)
         if rank0_only:
             self._agreement.check_copies(weights, len(ranks))
         first = ranks[0] if meshes else 0  # without a mesh, all ranks may hold the module
@@ -132,8 +137,6 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         self._num_done = 0
         self._batches = deque(batches(weights, max_bytes, dtype))
         self._ready: deque[tuple[str, Unsharded]] = deque()
-        # Ranks agree before a gather. If there are none, they need not.
-        self._must_agree = not self._agreement.is_alone and any(w.sharded_axes for w in weights)
         self._is_over = False
 
     def __iter__(self) -> Self:

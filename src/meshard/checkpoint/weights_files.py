@@ -171,16 +171,16 @@ class StoredTensor:
     def __init__(self, path: Path, name: str, shape: list[int], dtype: str) -> None:
         self.path, self.name = path, name
         self.shape = tuple(shape)
-        self._dtype_name = dtype
+        self.dtype_name = dtype  # as safetensors calls it
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in the file; a ValueError if torch has no such dtype."""
-        if self._dtype_name not in _DTYPES:
+        if self.dtype_name not in _DTYPES:
             raise ValueError(
-                f"{self.name!r} in {self.path} is {self._dtype_name}, which cannot be loaded."
+                f"{self.name!r} in {self.path} is {self.dtype_name}, which cannot be loaded."
             )
-        return _DTYPES[self._dtype_name]
+        return _DTYPES[self.dtype_name]
 
     @property
     def num_bytes(self) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import math
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -90,6 +91,22 @@ class Agreement:
             agree_on_max(smallest, group, self._label)
         return (largest == -smallest).tolist()
 
+    def check_same_tensors(self, weights: list[Weight], *, with_names: bool) -> None:
+        """Raise if other ranks have other tensors, as with experts on meshes of their own.
+
+        Without ``with_names``, ranks may have different tensors of the same shapes and dtypes: one
+        gather brings to each what the ranks of its mesh hold.
+        **Collective:** all ranks of the meshes.
+        """
+        rows = [f"{w.fqn if with_names else ''} {w.shape} {w.dtype}" for w in weights]
+        if not all(self.are_same([zlib.crc32("\n".join(rows).encode())])):
+            raise NotImplementedError(
+                "the ranks have different tensors (experts on meshes of their own?), which one "
+                "call cannot gather. Call it for each part of the module that is the same on all "
+                "of its ranks, or save by Checkpointer, and then run python -m meshard.checkpoint "
+                "export."
+            )
+
     def check_copies(self, weights: list[Weight], num_ranks: int) -> None:
         """Raise if a weight whose mesh has only some ranks is another one on other ranks.
 
@@ -107,8 +124,8 @@ class Agreement:
             raise NotImplementedError(
                 f"{weight.fqn!r} lies over {weight.mesh}, and other ranks have other values under "
                 "that name (experts on meshes of their own?), so one rank cannot get all of them. "
-                "Give each its own name, or take the weights of each mesh from its own ranks: "
-                "stream_unsharded without rank0_only."
+                "Take the weights of each mesh from its own ranks, by stream_unsharded without "
+                "rank0_only, or give each its own name, and save by Checkpointer."
             )
 
     def check(self, error: Exception | None, what: str) -> None:
