@@ -117,7 +117,12 @@ def metadata_of(manifest: Manifest, flat: Flat) -> bytes:
         MetadataIndex(name): dcp_storage_info(OBJECTS, begin, size)
         for name, (begin, size) in flat.ranges.items()
     }
-    for name, entry in manifest.tensors.items():
+    tied = {
+        name: manifest.tensors[each]
+        for name, each in manifest.ties.items()
+        if each in manifest.tensors
+    }
+    for name, entry in (manifest.tensors | tied).items():
         chunks = []
         for number, chunk in enumerate(entry.chunks):
             offsets, sizes = torch.Size(chunk.offsets), torch.Size(chunk.sizes)
@@ -127,14 +132,6 @@ def metadata_of(manifest: Manifest, flat: Flat) -> bytes:
             stored[MetadataIndex(name, offsets, number)] = info
         properties = TensorProperties(dtype=dtype_of(entry.dtype))
         known[name] = TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
-    for name, tied in manifest.ties.items():
-        if tied in known:
-            known[name] = known[tied]
-            stored |= {
-                MetadataIndex(name, index.offset, index.index): info
-                for index, info in tuple(stored.items())
-                if index.fqn == tied
-            }
     metadata = Metadata(known, flat.paths, stored)
     metadata.version = _VERSION
     return pickle.dumps(metadata)
