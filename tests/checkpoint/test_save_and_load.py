@@ -175,6 +175,32 @@ def test_the_state_of_a_tied_parameter_is_found_by_each_of_its_names(tmp_path):
     assert torch.equal(values_of(model, optimizer)["head.weight.exp_avg"], expected)
 
 
+def test_of_tied_parameters_that_are_two_here_one_gets_the_state(tmp_path):
+    names = ("a", "b", "c")
+    tied = nn.ParameterDict(dict.fromkeys(names, nn.Parameter(torch.ones(2))))
+    optimizer, checkpointer = (
+        torch.optim.SGD(tied.parameters(), momentum=0.9),
+        Checkpointer(tmp_path),
+    )
+    tied["a"].sum().backward()
+    optimizer.step()
+    checkpointer.save(1, tied, optimizer)
+    model = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in "bc"})
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    loaded = checkpointer.load(model, optimizer, strict=False)
+    assert loaded.missing == ["optimizer.c"]
+    assert optimizer.state[model["b"]]["momentum_buffer"].tolist() == [1, 1]
+    assert torch.equal(model["b"], tied["a"]) and torch.equal(model["c"], tied["a"])
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_an_optimizer_that_has_a_tied_parameter_twice_is_refused(tmp_path):
+    weight = nn.Parameter(torch.ones(2))
+    model, optimizer = nn.ParameterList([weight, weight]), torch.optim.SGD([weight, weight])
+    with pytest.raises(CheckpointError, match=r"SGD has the parameter '0' twice"):
+        Checkpointer(tmp_path).save(1, model, optimizer)
+
+
 def test_a_parameter_of_several_modules_has_one_name_and_two_have_two(tmp_path):
     checkpointer, model, inner = Checkpointer(tmp_path), nn.Linear(1, 1), nn.Linear(1, 1)
     optimizer, outer = torch.optim.SGD(inner.parameters()), nn.ModuleDict({"inner": inner})

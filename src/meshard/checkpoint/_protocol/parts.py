@@ -114,12 +114,18 @@ def optimizer_tree(optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any
     """Return the state of an optimizer with names of parameters instead of numbers.
 
     Raises:
-        ValueError: It has a parameter that the model has not, or two of one name.
+        ValueError: It has a parameter that the model has not, one twice, or two of one name.
     """
     order = [names_of(group, names, optimizer) for group in optimizer.param_groups]
     by_number = dict(enumerate(name for group in order for name in group))
     twice = [name for name, count in Counter(by_number.values()).items() if count > 1]
     if twice:
+        ids = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        if len(set(ids)) < len(ids):
+            raise ValueError(
+                f"{type(optimizer).__name__} has the parameter {twice[0]!r} twice; build it on "
+                "model.parameters(), which has tied parameters once."
+            )
         raise ValueError(
             f"{type(optimizer).__name__} has two parameters {twice[0]!r}, of the model and of a "
             "further module; pass that module under another name."

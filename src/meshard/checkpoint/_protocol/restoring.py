@@ -294,6 +294,7 @@ class Restoring:
             ties = self._manifest.ties
             first = ties.get(prefix + fqn, "").removeprefix(prefix) or ties.get(fqn, fqn)
             found[key] = fqn if first in present else first
+            present.add(first)  # of tied ones that are two parameters here, one has the state
         return found
 
     def _add_optimizer(self, name: str, optimizer: Optimizer, names: dict[int, str]) -> None:
