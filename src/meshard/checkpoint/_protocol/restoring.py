@@ -97,8 +97,8 @@ class Restoring:
         except Exception as error:  # the other ranks must know, whatever it is
             self._problems.append(f"{type(error).__name__}: {error}")
         # Unexpected is what no rank expects: stages of a pipeline differ.
-        others = self._ranks.all_gather(self._unexpected)
-        self._unexpected = [name for name in self._unexpected if all(name in o for o in others)]
+        common = set(self._unexpected).intersection(*self._ranks.all_gather(self._unexpected))
+        self._unexpected = [name for name in self._unexpected if name in common]
         if self._options.strict:
             self._problems += map(self._lack_of, self._missing)
             self._problems += [
@@ -325,7 +325,7 @@ class Restoring:
         others = {key: each for key, each in encoded.items() if key != "state"}
         tree = {**self._decoded(others, lambda _: None), "state": state}
         # In a folder of torch, hyperparameters may be tensors. They are read now, to be compared.
-        names_here = names_in(others)
+        names_here = names_in(encoded["param_groups"])
         fill(self._reader, reads_of(self._manifest, {n: self._targets[n] for n in names_here}))
         saved = {fqn for group in tree["param_groups"] for fqn in group["params"]}
         self._missing += [join(name, fqn) for fqn in own if fqn not in saved]
