@@ -252,11 +252,24 @@ def test_experts_on_meshes_of_their_own_need_names_of_their_own(tmp_path):
     for call in (checkpointer.save, checkpointer.async_save):
         with pytest.raises(CheckpointError, match=r"'model\.0\.weight' has other values on rank 2"):
             call(3, copies)
-    named = nn.ModuleDict({f"expert{number}": expert})
-    checkpointer.save(4, named)
+    named = nn.ModuleDict(
+        {f"expert{number}": expert, "dense": meshard.fully_shard(nn.Linear(4, 4))}
+    )
+    optimizer = torch.optim.SGD(named.named_parameters(), momentum=0.9)
+    for param in named.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    nn.init.constant_(expert.weight, number)
+    checkpointer.save(4, named, optimizer)
+    groups = checkpointer.manifest().parts["optimizer"]["param_groups"]
+    names = ["expert0.weight", "dense.weight", "dense.bias", "expert1.weight"]
+    assert [name for group in groups for name in group["params"]] == names
+    assert all(group["params"] == group["param_names"] for group in groups)
     nn.init.constant_(expert.weight, 9)
-    checkpointer.load(named)
+    nn.init.zeros_(optimizer.state[expert.weight]["momentum_buffer"])
+    checkpointer.load(named, optimizer)
     assert expert.weight.to_local().unique().tolist() == [number]
+    assert optimizer.state[expert.weight]["momentum_buffer"].to_local().unique().tolist() == [1]
 
 
 @on_ranks(4)

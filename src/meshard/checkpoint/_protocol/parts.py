@@ -150,7 +150,7 @@ def names_of(group: dict[str, Any], names: dict[int, str], optimizer: Optimizer)
     return [names[id(param)] for param in group["params"]]
 
 
-_NAMES = ("params", "param_names")  # the keys of a param group that tell which parameters it has
+NAMES = ("params", "param_names")  # the keys of a param group that tell which parameters it has
 
 
 def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def numbered(optimizer: Optimizer, names: dict[int, str], tree: dict[str, Any]) 
     groups = []
     for group, own in zip(optimizer.param_groups, order, strict=True):
         given = [saved[name] for name in own if name in saved]
-        settings = [{k: v for k, v in each.items() if k not in _NAMES} for each in given]
+        settings = [{k: v for k, v in each.items() if k not in NAMES} for each in given]
         if any(_differ(each, settings[0]) for each in settings[1:]):
             raise CheckpointError(
                 f"a param group of the {type(optimizer).__name__} has parameters that were saved "
@@ -191,14 +191,14 @@ def _check_groups(
 ) -> None:
     """Raise if hyperparameters would be overwritten by those of other groups, or be missing."""
     own = [
-        {key: value for key, value in group.items() if key not in _NAMES}
+        {key: value for key, value in group.items() if key not in NAMES}
         for group in optimizer.param_groups
     ]
     kind = type(optimizer).__name__
     for group in saved:
         # Keys that are missing on one side only may come from another version of torch.
         here = optimizer.defaults.keys() - group.keys()
-        there = group.keys() - own[0].keys() - {*_NAMES, *_OF_SCHEDULERS}
+        there = group.keys() - own[0].keys() - {*NAMES, *_OF_SCHEDULERS}
         if here and there:
             raise CheckpointError(
                 f"the optimizer was saved as another kind than {kind}: it has {_listed(there)} and "

@@ -21,6 +21,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
+import itertools
 import json
 import math
 import uuid
@@ -42,7 +43,7 @@ from meshard.checkpoint._protocol.manifest import (
     StepFolder,
     TensorEntry,
 )
-from meshard.checkpoint._protocol.parts import RANDOM
+from meshard.checkpoint._protocol.parts import NAMES, RANDOM
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import Sink, Storage
 
@@ -454,8 +455,26 @@ def _merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
                 if present["state"].setdefault(fqn, state) != state:
                     raise CheckpointError(f"ranks have different states of {name!r} for {fqn!r}.")
             groups = present["param_groups"]
-            groups += [group for group in each["param_groups"] if group not in groups]
+            for group in each["param_groups"]:
+                if group not in groups:
+                    _add_group(groups, group)
             held = [fqn for group in groups for fqn in group["params"]]
             if len(set(held)) < len(held):
                 raise CheckpointError(f"ranks have different hyperparameters in {name!r}.")
     return merged
+
+
+def _add_group(groups: list[dict[str, Any]], new: dict[str, Any]) -> None:
+    """Add a group, without the parameters that one of the same hyperparameters has already.
+
+    Groups of ranks with experts of their own have the other parameters in common.
+    """
+
+    def settings(group: dict[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in group.items() if key not in NAMES}
+
+    known = {fqn for each in groups if settings(each) == settings(new) for fqn in each["params"]}
+    is_new = [fqn not in known for fqn in new["params"]]
+    if any(is_new) or not is_new:
+        names = {key: list(itertools.compress(new[key], is_new)) for key in NAMES if key in new}
+        groups.append({**new, **names})
