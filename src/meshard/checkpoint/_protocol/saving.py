@@ -187,7 +187,9 @@ class Saver:
             holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
             for rank, items in enumerate(held):
                 for number, item in enumerate(items):
-                    holders.setdefault((item.name, item.offsets), []).append((rank, number))
+                    # With shape and dtype, so that what differs in these is refused below.
+                    key = item.name, item.shape, item.dtype, item.offsets
+                    holders.setdefault(key, []).append((rank, number))
             load = [0] * len(held)
             for each in sorted(holders.values(), key=len):  # first what only one rank can write
                 rank, number = each[0]
