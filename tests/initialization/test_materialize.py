@@ -311,6 +311,15 @@ def test_what_would_not_be_initialised_is_named():
     refused(model, RuntimeError, text, init=write_to_shards)
 
 
+@pytest.mark.parametrize("give_memory", [materialize, lambda model: model.to_empty(device="cpu")])
+@on_fake_ranks(2)
+def test_ignored_params_that_leave_the_meta_device_stay_ignored(give_memory):
+    model = meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    fully_shard(model, ignored_params={model[1].bias})
+    give_memory(model)
+    assert "in no unit" not in meshard.describe(model)
+
+
 @on_fake_ranks(1)
 def test_an_init_that_raises_leaves_no_uninitialised_memory():
     def fails(_):
