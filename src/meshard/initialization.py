@@ -347,6 +347,9 @@ def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: 
     """
     device = device_of(mesh_info.mesh)
     for plain in plain_tensors_in(local):
+        for dim, stride in enumerate(plain.stride()):
+            if stride == 0 and plain.size(dim) > 1:  # expanded: all along this dim is one element
+                plain = plain.narrow(dim, 0, 1)
         buffer = plain.to(device).contiguous()
         broadcast(buffer, mesh_info.shard_group, label=label)
         if mesh_info.replicate_group is not None:
