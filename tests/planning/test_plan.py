@@ -139,6 +139,20 @@ def test_state_is_counted_once_however_a_step_ends(ending):
     assert plan(job, world_size=8).state_bytes == 8 * num_params() // 8
 
 
+def test_a_root_of_which_only_another_method_runs_is_planned():
+    def job():
+        model = mlp()
+        model.register_buffer("table", torch.ones(WIDTH))
+        model.loss = lambda x: model[1](model[0](x)).sum() * model.table.sum()
+        meshard.register_fsdp_forward_method(model, "loss")
+        return lambda: model.loss(torch.ones(4, WIDTH)).backward()
+
+    planned = plan(job, world_size=8)
+    assert [unit.label for unit in planned.units] == list("012345")  # the root has no parameters
+    params = planned.moments[-1].bytes_by_kind["params"]
+    assert params == 4 * num_params() // 8 + 4 * WIDTH
+
+
 def test_the_dtype_of_new_tensors_is_the_default_one_of_the_moment():
     def job():
         found.append(torch.zeros(2**20).dtype)

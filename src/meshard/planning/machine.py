@@ -34,7 +34,7 @@ from meshard._comm.communicator import CommEvent, Communicator, observers
 from meshard._communicators import communicators_from
 from meshard._engine.param_group import owner_of as group_of
 from meshard._engine.param_group import sharded_params_of
-from meshard._engine.unit import Unit, units_in, units_of
+from meshard._engine.unit import Unit, alive, units_in, units_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import (
     default_device_of,
@@ -67,7 +67,8 @@ class Machine:
         self.log, self.tape = MemoryLog(), Tape()
         self._recorder = WorkRecorder(self.tape.work)
         self.phantom = PhantomMode(self.log.add, self._recorder.kernel)
-        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # outermost ones that ran
+        # Outermost modules that ran, and those of root units of which a part ran; a set in order.
+        self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[nn.Module] = []
         self._unit_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
@@ -262,7 +263,10 @@ class Machine:
                     f"the {type(module).__name__} was made before the job, and a plan would change "
                     "its values; make models inside the job."
                 )
-            self._modules.add(module)
+            # Another method than forward may have called this part of a root.
+            for unit in units_of(module):
+                self._modules.update(dict.fromkeys(alive(unit.lifecycle.units()[0].modules)))
+            self._modules[module] = None
         self._running.append(module)
         if graph_task_id() == -1:
             self._unit_of[module] = self._enter_forward()
