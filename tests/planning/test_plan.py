@@ -203,6 +203,17 @@ def test_optimizers_of_devices_step_lists_of_tensors():
     assert peak_of_step("cuda") - peak_of_step("cpu") > 2 * shard_bytes
 
 
+def test_a_job_that_disables_logging_is_planned_like_others():
+    def job():
+        logging.disable()
+        return mlp_job()
+
+    try:
+        assert plan(job, world_size=8) == usual_plan()
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def test_what_is_sent_counts_for_the_unit_whose_gradients_it_has():
     def job():
         model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 4096))

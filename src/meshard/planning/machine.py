@@ -239,20 +239,18 @@ class Machine:
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
         ]
-        logger, listener = logging.getLogger("meshard"), _Listener(self._on_event)
-        level, propagate = logger.level, logger.propagate
-        logger.addHandler(listener)
-        logger.setLevel(logging.DEBUG)
-        logger.propagate = False
         observers.append(self._on_collective)
+        # A job may configure logging, and that must not hide from the plan what units log.
+        logger = logging.getLogger("meshard")
         try:
-            yield
+            with (
+                mock.patch.object(logger, "isEnabledFor", functools.partial(_return, True)),
+                mock.patch.object(logger, "handle", self._on_record),
+            ):
+                yield
         finally:
             spans.stop()
             observers.remove(self._on_collective)
-            logger.removeHandler(listener)
-            logger.setLevel(level)
-            logger.propagate = propagate
             for hook in hooks:
                 hook.remove()
 
@@ -322,7 +320,10 @@ class Machine:
         self.label()
         self.log.enter("after step", "")
 
-    def _on_event(self, event: str, unit: str) -> None:
+    def _on_record(self, record: logging.LogRecord) -> None:
+        if not isinstance(record.args, tuple) or len(record.args) != 3:
+            return
+        _, event, unit = map(str, record.args)
         if event == "unsharded":
             self.log.gathered(unit)
             if graph_task_id() != -1:
@@ -348,19 +349,6 @@ def _nothing() -> Callable[..., None]:
 
 def _return(value: Any, *_: Any, **__: Any) -> Any:
     return value
-
-
-class _Listener(logging.Handler):
-    """Passes on what meshard logs of its units."""
-
-    def __init__(self, on_event: Callable[[str, str], None]) -> None:
-        super().__init__()
-        self._on_event = on_event
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if isinstance(record.args, tuple) and len(record.args) == 3:
-            _, event, unit = record.args
-            self._on_event(str(event), str(unit))
 
 
 class _OnThisDevice(TorchFunctionMode):
