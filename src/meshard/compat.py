@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import sys
+import importlib
+from types import ModuleType
 
 import meshard
 from meshard._torch.patches import unpatch_zero_grad
@@ -49,8 +50,9 @@ def patch_torch() -> TorchPatch:
     True
     """
     patch = TorchPatch()
-    for path, names in _MODULES.items():
-        module = sys.modules.get(path)
+    # Before anything is replaced: a module that is imported later keeps ours after ``undo``.
+    modules = [(_import(path), names) for path, names in _MODULES.items()]
+    for module, names in modules:
         for name in names:
             ours, theirs = getattr(meshard, name, None), getattr(module, name, None)
             if ours is None or theirs is None or theirs is ours:  # the last after an earlier patch
@@ -58,6 +60,14 @@ def patch_torch() -> TorchPatch:
             patch.callback(setattr, module, name, theirs)
             setattr(module, name, ours)
     return patch
+
+
+def _import(path: str) -> ModuleType | None:
+    """Return a module of torch; None if this version of torch has none of this name."""
+    try:
+        return importlib.import_module(path)
+    except ModuleNotFoundError:
+        return None
 
 
 def unpatch_torch() -> None:

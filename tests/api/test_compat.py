@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+import sys
 
 import pytest
 import torch
@@ -69,6 +70,16 @@ def test_every_module_of_torch_that_has_it_gives_ours(path):
     with patch_torch():
         assert module.fully_shard is meshard.fully_shard
         assert module.register_fsdp_forward_method is meshard.register_fsdp_forward_method
+
+
+def test_a_module_that_is_imported_inside_the_block_gives_torchs_after_it(monkeypatch):
+    package = importlib.import_module("torch.distributed._composable.fsdp")
+    monkeypatch.setattr(package, "fully_shard", package.fully_shard)  # importing sets it too
+    monkeypatch.delitem(sys.modules, f"{package.__name__}.fully_shard")
+    with patch_torch():
+        module = importlib.import_module(f"{package.__name__}.fully_shard")
+        assert module.fully_shard is meshard.fully_shard
+    assert module.fully_shard is torch_fsdp.fully_shard
 
 
 @pytest.mark.parametrize("path", ["_composable", "_composable.replicate_with_fsdp"])
