@@ -18,6 +18,7 @@ import meshard
 from meshard.planning import plan
 from meshard.planning.models import built_in
 from tests.planning.jobs import make_job
+from tests.support.extensions import Int8OnWire, with_matrices_as
 from tests.support.models import MlpBlock
 from tests.support.ranks import on_fake_ranks
 from tests.support.spread import mostly_slow
@@ -151,6 +152,17 @@ def test_a_root_of_which_only_another_method_runs_is_planned():
     assert [unit.label for unit in planned.units] == list("012345")  # the root has no parameters
     params = planned.moments[-1].bytes_by_kind["params"]
     assert params == 4 * num_params() // 8 + 4 * WIDTH
+
+
+def test_parameters_of_a_subclass_are_planned():
+    def job():
+        model = with_matrices_as(nn.Sequential(nn.Linear(64, 64, bias=False)), Int8OnWire)
+        meshard.fully_shard(model)
+        return lambda: model(torch.ones(4, 64)).sum().backward()
+
+    planned = plan(job, world_size=2)
+    assert planned.state_bytes == 2 * 4 * 64 * 64 // 2
+    assert planned.collectives["all_gather"].payload_bytes == 64 * 64 + 4 * 64  # with scales
 
 
 def test_the_dtype_of_new_tensors_is_the_default_one_of_the_moment():

@@ -35,7 +35,7 @@ from meshard._communicators import communicators_from
 from meshard._engine.param_group import owner_of as group_of
 from meshard._engine.param_group import sharded_params_of
 from meshard._engine.unit import Unit, alive, units_in, units_of
-from meshard._torch.dtensor import plain_of
+from meshard._torch.dtensor import plain_of, plain_tensors_in
 from meshard._torch.private import (
     default_device_of,
     fake_store,
@@ -134,13 +134,13 @@ class Machine:
         self._state.clear()
 
         def relabel(tensors: Iterable[torch.Tensor], kind: str, param: torch.Tensor) -> None:
-            own = [plain_of(each) for each in tensors]
+            own = _plain(tensors)
             self._state[kind] += sum(each.nbytes for each in own)
             unit, is_on_host = labels.get(id(param)), id(param) in offloaded
             self.log.relabel(own, kind, unit=unit, is_on_host=is_on_host)
 
         for module in self._modules:
-            self.log.relabel(map(plain_of, module.buffers()), "params")
+            self.log.relabel(_plain(module.buffers()), "params")
         params = [each for module in self._modules for each in module.parameters()]
         # A module may be called alone, and as a part of another one.
         for param in dict.fromkeys(sharded_params_of(params)):
@@ -256,7 +256,7 @@ class Machine:
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if not self._running and graph_task_id() == -1 and module not in self._modules:
-            if not self.log.knows(map(plain_of, module.parameters())):
+            if not self.log.knows(_plain(module.parameters())):
                 raise RuntimeError(
                     f"the {type(module).__name__} was made before the job, and a plan would change "
                     "its values; make models inside the job."
@@ -340,6 +340,14 @@ class Machine:
         self.tape.send_beside(collective, group)
         if root is None:  # the caller waits for it at once
             self.tape.wait(self.tape.sent)
+
+
+def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the tensors of this rank, and of those that are wrappers what is inside."""
+    found: list[torch.Tensor] = []
+    for each in map(plain_of, tensors):
+        found += plain_tensors_in(each) if hasattr(each, "__tensor_flatten__") else [each]
+    return found
 
 
 def _nothing() -> Callable[..., None]:
