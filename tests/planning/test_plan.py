@@ -165,6 +165,14 @@ def test_parameters_of_a_subclass_are_planned():
     assert planned.collectives["all_gather"].payload_bytes == 64 * 64 + 4 * 64  # with scales
 
 
+def test_a_unit_without_an_element_is_planned():
+    def job():
+        empty, step = meshard.fully_shard(nn.LayerNorm(0)), mlp_job()
+        return lambda: (empty(torch.ones(4, 0)), step())
+
+    assert plan(job, world_size=8).wire_bytes == usual_plan().wire_bytes
+
+
 def test_the_dtype_of_new_tensors_is_the_default_one_of_the_moment():
     def job():
         found.append(torch.zeros(2**20).dtype)

@@ -240,7 +240,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
 
 
 def _fill_alike(name: str, args: Any) -> None:
-    if name == "allgather_base":
+    if name == "allgather_base" and args[1].numel():
         output, source = args[0].view(-1), args[1].reshape(-1)
         output.view(-1, *source.shape).copy_(source)
     elif name == "allgather":
