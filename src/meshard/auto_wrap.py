@@ -37,7 +37,7 @@ from meshard._mesh.mesh_info import device_of
 from meshard._torch.user_line import warn_user
 from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
-from meshard.initialization import take_values_of_first_rank
+from meshard.initialization import refuse_meta, take_values_of_first_rank
 from meshard.policies import check_bool, check_int
 
 UnitPredicate = Callable[[str, nn.Module], bool]
@@ -125,9 +125,11 @@ def fully_shard_units(
     for module, found in planned.items():
         check_parameters(found, device_of(calls[module]["mesh"]))
     if sync_init:
+        mesh_info = resolve_mesh_info(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
+        params = ((each.fqn, each.param) for found in planned.values() for each in found)
+        refuse_meta([*params, *model.named_buffers()], mesh_info)
         for module, found in planned.items():
             _take_values_of_first_rank(found, calls[module])
-        mesh_info = resolve_mesh_info(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
         take_values_of_first_rank(model.named_buffers(), mesh_info)
     _warn_about_narrow(planned)
     with hoisting({each.param: module for module, found in planned.items() for each in found}):

@@ -323,6 +323,26 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
 _CHUNK = 1 << 20  # elements of a tensor that a checksum converts to int64 at a time
 
 
+def refuse_meta(named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo) -> None:
+    """Raise a ValueError on every rank if one of the tensors is on the meta device on some rank.
+
+    **Collective:** all ranks of the mesh; one small all-gather per axis.
+    """
+    own = [name for name, tensor in named if tensor.is_meta]
+    row = torch.tensor([len(own)], device=device_of(mesh_info.mesh))
+    counts = _gather_over_mesh(row, mesh_info, "(sync_init)").view(-1).tolist()
+    ranks = [rank for rank, count in zip(ranks_of(mesh_info), counts, strict=True) if count]
+    if ranks:
+        example = f" (here {own[0]!r})" if own else ""
+        raise ValueError(
+            "sync_init=True overwrites tensors in memory, but parameters or buffers are on the "
+            f"meta device on ranks {ranks}{example}. Build the model on it on every rank, "
+            "leave sync_init out, and call meshard.materialize(model) after sharding. If only rank "
+            "0 has values, then let it pass them to set_model_state_dict of torch, with "
+            "broadcast_from_rank0=True."
+        )
+
+
 @torch.no_grad()
 def take_values_of_first_rank(
     named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo
@@ -331,12 +351,7 @@ def take_values_of_first_rank(
 
     **Collective:** all ranks of the mesh, with the same names.
     """
-    for name, tensor in named:
-        if tensor.is_meta:
-            raise ValueError(
-                f"sync_init=True has no values to send for {name!r}, which is on the meta device; "
-                "leave sync_init out and call meshard.materialize(model) after sharding."
-            )
+    for _, tensor in named:
         overwrite_by_first_rank(plain_of(tensor).detach(), mesh_info, label="(sync_init)")
 
 
@@ -395,9 +410,10 @@ def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo,
     )
 
 
-def _gather_over_mesh(row: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
+def _gather_over_mesh(
+    row: torch.Tensor, mesh_info: MeshInfo, label: str = "(comparison of initial values)"
+) -> torch.Tensor:
     """Return every rank's ``row [n]`` as ``[ranks, n]``, replica by replica."""
-    label = "(comparison of initial values in fully_shard)"
     rows = gather_from_all(row, mesh_info.shard_group, label=label)
     if mesh_info.replicate_group is not None:
         rows = gather_from_all(rows, mesh_info.replicate_group, label=label)

@@ -40,7 +40,8 @@ def test_sync_init_gives_every_rank_the_values_of_the_first(mesh_shape):
         fully_shard_units(model, mesh, sync_init=True)
     assert_same(full_state(model), expected, bitwise=True)  # in each replica
     # One tensor at a time, so none needs more memory than the largest.
-    assert ledger.counts == {"broadcast": len(expected) * len(mesh_shape)}
+    axes = len(mesh_shape)
+    assert ledger.counts == {"all_gather": axes, "broadcast": len(expected) * axes}
     largest = max(tensor.nbytes for tensor in expected.values())
     assert max(event.payload_bytes for event in ledger.events) == largest
     assert {event.unit for event in ledger.events} == {"(sync_init)"}
@@ -55,6 +56,16 @@ def test_ignored_parameters_stay_what_they_are():
     own = model.scale.detach().clone()
     fully_shard_units(model, sync_init=True, ignored_params={model.scale})
     assert torch.equal(model.scale, own)
+
+
+@on_ranks(2)
+def test_sync_init_is_refused_on_all_ranks_if_only_the_first_has_values():
+    model = build(seed=1)
+    if dist.get_rank() == 1:
+        model.to("meta")
+    with pytest.raises(ValueError, match=r"on the meta device on ranks \[1\]"):
+        fully_shard_units(model, sync_init=True)
+    assert not isinstance(model, meshard.FSDPModule)
 
 
 @on_ranks(2)
