@@ -383,7 +383,7 @@ def blocks_with_a_scalar():
         (MlpStack, {"overrides": lambda *_: {"ignored_params": set()}}, TypeError, "whole model"),
         (blocks_with_a_scalar, {}, ValueError, "'temperature' is a scalar"),
         (lambda: nn.ModuleList([linear()] * 2), {}, ValueError, "the root is a ModuleList"),
-        (lambda: blocks(2).to("meta"), {"sync_init": True}, ValueError, "on the meta.*'1.up.weight'"),
+        (lambda: blocks(2).to("meta"), {"sync_init": True}, ValueError, "meta.*'1.up.weight'"),
     ],
 )
 @on_fake_ranks(4)
