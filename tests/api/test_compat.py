@@ -82,6 +82,12 @@ def test_a_module_that_is_imported_inside_the_block_gives_torchs_after_it(monkey
     assert module.fully_shard is torch_fsdp.fully_shard
 
 
+def test_a_version_of_torch_may_lack_one_of_the_modules(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.distributed._composable.fsdp", None)
+    with patch_torch():
+        assert torch_fsdp.fully_shard is meshard.fully_shard
+
+
 @pytest.mark.parametrize("path", ["_composable", "_composable.replicate_with_fsdp"])
 def test_both_replicates_of_torch_stay_torchs(path):
     module = importlib.import_module(f"torch.distributed.{path}")

@@ -60,12 +60,15 @@ def kept_beside(model, rank):
 
 def test_a_value_that_differed_between_other_ranks_is_said_to_be_missing(tmp_path):
     def save():
-        Checkpointer(tmp_path).save(1, nn.Linear(1, 1), position=dist.get_rank(), tokens=3)
+        own = {"position": dist.get_rank(), "loader": Loader([dist.get_rank()] * 1000)}
+        Checkpointer(tmp_path).save(1, nn.Linear(1, 1), tokens=3, **own)
 
     run_threads(save, 2)
     loaded = Checkpointer(tmp_path).load(nn.Linear(1, 1))
-    text = "position was saved by each of 2 ranks for itself, and there are 1 here"
-    assert (loaded.missing, loaded.extra) == ([text], {"tokens": 3})
+    text = "{} was saved by each of 2 ranks for itself, and there are 1 here"
+    assert (loaded.missing, loaded.extra) == ([text.format("position")], {"tokens": 3})
+    with pytest.raises(CheckpointError, match=text.format("loader")):
+        Checkpointer(tmp_path).load(nn.Linear(1, 1), loader=Loader(None))
 
 
 def test_a_number_of_a_type_that_has_no_plain_one_is_refused(tmp_path):
@@ -234,6 +237,9 @@ def test_complex_views_empty_tensors_and_extra_state_that_is_a_tensor(tmp_path):
     loaded = checkpointer.load(other)
     assert torch.equal(other.conjugate.resolve_conj(), saved.conjugate.resolve_conj())
     assert (other.count, loaded.missing, loaded.unexpected) == (7, [], [])
+    checkpointer.save(2, nn.Linear(1, 1))
+    missing = checkpointer.load(other, strict=False).missing
+    assert sorted(missing) == ["model._extra_state", "model.conjugate", "model.empty"]
 
 
 @on_threads(4)
@@ -373,7 +379,8 @@ def test_a_part_that_is_missing_or_of_another_kind_is_refused(tmp_path):
             checkpointer.load(model, strict=False, **extra)
     with pytest.raises(CheckpointError, match="tokens is not in the checkpoint"):
         checkpointer.load(model, tokens=0)
-    assert checkpointer.load(model, tokens=0, strict=False).missing == ["tokens"]
+    found = checkpointer.load(model, tokens=0, loader=loader, strict=False)
+    assert found.missing == ["tokens", "loader"]
 
 
 @pytest.mark.parametrize(
