@@ -34,7 +34,7 @@ from meshard._engine.build import (
 from meshard._engine.manual_unshard import listed
 from meshard._engine.unit import UnitSettings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
-from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
+from meshard._params.sharded_param import leave_out
 from meshard._params.storage import MemoryLocation
 from meshard._torch.private import (
     TorchDataParallelMeshDims,
@@ -180,7 +180,7 @@ def fully_shard(
     commit(units, plans, modules, FSDPModule, "FSDP")
     for sharded in modules:
         register_as_sharded(sharded, StageState(units[0], policy))
-    tag_left_out(ignored)
+    leave_out(ignored, modules)
     watch_optimizers()
     return module
 
@@ -198,13 +198,6 @@ def as_set(ignored: Iterable[nn.Parameter] | None) -> set[nn.Parameter]:
         raise TypeError("ignored_params must be a set of parameters, got one; pass {param}.")
     given = () if ignored is None else ignored
     return set(list_of("ignored_params", given, torch.Tensor, "a set of parameters"))
-
-
-def tag_left_out(ignored: Iterable[nn.Parameter]) -> None:
-    """Tag parameters that are in no unit on purpose, so that no warning names them."""
-    for param in ignored:
-        if tag_of(param)[0] is None:
-            tag_tensor(param, TensorTag.LEFT_OUT, "")
 
 
 def check_module(module: object, caller: str, or_else: str = "") -> None:

@@ -15,7 +15,7 @@ from typing_extensions import Self
 from meshard._comm.communicator import CommEvent, observers
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, alive, joined, units_in
-from meshard._params.sharded_param import tag_of
+from meshard._params.sharded_param import tag_left_out, tag_of
 from meshard._params.subclass_params import SubclassParams
 from meshard.optim.owner import owner_reports
 from meshard.policies import GradientSync
@@ -111,6 +111,7 @@ def _label_in(paths: dict[nn.Module, str], unit: Unit, root: Unit) -> str:
 
 
 def _stray_warning(module: nn.Module, left: set[int]) -> Iterator[str]:
+    tag_left_out([module])
     names = [
         name
         for name, param in module.named_parameters()

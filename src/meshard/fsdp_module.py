@@ -25,7 +25,6 @@ from meshard._engine.unit import Unit, own_class, require_units, unit_of
 from meshard._engine.unwritten import watching_buffers
 from meshard._gradients.settings import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
-from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
 from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import skip_dynamo_once, state_of, too_new
 from meshard.policies import (
@@ -552,17 +551,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
         for param, *_ in chosen:  # torch swaps DTensors with new ones, which drops grad_dtype
             param.grad = None
-        left_out = [
-            (inner, name)
-            for inner in (self.modules() if recurse else [self])
-            for name, param in inner._parameters.items()
-            if param is not None and tag_of(param)[0] is TensorTag.LEFT_OUT
-        ]
         with watching_buffers(self, fn, recurse=recurse):
             # Not torch's FSDPModule._apply, which reads torch's own state.
             result = super(TorchFSDPModule, self)._apply(apply, recurse)
-        for inner, name in left_out:  # one that leaves the meta device is a new parameter
-            tag_tensor(getattr(inner, name), TensorTag.LEFT_OUT, "")
         for param, dtype, grad in chosen:
             param.grad_dtype = dtype
             param.grad = None if grad is None else apply(grad).to(dtype)

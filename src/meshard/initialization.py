@@ -22,7 +22,7 @@ from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_param
 from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
 from meshard._engine.unwritten import is_untouched, poisoned
 from meshard._mesh.mesh_info import MeshInfo, device_of
-from meshard._params.sharded_param import ShardedParam, TensorTag, tag_of, tag_tensor
+from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import (
     is_plain,
     keep_gradient_dtype,
@@ -221,8 +221,6 @@ class _Initialisation:
                     new = poisoned(torch.empty_like(tensor.detach(), device=self._device))
                     if isinstance(tensor, nn.Parameter):
                         new = nn.Parameter(new, requires_grad=tensor.requires_grad)
-                        if tag_of(tensor)[0] is TensorTag.LEFT_OUT:
-                            tag_tensor(new, TensorTag.LEFT_OUT, "")
                     self._given[tensor] = (joined(fqn, name), new)
                 held[name] = self._given[tensor][1]
 

@@ -34,7 +34,7 @@ from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in,
 from meshard._gradients.comm_hook import CommHook
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
-from meshard._params.sharded_param import UnitParam
+from meshard._params.sharded_param import UnitParam, leave_out
 from meshard._params.unit_params import GroupSpec
 from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import skip_dynamo, without_modes
@@ -46,7 +46,6 @@ from meshard.api import (
     check_module,
     default_mesh,
     move_buffers,
-    tag_left_out,
 )
 from meshard.fsdp_module import GradientSetters
 from meshard.initialization import overwrite_by_first_rank
@@ -437,7 +436,7 @@ def replicate(
         register_hooks(each)
     adopt_inner_units(unit, [module])
     module.register_forward_pre_hook(buckets.before_forward, prepend=True)
-    tag_left_out(ignored)
+    leave_out(ignored, [module])
     watch_optimizers()
     assert isinstance(module, ReplicateModule)
     return module

@@ -1,5 +1,6 @@
 """``materialize``: sharded models get the values of an unsharded initialization."""
 
+import copy
 import functools
 import gc
 import weakref
@@ -311,13 +312,48 @@ def test_what_would_not_be_initialised_is_named():
     refused(model, RuntimeError, text, init=write_to_shards)
 
 
-@pytest.mark.parametrize("give_memory", [materialize, lambda model: model.to_empty(device="cpu")])
+def to_empty(model):
+    model.to_empty(device="cpu")
+
+
+def to_empty_by_part(model):
+    for part in model:
+        part.to_empty(device="cpu")
+
+
+def copied(model):
+    to_empty(model)
+    return copy.deepcopy(model)
+
+
+def assigned(model):
+    to_empty(model)
+    values = {name: torch.zeros_like(each) for name, each in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+
+
+def stepped(model):
+    for param in model[1].parameters():
+        param.grad = torch.ones_like(param)
+    torch.optim.SGD(model.parameters()).step()  # a warning is an error
+    return ""
+
+
+@pytest.mark.parametrize("told", [stepped, meshard.describe])
+@pytest.mark.parametrize("shard", [fully_shard, meshard.replicate])
+@pytest.mark.parametrize("change", [materialize, to_empty, to_empty_by_part, copied, assigned])
 @on_fake_ranks(2)
-def test_ignored_params_that_leave_the_meta_device_stay_ignored(give_memory):
+def test_ignored_params_stay_ignored_when_others_take_their_place(change, shard, told):
     model = meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
-    fully_shard(model, ignored_params={model[1].bias})
-    give_memory(model)
-    assert "in no unit" not in meshard.describe(model)
+    if shard is fully_shard:
+        shard(model[0])  # so that the root has no parameters
+    else:
+        model[0].to_empty(device="cpu")
+    shard(model, ignored_params=set(model[1].parameters()))
+    before = model[1].bias
+    model = change(model) or model
+    assert model[1].bias is not before
+    assert "in no unit" not in told(model)
 
 
 @on_fake_ranks(1)

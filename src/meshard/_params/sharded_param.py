@@ -12,7 +12,7 @@ from __future__ import annotations
 import abc
 import enum
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -47,6 +47,9 @@ class TensorTag(enum.Enum):
     UNSHARDED = enum.auto()  # the unsharded parameter, which modules hold in forward and backward
 
 
+_LEFT_OUT = "_meshard_left_out"  # an attribute of modules: see leave_out
+
+
 def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     """Attach to ``tensor`` its role, and the dotted name by which errors call it."""
     # The attribute has the name of the tag, not the enum: torch.save pickles attributes, and the
@@ -58,6 +61,32 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
     """Return what ``tag_tensor`` attached; ``(None, "")`` for a tensor without a tag."""
     name, fqn = getattr(tensor, "_meshard_tag", (None, ""))
     return None if name is None else TensorTag[name], fqn
+
+
+def leave_out(ignored: Collection[torch.Tensor], modules: Iterable[nn.Module]) -> None:
+    """Tag ``ignored``, which are in no unit on purpose, so that no warning names them.
+
+    Modules also keep the names of those that they hold, because other tensors may take their place:
+    in a deep copy, on leaving the meta device, or by ``load_state_dict(assign=True)``.
+    """
+    for param in ignored:
+        if tag_of(param)[0] is None:
+            tag_tensor(param, TensorTag.LEFT_OUT, "")
+    for module in modules if ignored else ():
+        for inner in module.modules():
+            names = {name for name, param in inner._parameters.items() if param in ignored}
+            if names:
+                inner.__dict__[_LEFT_OUT] = names.union(inner.__dict__.get(_LEFT_OUT, ()))
+
+
+def tag_left_out(modules: Iterable[nn.Module]) -> None:
+    """Tag what now stands in the place of parameters that ``leave_out`` got."""
+    for module in modules:
+        for inner in module.modules():
+            for name in inner.__dict__.get(_LEFT_OUT, ()):
+                param = inner._parameters.get(name)
+                if param is not None and tag_of(param)[0] is None:
+                    tag_tensor(param, TensorTag.LEFT_OUT, "")
 
 
 class Extent(NamedTuple):

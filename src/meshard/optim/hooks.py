@@ -38,8 +38,8 @@ from meshard._engine.param_group import (
     owners_of,
     sharded_params_of,
 )
-from meshard._engine.unit import alive
-from meshard._params.sharded_param import TensorTag, tag_of, tag_tensor
+from meshard._engine.unit import alive, units_of
+from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
 from meshard._torch.patches import params_in, patch_zero_grad
@@ -141,6 +141,9 @@ def warn_about_strays(
         and not accumulation_hooks_of(param)  # such a hook may reduce the gradient
         and param.grad.any()  # torch.distributed.checkpoint steps by zeros to make a state
     ]
+    if strays:
+        tag_left_out(_modules_around(around))
+        strays = [param for param in strays if tag_of(param)[0] is None]
     if strays and not owners:
         inside = {id(param) for owner in around for param in _params_inside(owner)}
         strays = [param for param in strays if id(param) in inside]
@@ -175,6 +178,14 @@ def _names_in_models(params: Sequence[torch.Tensor]) -> dict[int, str]:
             if id(param) in wanted and len(name) > len(found.get(id(param), "")):
                 found[id(param)] = name
     return found
+
+
+def _modules_around(owners: Iterable[ParamGroup]) -> set[nn.Module]:
+    """Return the modules of all units that have a root in common with one of ``owners``."""
+    held = (module for owner in owners for module in alive(owner.modules))
+    roots = {unit.root for module in held for unit in units_of(module)}
+    units = (unit for root in roots for unit in alive(root.units))
+    return {module for unit in units for module in alive(unit.modules)}
 
 
 def _params_inside(owner: ParamGroup) -> Iterator[nn.Parameter]:
