@@ -360,15 +360,17 @@ def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: 
     """
     device = device_of(mesh_info.mesh)
     for plain in plain_tensors_in(local):
-        for dim, stride in enumerate(plain.stride()):
-            if stride == 0 and plain.size(dim) > 1:  # expanded: all along this dim is one element
-                plain = plain.narrow(dim, 0, 1)
         buffer = plain.to(device).contiguous()
         broadcast(buffer, mesh_info.shard_group, label=label)
         if mesh_info.replicate_group is not None:
             broadcast(buffer, mesh_info.replicate_group, label=label)
+        # All is sent, because a buffer may be expanded on some ranks only.
+        for dim, stride in enumerate(plain.stride()):
+            first = buffer.narrow(dim, 0, min(1, buffer.size(dim)))
+            if stride == 0 and torch.equal(first.expand_as(buffer), buffer):
+                plain, buffer = plain.narrow(dim, 0, first.size(dim)), first
         if buffer.data_ptr() != plain.data_ptr():
-            plain.copy_(buffer)
+            plain.copy_(buffer)  # torch refuses other values for what is one element here
 
 
 def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, unit: str) -> None:

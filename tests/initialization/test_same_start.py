@@ -18,11 +18,14 @@ from tests.support.spread import spread
 
 
 def build(seed):
-    """Return a model with buffers of two dtypes, one not contiguous and one expanded."""
+    """Return a model with buffers of two dtypes, one not contiguous and two expanded."""
     model = MlpStack()
     model.norm = nn.BatchNorm1d(6)
     model.register_buffer("table", (torch.arange(15.0).view(3, 5) + seed).t())
-    model.register_buffer("row", torch.full((1, 3), float(seed)).expand(4, 3))
+    row = torch.full((1, 3), float(seed)).expand(4, 3)
+    # A rank may have loaded it with assign=True.
+    model.register_buffer("row", row if dist.get_rank() else row.clone())
+    model.register_buffer("all_alike", torch.tensor(float(seed)).expand(2, 3))
     model.norm.running_mean.fill_(seed)
     model.norm.num_batches_tracked.fill_(seed)
     return seeded(model, seed)
