@@ -154,6 +154,15 @@ def test_a_root_of_which_only_another_method_runs_is_planned():
     assert params == 4 * num_params() // 8 + 4 * WIDTH
 
 
+def test_units_of_several_models_come_in_the_order_in_which_they_ran():
+    def job():
+        models = [meshard.fully_shard(nn.Linear(size, 1, bias=False)) for size in range(1, 9)]
+        return lambda: [each(torch.ones(each.in_features)) for each in reversed(models)]
+
+    planned = plan(job, world_size=2)
+    assert [unit.unsharded_bytes // 4 for unit in planned.units] == list(range(8, 0, -1))
+
+
 def test_parameters_of_a_subclass_are_planned():
     def job():
         model = with_matrices_as(nn.Sequential(nn.Linear(64, 64, bias=False)), Int8OnWire)
