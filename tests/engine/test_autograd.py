@@ -359,3 +359,21 @@ def test_a_penalty_of_before_the_forward_with_replicas_whose_graph_was_dropped()
     penalty = sum(param.square().sum() for param in model.parameters())
     (model(x).sum() + penalty).backward()
     assert torch.equal(model.bias.grad, 2 + 2 * model.bias)
+
+
+@pytest.mark.parametrize("is_second", [False, True])
+@on_ranks(2)
+def test_ranks_may_penalise_different_derivatives_of_a_graph(is_second):
+    """Also of a graph that a backward has kept: its units await gradients once more."""
+
+    def step(model, rank):
+        inputs = [inputs_of(rank, number).requires_grad_() for number in range(2)]
+        total = sum(out.sum() for out in model(*inputs))
+        if is_second:
+            total.backward(retain_graph=True)
+        of_first, of_second = torch.autograd.grad(total, inputs, create_graph=True)
+        (of_second.square().sum() + (of_first.square().sum() if rank else 0)).backward()
+
+    layers = {name: nn.Linear(6, 6, bias=False) for name in ("first", "second")}
+    plain = Made(lambda model, x, y: (model.first(x), model.second(y)), **layers)
+    check_gradients(*sharded_and_plain(plain, ("first", "second")), step)

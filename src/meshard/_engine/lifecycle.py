@@ -527,7 +527,13 @@ class Lifecycle:
         unit.step.in_call = call
         if not unit.params:
             return
-        unit.step.is_in_backward = True
+        if not unit.step.is_in_backward:
+            unit.step.is_in_backward = True
+            if unit.group.num_trainable:
+                # ``_reach`` leaves this out under torch.autograd.grad. If that goes through a graph
+                # that an earlier backward has kept, a backward of what it returns may follow. That
+                # may bring gradients of this unit on some ranks only.
+                unit.await_gradients()
         if unit.settings.unshard_in_backward:
             # The prefetch is issued once per call, as ranks may use different numbers of outputs.
             up_next = (
