@@ -67,7 +67,7 @@ def unsharded_params(
     **Collective:** every rank of the mesh, entry and exit.
 
     Parameters of ``replicate`` stay as they are, so edit these in place: what is assigned takes
-    their place for good, and optimizers must be built anew.
+    their place for good, unless edits are undone, and optimizers must be built anew.
 
     Args:
         module: A module with units in it.
