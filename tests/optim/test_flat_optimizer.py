@@ -440,8 +440,10 @@ def test_a_gradient_with_other_placements_is_refused():
     model = meshard.fully_shard(seeded(nn.Linear(4, 4, bias=False)))
     optimizer = flat_optimizer(model, SGD, lr=1.0)
     model(torch.ones(1, 4)).sum().backward()
-    model.weight.grad = model.weight.grad.redistribute(placements=[Shard(1)])
-    with pytest.raises(RuntimeError, match="redistribute them before the step"):
-        optimizer.step()
-    model.weight.grad = model.weight.grad.redistribute(placements=[Shard(0)])
+    gradient = model.weight.grad
+    for other in (gradient.redistribute(placements=[Shard(1)]), gradient.full_tensor()):
+        model.weight.grad = other
+        with pytest.raises(RuntimeError, match=r"shape \(4, 4\) is .*, and the parameter is a DT"):
+            optimizer.step()
+    model.weight.grad = gradient
     optimizer.step()

@@ -76,8 +76,8 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 def are_placed_like(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether ``is_placed_like`` holds for each pair of DTensors. Most share one spec."""
-    of = attrgetter("_spec")
-    if not any(map(is_not, map(of, tensors), map(of, others))):
+    specs = [[getattr(each, "_spec", None) for each in every] for every in (tensors, others)]
+    if None not in specs[0] and not any(map(is_not, *specs)):
         return True
     return all(map(is_placed_like, tensors, others))
 

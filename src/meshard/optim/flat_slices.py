@@ -19,7 +19,14 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._params.storage import with_own_storage
-from meshard._torch.dtensor import are_placed_like, local_of, plain_of, set_local, wrap_like
+from meshard._torch.dtensor import (
+    are_placed_like,
+    is_placed_like,
+    local_of,
+    plain_of,
+    set_local,
+    wrap_like,
+)
 from meshard._torch.private import without_torch_function
 
 State = dict[str, Any]
@@ -72,10 +79,14 @@ class FlatSlice:
             lacking = [param for param, gradient in pairs if gradient is None]
             return lacking if len(lacking) < len(gradients) else []
         if not are_placed_like(gradients, self.params):
-            placed = dict.fromkeys(gradient.placements for gradient in gradients)
+            param, gradient = next(
+                pair
+                for pair in zip(self.params, gradients, strict=True)
+                if not is_placed_like(*pair)
+            )
             raise RuntimeError(
-                f"gradients have the placements {list(placed)}, and their parameters have others; "
-                "redistribute them before the step."
+                f"the gradient of a parameter of shape {tuple(param.shape)} is {_spoken(gradient)}, "
+                f"and the parameter is {_spoken(param)}; make .grad a DTensor like the parameter."
             )
         self.flat.grad = self._joined(list(map(local_of, gradients)), {})
         return []
@@ -159,6 +170,12 @@ class FlatSlice:
 
     def _range_of(self, flat: torch.Tensor, member: Member) -> torch.Tensor:
         return flat.narrow(0, member.offset - self._start if member.numel else 0, member.numel)
+
+
+def _spoken(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return "an ordinary tensor"
+    return f"a DTensor with placements {tensor.placements} on {tensor.device_mesh}"
 
 
 def history_of(state: State) -> dict[str, object]:
