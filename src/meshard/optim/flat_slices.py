@@ -85,8 +85,8 @@ class FlatSlice:
                 if not is_placed_like(*pair)
             )
             raise RuntimeError(
-                f"the gradient of a parameter of shape {tuple(param.shape)} is {_spoken(gradient)}, "
-                f"and the parameter is {_spoken(param)}; make .grad a DTensor like the parameter."
+                f"the gradient of a parameter of shape {tuple(param.shape)} is {_spoken(gradient)},"
+                f" and the parameter is {_spoken(param)}; make .grad a DTensor like the parameter."
             )
         self.flat.grad = self._joined(list(map(local_of, gradients)), {})
         return []
