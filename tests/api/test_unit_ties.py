@@ -171,3 +171,15 @@ def test_a_tie_that_is_made_after_fully_shard(units):
             RuntimeError, match=r"'head\.weight' .* was tied to 'embedding\.weight'"
         ):
             step(model, 0)
+
+
+@on_threads(2)
+def test_a_tie_outlasts_the_assignment_to_one_of_its_places():
+    members = {"embedding": nn.Embedding(8, 8), "head": nn.Linear(8, 8, bias=False)}
+    members["head"].weight = members["embedding"].weight
+    model, _ = sharded_and_plain(Made(lambda m, x: m.head(m.embedding(x)), **members), ())
+    new = model.head.weight = nn.Parameter(torch.ones(8, 8))
+    model(torch.arange(4)).mean().backward()
+    model.reshard()
+    assert model.head.weight is model.embedding.weight is not new
+    assert model.embedding.weight.full_tensor().equal(new)
