@@ -306,6 +306,15 @@ def test_a_model_on_the_meta_device_gets_memory_and_values(case, how, folder):
     assert_same(full_state(model), full_state(plain), case.dtype)  # also what is frozen
 
 
+def test_a_model_that_was_made_under_inference_mode_is_filled_under_it(folder):
+    plain = nn.Linear(4, 4)
+    save_pretrained(plain, folder)
+    with torch.inference_mode():
+        model = nn.Linear(4, 4)
+        load_pretrained(model, folder)
+    assert_same(model.state_dict(), plain.state_dict(), bitwise=True)
+
+
 @on_ranks(2)
 def test_a_forward_after_loading_uses_the_new_values_of_a_unit_left_unsharded(folder):
     plain = seeded(nn.Linear(4, 4))

@@ -101,6 +101,30 @@ def test_what_is_saved_and_loaded_under_inference_mode_can_train_and_be_saved_ag
     checkpointer.async_save(2, model, optimizer).wait()
 
 
+class Average:
+    """Loads into parameters in place, so the caller must have turned off gradients."""
+
+    def __init__(self, model):
+        self.params = [nn.Parameter(param.detach().clone()) for param in model.parameters()]
+
+    def state_dict(self):
+        return {"params": [param.detach() for param in self.params]}
+
+    def load_state_dict(self, state):
+        for param, saved in zip(self.params, state["params"], strict=True):
+            param.copy_(saved)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_what_users_pass_along_is_loaded_in_the_mode_of_the_caller(mode, tmp_path):
+    model, checkpointer = nn.Linear(2, 2), Checkpointer(tmp_path)
+    checkpointer.save(1, model, average=Average(model))
+    with mode():
+        average = Average(nn.Linear(2, 2))
+        checkpointer.load(model, average=average)
+    assert all(map(torch.equal, average.params, model.parameters()))
+
+
 class MasterWeights(torch.optim.Optimizer):
     """Keeps a float32 copy of each bfloat16 parameter."""
 

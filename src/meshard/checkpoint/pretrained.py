@@ -339,7 +339,6 @@ class LoadReport(NamedTuple):
 Rename = Callable[[str], "str | None"] | Mapping[str, str]
 
 
-@torch.inference_mode(False)  # the module may train, so it must hold no inference tensors
 def load_pretrained(
     module: nn.Module,
     path: str | os.PathLike[str],

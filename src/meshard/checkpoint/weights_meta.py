@@ -59,6 +59,8 @@ def meta_parameters() -> Iterator[None]:
 # --- buffers that are in no file -------------------------------------------------------------
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return values for the non-persistent buffers that are on the meta device, by name.
 
@@ -128,6 +130,7 @@ def _built_beside(module: nn.Module) -> nn.Module:
 # --- memory ----------------------------------------------------------------------------------
 
 
+@torch.inference_mode(False)  # the module may train, so it must hold no inference tensors
 @torch.no_grad()
 def leave_meta_device(
     module: nn.Module, device: torch.device, buffers: dict[str, torch.Tensor]

@@ -228,6 +228,8 @@ def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return bool(encode(one, of) != encode(other, of))
 
 
+@torch.inference_mode(False)  # the optimizer may step later: it must hold no inference tensors
+@torch.no_grad()
 def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int]) -> None:
     """Load the state of an optimizer. That of ``keep`` has the dtypes of the checkpoint.
 

@@ -83,7 +83,6 @@ class Restoring:
         self._random: Any = None  # the random state of this rank
         self._how_random = ""  # what was done with it
 
-    @torch.inference_mode(False)  # the run may go on, so its states are no inference tensors
     def run(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> Loaded:
         """Load.
 
@@ -143,6 +142,8 @@ class Restoring:
 
     # --- parts -----------------------------------------------------------------------------
 
+    @torch.inference_mode(False)  # the run may go on, so its states are no inference tensors
+    @torch.no_grad()  # inference_mode(False) alone would enable gradients
     def _prepare(
         self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
     ) -> None:
