@@ -444,6 +444,8 @@ def _entries(written_by: list[list[Item]], crcs: list[list[int]]) -> dict[str, T
 
 def _merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
     """Merge the optimizers of all ranks: stages of a pipeline have different parameters."""
+    if len(trees) == 1:
+        return trees[0]
     merged: dict[str, Any] = {}
     for tree in trees:
         for name, each in tree.items():
@@ -456,27 +458,28 @@ def _merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
             for fqn, state in each["state"].items():
                 if present["state"].setdefault(fqn, state) != state:
                     raise CheckpointError(f"ranks have different states of {name!r} for {fqn!r}.")
-            groups = present["param_groups"]
-            for group in each["param_groups"]:
-                if group not in groups:
-                    _add_group(groups, group)
-            held = [fqn for group in groups for fqn in group["params"]]
-            if len(set(held)) < len(held):
-                raise CheckpointError(f"ranks have different hyperparameters in {name!r}.")
+            present["param_groups"] += each["param_groups"]
+    for name, each in merged.items():
+        each["param_groups"] = _joined_groups(name, each["param_groups"])
     return merged
 
 
-def _add_group(groups: list[dict[str, Any]], new: dict[str, Any]) -> None:
-    """Add a group, without the parameters that one of the same hyperparameters has already.
+def _joined_groups(name: str, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups of all ranks, each without the parameters that an earlier one has.
 
     Groups of ranks with experts of their own have the other parameters in common.
     """
-
-    def settings(group: dict[str, Any]) -> dict[str, Any]:
-        return {key: value for key, value in group.items() if key not in NAMES}
-
-    known = {fqn for each in groups if settings(each) == settings(new) for fqn in each["params"]}
-    is_new = [fqn not in known for fqn in new["params"]]
-    if any(is_new) or not is_new:
-        names = {key: list(itertools.compress(new[key], is_new)) for key in NAMES if key in new}
-        groups.append({**new, **names})
+    joined: list[dict[str, Any]] = []
+    known: dict[str, dict[str, Any]] = {}  # the hyperparameters of each parameter
+    for group in groups:
+        settings = {key: value for key, value in group.items() if key not in NAMES}
+        if any(known.get(fqn, settings) != settings for fqn in group["params"]):
+            raise CheckpointError(f"ranks have different hyperparameters in {name!r}.")
+        is_new = [fqn not in known for fqn in group["params"]]
+        if any(is_new) or (not is_new and group not in joined):
+            own = {
+                key: list(itertools.compress(group[key], is_new)) for key in NAMES if key in group
+            }
+            joined.append({**group, **own})
+        known |= dict.fromkeys(group["params"], settings)
+    return joined
