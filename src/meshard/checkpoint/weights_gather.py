@@ -101,10 +101,10 @@ class Agreement:
         rows = [f"{w.fqn if with_names else ''} {w.shape} {w.dtype}" for w in weights]
         if not all(self.are_same([zlib.crc32("\n".join(rows).encode())])):
             raise NotImplementedError(
-                "the ranks have different tensors (experts on meshes of their own?), which one "
-                "call cannot gather. Call it for each part of the module that is the same on all "
-                "of its ranks, or save by Checkpointer, and then run python -m meshard.checkpoint "
-                "export."
+                "the ranks have different tensors (experts on meshes of their own, or buffers of "
+                "other shapes?), which one call cannot gather. Call it for each part of the module "
+                "that is the same on all of its ranks. Experts with names of their own may be "
+                "saved by Checkpointer, and then exported by python -m meshard.checkpoint export."
             )
 
     def check_copies(self, weights: list[Weight], num_ranks: int) -> None:
