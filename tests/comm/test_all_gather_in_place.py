@@ -126,3 +126,17 @@ def test_a_gather_that_is_given_up_leaves_no_memory_and_the_next_one_is_right():
         assert not any(each.nbytes() for each in insides.unsharded_storages(model))
     handle.remove()
     assert torch.equal(model(ids), expected)
+
+
+@pytest.mark.parametrize("rows", [4, 3], ids=["even", "uneven"])
+@pytest.mark.parametrize("name", ["int16", "uint16", "bool", "float8_e4m3fn"])
+@on_ranks(2)
+def test_a_unit_of_a_dtype_that_gloo_does_not_send_is_gathered(rows, name):
+    values = torch.tensor([[0, 1], [1, 0], [1, 1], [0, 0]])[:rows].to(getattr(torch, name))
+    weight = nn.Parameter(values, requires_grad=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MESHARD_SHARED_MEMORY", "0")
+        model = Made(lambda m, x: x + m.weight.float(), weight=weight)
+        meshard.fully_shard(model, init_device_mesh("cpu", (2,)))
+        for _ in range(2):  # the second gather uses the memory of the first
+            assert torch.equal(model(torch.zeros(rows, 2)), values.float())

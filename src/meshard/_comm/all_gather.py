@@ -82,8 +82,9 @@ class GatherPlan:
         self._allocate_kept: Callable[[], object] | None = None  # None: ``_kept`` is never freed
         self._copies: _Copies | None = None  # from ``_kept`` into the parameters
         if allocate is not None and len(unsharded) == 1 and self._regular[0]:
-            flat = unsharded[0].view(-1)
-            rows = flat.view(-1, self.on_wire.segments[0].numel)
+            numel, dtype = self.on_wire.shard_form
+            flat = unsharded[0].view(-1).view(dtype)
+            rows = flat.view(-1, numel)
             self._kept, self._allocate_kept = ReceiveMemory(flat, rows), allocate
             self._copies = [], []
 

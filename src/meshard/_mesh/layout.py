@@ -189,9 +189,13 @@ class FlatLayout:
         return cls(tuple(params), tuple(segments))
 
     @property
-    def is_one_dtype(self) -> bool:
-        """Whether all parameters have one dtype. If not, buffers are of bytes (uint8)."""
-        return len(self.segments) == 1
+    def is_of_bytes(self) -> bool:
+        """Whether buffers are of bytes (uint8), and not of the dtype that all parameters have.
+
+        They are for several dtypes, and for those that not every backend sends (int16, float8).
+        """
+        dtypes = [segment.dtype for segment in self.segments]
+        return len(dtypes) != 1 or not dtypes[0].is_floating_point or dtypes[0].itemsize == 1
 
     @property
     def order(self) -> list[int]:
@@ -207,13 +211,13 @@ class FlatLayout:
     @property
     def shard_form(self) -> tuple[int, torch.dtype]:
         """Elements and dtype of the buffer of one rank's flat shard."""
-        if self.is_one_dtype:
-            return self.segments[0].numel, self.segments[0].dtype
-        return self.shard_bytes, torch.uint8
+        if self.is_of_bytes:
+            return self.shard_bytes, torch.uint8
+        return self.segments[0].numel, self.segments[0].dtype
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one typed view ``[..., segment.numel]`` per segment of a buffer."""
-        if self.is_one_dtype:
+        if not self.is_of_bytes:
             return [buffer]
         return [
             # new_empty, because torch refuses to view an empty range in a wider dtype.
