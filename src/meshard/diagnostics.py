@@ -164,7 +164,7 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
-    if group.gradients.sharded.average is not None:
+    if group.gradients.published.average is not None:
         yield "communication hook"
     if isinstance(group.unit_params, SubclassParams):
         yield "tensor subclass"

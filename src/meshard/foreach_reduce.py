@@ -282,7 +282,7 @@ class ReducePlan(NamedTuple):
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
     divided_by: int = 1  # what packing divides by: see ``early_divisor``
-    # Averages a buffer over the replicas in place, instead of the all-reduce and its division.
+    # Averages the gradients over the replicas in place. The all-reduce then sums only their marks.
     average: Callable[[torch.Tensor], None] | None = None
 
     @property

@@ -102,8 +102,8 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
             group.unit_params.free_unsharded()
             group.adopt_edits()
             sources += group.unit_params.move(location)
-            assert isinstance(gradients.sharded, ShardedGrads)
-            sources += gradients.sharded.move(location or group.spec.location)
+            assert isinstance(gradients.published, ShardedGrads)
+            sources += gradients.published.move(location or group.spec.location)
         if optimizer is not None:
             sources += _move_state(optimizer, unit, location)
     groups = [unit.group for unit in units]

@@ -207,7 +207,9 @@ def test_replicated_gradients_are_reduced_in_their_bucket_without_a_race(
             for _ in range(3):
                 model(torch.ones(2, 5)).sum().backward()
                 units = [unit for unit in model._meshard_buckets.units if unit.params]
-                memory = {each.gradients.sharded._bucket.untyped_storage()._cdata for each in units}
+                memory = {
+                    each.gradients.published._bucket.untyped_storage()._cdata for each in units
+                }
                 with torch.no_grad():
                     for name, param in model.named_parameters():
                         if name != "unused":

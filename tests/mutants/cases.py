@@ -89,7 +89,7 @@ def count_poison(mesh):
             backward(model, sync, torch.zeros(()), [torch.ones(3), torch.ones(5, 2)])
         dist.barrier()
     unit = vars(model)["_meshard_unit"]
-    return int(unit.gradients.sharded._published.flat.isnan().sum())
+    return int(unit.gradients.published._published.flat.isnan().sum())
 
 
 def clear_what_is_on_its_way(mesh):

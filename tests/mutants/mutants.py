@@ -138,7 +138,7 @@ def factor_applied_again_to_grad(patch):
 def all_reduce_of_grad_and_new(patch):
     @instead(patch, GradientAccumulator, "start_reduce")
     def reduce_grad_too(start, self, *args, over_replicas, **kwargs):
-        shown = self.sharded._published
+        shown = self.published._published
         if shown is not None and over_replicas:
             self._partial = shown._replace(flat=shown.flat.clone())
         return start(self, *args, over_replicas=over_replicas, **kwargs)

@@ -91,7 +91,10 @@ def memory(model, optimizer):
     """Return weak references to all storage of shards, gradients and AdamW's moments, by bytes."""
     found = []
     for unit in insides.units(model):
-        found += [unit.group.unit_params.flat_shard.buffer, unit.gradients.sharded._published.flat]
+        found += [
+            unit.group.unit_params.flat_shard.buffer,
+            unit.gradients.published._published.flat,
+        ]
         for param in unit.group.params:
             state = optimizer.state[param.sharded]
             found += [state[name]._local_tensor for name in ("exp_avg", "exp_avg_sq")]

@@ -382,7 +382,8 @@ class UnusedParamMarks:
 
         ``flat`` is ``[n]``, or what ``first_elements`` has returned for it.
         """
-        # If ``flat`` has as many elements as there are ranges, they are the first elements.
+        # A range has at least one element. So if ``flat`` has as many elements as there are ranges,
+        # every element is the first of its range.
         first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
         return torch.signbit(first) & (first == 0)
 

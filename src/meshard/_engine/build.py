@@ -499,9 +499,9 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
 
-    # Dynamo limits recompilations per code object, and remembers changing sizes by the file, line
-    # and name of a code object. With one code object for all classes, a size that is constant in
-    # each class but differs between two would become symbolic. So each class has its own code.
+    # Dynamo counts recompilations for each code object. It also compares the sizes of tensors with
+    # those of earlier calls of a code of the same file, line and name, and compiles a size that has
+    # changed as a symbol. So each class gets a code object with a name of its own.
     name = f"forward of {original.__module__}.{original.__qualname__}"
     forward.__code__ = forward.__code__.replace(co_name=name)
     return functools.wraps(plain)(forward)

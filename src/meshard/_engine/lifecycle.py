@@ -343,7 +343,7 @@ class Lifecycle:
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
-            # An evaluation (grad is disabled) is no microbatch. If it raises, the window goes on.
+            # An evaluation (grad is disabled) is no microbatch. The window goes on after it failed.
             self.abort(keeps_window=not torch.is_grad_enabled())
             return
         self.forward = None

@@ -282,7 +282,9 @@ class ParamGroup:
                 "reset_iter_state() does)."
             )
         grads = self.gradients
-        if grads.is_replicated and grads.sharded.has_arrivals:  # a backward has hidden every .grad
+        if (
+            grads.is_replicated and grads.published.has_arrivals
+        ):  # a backward has hidden every .grad
             raise RuntimeError(
                 f"an optimizer with parameters of unit {self.label!r}, which is replicated, was "
                 "stepped inside the backward, before gradients were reduced, so ranks would drift "
@@ -398,8 +400,7 @@ class ParamGroup:
             raise
         if gather.is_post_forward:
             rows = [block.view(shard_count // len(rows), -1) for block in rows]
-        # torch.no_grad is not needed here: rows require no gradient, and ``all_gather_copy_out``
-        # disables grad where it reads parameters.
+        # torch.no_grad is not needed: no row requires a gradient.
         self.unit_params.all_gather_copy_out(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()

@@ -309,7 +309,7 @@ def outside_units(
 def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
     """Iterate over the replicated units among ``units``, with their gradients."""
     for unit in units:
-        grads = unit.gradients.sharded
+        grads = unit.gradients.published
         if isinstance(grads, ReplicatedGrads):
             yield unit, grads
 
@@ -340,8 +340,9 @@ def joined(prefix: str, name: str) -> str:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # The class of a module that has a unit was made by ``adopt_module``: skip it. Its bases are
-    # FSDPModule or ReplicateModule, which are no subclasses of nn.Module, and the original class.
+    # If the module has a unit, ``adopt_module`` has made its class, which is skipped here. That
+    # class has two bases: FSDPModule or ReplicateModule, which are no subclasses of nn.Module, and
+    # the original class.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 

@@ -179,8 +179,8 @@ class GradientAccumulator:
         self.rules = rules
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
-        self.sharded = _grads_of(unit_params)  # A
-        self.is_replicated = isinstance(self.sharded, ReplicatedGrads)
+        self.published = _grads_of(unit_params)  # A
+        self.is_replicated = isinstance(self.published, ReplicatedGrads)
         # From parameter index to the sum over other mesh axes (TP) that its gradient in U lacks.
         self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [
@@ -240,14 +240,14 @@ class GradientAccumulator:
             self._unreduced = self._unreduced.without(self._cleared)
         if self._partial is not None:
             self._partial = self._partial.without(self._cleared)
-        if self.sharded.has_arrivals:
+        if self.published.has_arrivals:
             for index in gone:  # the user, or a pipeline schedule, may have set .grad here
                 self.unit_params.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._dropped |= gone
         elif not self.is_pending and self._cleared.issuperset(self._published()):
             self.window.close()
-        self.sharded.drop_arriving(gone)
+        self.published.drop_arriving(gone)
         self._release_if_settled()
 
     def _published(self) -> Iterable[int]:
@@ -267,7 +267,7 @@ class GradientAccumulator:
 
     def settle(self) -> None:
         """Wait for copies to host memory, and put everything that was published into ``.grad``."""
-        self.sharded.settle()
+        self.published.settle()
         self._release_if_settled()
 
     def _open_window(self) -> None:
@@ -280,14 +280,14 @@ class GradientAccumulator:
 
         If ``is_void`` (a backward has raised, say), drop pending gradients and ``.grad`` too.
         """
-        if self.sharded.has_arrivals:
+        if self.published.has_arrivals:
             for param in self.unit_params.params:
                 param.unsharded.grad = None
         self.num_in_flight = 0
         self._dropped = frozenset()
         if is_void:
             self.clear(self.rules.everything)
-            self.sharded.clear()
+            self.published.clear()
         self._release_if_settled()
 
     # --- arrived gradients ------------------------------------------------------------
@@ -308,7 +308,7 @@ class GradientAccumulator:
         # A factor that the user has set is read later, when the reduction starts.
         divisor = plan.divided_by if settings.divide_factor is None else 1
         if plan.wire_dtype == plan.accumulate_dtype:
-            self.sharded.begin_receiving(layout, plan.wire_dtype, divisor)
+            self.published.begin_receiving(layout, plan.wire_dtype, divisor)
 
     def receive(self, index: int, settings: ReduceSettings) -> None:
         """Add a large gradient that has just arrived to ``U``; without ``U``, to a free bucket.
@@ -318,12 +318,12 @@ class GradientAccumulator:
         it before it is added to ``U``.
         """
         if self._unreduced is None or not _on_arrived(settings):
-            self._unreduced = self.sharded.receive(index, self._unreduced)
+            self._unreduced = self.published.receive(index, self._unreduced)
 
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
         """Take the gradients that have arrived. For ``may_lack_sums`` see ``_as_plain``."""
         params = self.unit_params.params
-        if not self.sharded.has_arrivals:
+        if not self.published.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
         gradients: list[torch.Tensor | None] = []
         for param in params:
@@ -337,7 +337,7 @@ class GradientAccumulator:
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = self._as_plain(index, gradient, may_lack_sum=may_lack_sums)
-        self.sharded.end_receiving(gradients)
+        self.published.end_receiving(gradients)
         unused = [index for index, gradient in enumerate(gradients) if gradient is None]
         used = self.rules.everything
         return _Arrived(gradients, used.difference(unused) if unused else used)
@@ -382,10 +382,10 @@ class GradientAccumulator:
             self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
             return
         dtype = self.rules.accumulate_dtype(layout)
-        flat = None if self.num_in_flight else self.sharded.free_memory(layout, dtype)
+        flat = None if self.num_in_flight else self.published.free_memory(layout, dtype)
         flat = layout.allocate(dtype) if flat is None else flat
         layout.reduce_scatter_copy_in(
-            [flat], arrived.gradients, packed=self.sharded.place_received([flat], 1)
+            [flat], arrived.gradients, packed=self.published.place_received([flat], 1)
         )
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
@@ -455,7 +455,7 @@ class GradientAccumulator:
         over_replicas: bool,
         divide_factor: float | None,
     ) -> ReducePlan:
-        mesh_info, average = self.unit_params.spec.mesh_info, self.sharded.average
+        mesh_info, average = self.unit_params.spec.mesh_info, self.published.average
         plan = ReducePlan(
             wire_dtype=self._wire_dtype(layout, settings),
             accumulate_dtype=self.rules.accumulate_dtype(layout),
@@ -467,9 +467,9 @@ class GradientAccumulator:
             average=average and functools.partial(average, layout),
         )
         # In a large unit (``is_large``, on CPU only) gradients are packed one by one, and packing
-        # also divides. In other units one operator packs most, and cannot divide. Reduce hooks on
-        # unreduced gradients must see undivided values, and a communication hook (``average``) does
-        # its own division. All ranks decide alike: layout, settings and groups are the same.
+        # may also divide (``early_divisor``). In other units one operator packs most gradients, and
+        # cannot divide. Reduce hooks may ask for undivided values, and a communication hook
+        # (``average``) divides by itself. Layout, settings and groups are the same on all ranks.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:
@@ -499,7 +499,7 @@ class GradientAccumulator:
                 rows = [layout.allocate(plan.accumulate_dtype)]
             else:
                 rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
-            packed = self.sharded.place_received(rows, plan.divided_by)
+            packed = self.published.place_received(rows, plan.divided_by)
             layout.reduce_scatter_copy_in(
                 rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed
             )
@@ -512,7 +512,7 @@ class GradientAccumulator:
     def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
         """Return memory for the rows to send: one block if ``as_one``, because hooks need that."""
         comm, wire, group = self.unit_params.comm, plan.wire_dtype, plan.shard_group
-        free = self.sharded.free_memory(layout, wire)
+        free = self.published.free_memory(layout, wire)
         if free is not None:
             return [free]
         return comm.send_rows(
@@ -544,7 +544,7 @@ class GradientAccumulator:
         # Hooks run even if no rank of the mesh has a gradient: a hook may communicate with ranks
         # outside of the mesh, which may have some.
         in_flight.layout.run_hooks(in_flight.after, result.flat, result.used)
-        return self.sharded.publish(result) if result.used else None
+        return self.published.publish(result) if result.used else None
 
     def _result_of(self, in_flight: ReductionInFlight) -> FlatGradients | None:
         """Return the result, less what was cleared while in flight; None if all was cleared."""
@@ -554,7 +554,7 @@ class GradientAccumulator:
             explain_failure(error, f"reduction of unit {self.unit_params.label!r}")
             raise
         result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
-        if self.sharded.average is not None:
+        if self.published.average is not None:
             # The communication hook may have overwritten the -0.0 that marks unused parameters.
             in_flight.layout.mark_unused(result.flat, result.used)
         if not self._dropped:

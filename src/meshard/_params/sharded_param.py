@@ -52,8 +52,8 @@ _LEFT_OUT = "_meshard_left_out"  # an attribute of modules: see leave_out
 
 def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     """Attach to ``tensor`` its role, and the dotted name by which errors call it."""
-    # The attribute has the name of the tag, not the enum: torch.save pickles attributes, and the
-    # tensor may be loaded where meshard is not installed.
+    # The attribute holds ``tag.name``, a string. torch.save pickles attributes, and the tensor may
+    # be loaded where meshard, and so the enum, is not installed.
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 

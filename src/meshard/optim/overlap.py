@@ -365,7 +365,7 @@ class UnitStepper:
         group = self.group
         # Wait for copies of gradients to the host only if clipping reads their values here, or if
         # some gradients are not in ``.grad`` yet. Otherwise the worker waits for them.
-        if self._change is not None or not group.gradients.sharded.are_shown:
+        if self._change is not None or not group.gradients.published.are_shown:
             group.gradients.settle()
         with without_torch_function():
             pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
