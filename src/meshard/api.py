@@ -218,7 +218,7 @@ def _check_modules(module: nn.Module | list[Module]) -> list[nn.Module]:
         raise ValueError("fully_shard got an empty list of modules; pass at least one.")
     for each in modules:
         check_module(each, "fully_shard", " or a list of them")
-        if is_mere_container(each):
+        if isinstance(each, (nn.ModuleList, nn.ModuleDict)) and not has_forward(each):
             raise ValueError(
                 f"fully_shard cannot hook a {type(each).__name__}, because it has no forward; "
                 "apply it to the modules inside, one by one, and to the module around it."
@@ -237,12 +237,6 @@ def _check_modules(module: nn.Module | list[Module]) -> list[nn.Module]:
 def has_forward(module: nn.Module) -> bool:
     """Whether ``module`` can be called: a ``ModuleList`` cannot."""
     return type(module).forward is not nn.Module.forward
-
-
-def is_mere_container(module: nn.Module) -> bool:
-    """Whether ``module`` is one of torch's containers that cannot be called."""
-    containers = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-    return isinstance(module, containers) and not has_forward(module)
 
 
 def check_mesh(mesh: object) -> None:

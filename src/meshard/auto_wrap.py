@@ -35,14 +35,7 @@ from meshard._engine.build import (
 from meshard._engine.unit import joined, own_class, owned_names, unit_of, without_compile
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.user_line import warn_user
-from meshard.api import (
-    as_set,
-    check_mesh,
-    default_mesh,
-    fully_shard,
-    has_forward,
-    is_mere_container,
-)
+from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
 from meshard.diagnostics import is_too_narrow_to_step
 from meshard.initialization import refuse_meta, take_values_of_first_rank
 from meshard.policies import check_bool, check_int
@@ -388,7 +381,7 @@ def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int)
     check_int("min_params", min_params)
     if min_params < 0:
         raise ValueError(f"min_params must not be negative, got {min_params}.")
-    if is_mere_container(model):
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not has_forward(model):
         raise ValueError(
             f"the root is a {type(model).__name__}, which has no forward to gather parameters "
             "for; pass the module around it."

@@ -58,7 +58,6 @@ def on_another_device():
     [
         (lambda: nn.ModuleList([nn.Linear(8, 8)]), "ModuleList, because it has no forward"),
         (lambda: [nn.ReLU(), nn.ModuleDict({"a": model()})], "ModuleDict, because it has no"),
-        (lambda: nn.ParameterList([torch.ones(2)]), "ParameterList, because it has no"),
         (lambda: meshard.fully_shard(model()), "applied to a Sequential that is sharded"),
         (list, "empty list of modules"),
         (lambda: [net := model(), net], "or given twice"),
