@@ -76,7 +76,6 @@ def load_on_ranks(folder, layout, expected):
     return check_loads(Checkpointer(folder), layout, expected).random
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("saved_as", SHARDED)
 def test_any_mesh_loads_what_any_other_has_saved(run_ranks, tmp_path, saved_as):
     expected = run_ranks(save_on_ranks, 4, tmp_path, saved_as)[0]
