@@ -2,12 +2,14 @@
 
 import argparse
 import pickle
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from meshard.checkpoint import Checkpointer, CheckpointError
@@ -104,6 +106,28 @@ def test_strides_and_extra_state_are_read_both_ways(tmp_path):
         assert torch.equal(other.weight, saved.weight)
         assert torch.equal(other.image, saved.image)
         assert (other.count, other.amax.item()) == (7, 7.0)
+
+
+class ByGetattr:
+    def __init__(self, *args):
+        self.args = args
+
+    def __reduce__(self):
+        return getattr, self.args
+
+
+@on_ranks(1)
+def test_members_of_enums_that_python_pickles_by_getattr_are_read(tmp_path):
+    """As Python 3.11.2 does. Of what is no enum of torch, getattr may run code."""
+    saved, loaded = nn.Linear(2, 3), nn.Linear(2, 3)
+    encoding, by = metadata._MEM_FORMAT_ENCODING, lambda self, _: (getattr, (type(self), self.name))
+    with mock.patch.object(encoding, "__reduce_ex__", by):
+        dcp.save({"model": saved.state_dict()}, checkpoint_id=tmp_path)
+    Checkpointer(tmp_path).load(loaded)
+    assert torch.equal(loaded.weight, saved.weight)
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(ByGetattr(list, "append")))
+    with pytest.raises(CheckpointError, match=r"refers to builtins\.getattr.*may run code"):
+        Checkpointer(tmp_path).load(loaded)
 
 
 @on_ranks(1)

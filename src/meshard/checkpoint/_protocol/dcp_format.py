@@ -157,6 +157,20 @@ class _Record:
         return id(self)
 
 
+def _member_of_enum(owner: Any, name: str) -> _Record:
+    """Stand for ``getattr``, by which Python 3.11.2, for example, pickles the members of enums."""
+    if owner is not _Record:
+        raise _refused("builtins.getattr")
+    return _Record(name)
+
+
+def _refused(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{METADATA} refers to {what}, which no metadata of torch's checkpoints does; it was not "
+        "loaded, as loading it may run code."
+    )
+
+
 class _Unpickler(pickle.Unpickler):
     """Reads torch's metadata; any other class is refused."""
 
@@ -174,6 +188,7 @@ class _Unpickler(pickle.Unpickler):
         ("builtins", "list"): list,
         ("builtins", "dict"): dict,
         ("builtins", "set"): set,
+        ("builtins", "getattr"): _member_of_enum,
         ("pathlib", "PosixPath"): pathlib.PurePosixPath,
         ("pathlib", "WindowsPath"): pathlib.PureWindowsPath,
         ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,
@@ -189,10 +204,7 @@ class _Unpickler(pickle.Unpickler):
         value = constant_of(name) if module == "torch" else None
         if value is not None:
             return value
-        raise CheckpointError(
-            f"{METADATA} refers to {module}.{name}, which no metadata of torch's checkpoints "
-            "does; it was not loaded, as loading it may run code."
-        )
+        raise _refused(f"{module}.{name}")
 
 
 def read_folder(storage: Storage, folder: str) -> Manifest:
