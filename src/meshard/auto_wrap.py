@@ -84,7 +84,8 @@ def fully_shard_units(
 
     Raises:
         TypeError: An argument is of the wrong type, or unknown to ``fully_shard``.
-        ValueError: A class or predicate matches no module, or a parameter cannot be sharded.
+        ValueError: A class or predicate matches no module, or a parameter cannot be sharded. Or
+            with ``sync_init`` a tensor is on the meta device on some rank; all ranks raise this.
             Arguments for all units, and parameters, are checked before a module is changed, but not
             the values that ``overrides`` and ``shard_placement_fn`` return.
 

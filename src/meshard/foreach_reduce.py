@@ -194,7 +194,6 @@ class Divisors(NamedTuple):
         return self._replace(after_all_reduce=self.after_all_reduce / divided_by)
 
 
-@functools.lru_cache
 def is_divide_factor(number: float) -> bool:
     """Whether gradients can be divided by a number: a positive, finite, normal one of float32."""
     limits = torch.finfo(torch.float32)

@@ -334,7 +334,7 @@ def refuse_meta(named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo) 
         example = f" (here {own[0]!r})" if own else ""
         raise ValueError(
             "sync_init=True overwrites tensors in memory, but parameters or buffers are on the "
-            f"meta device on ranks {ranks}{example}. Build the model on it on every rank, "
+            f"meta device on ranks {ranks}{example}. Build the model there on every rank, "
             "leave sync_init out, and call meshard.materialize(model) after sharding. If only rank "
             "0 has values, then let it pass them to set_model_state_dict of torch, with "
             "broadcast_from_rank0=True."

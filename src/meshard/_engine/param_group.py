@@ -282,9 +282,8 @@ class ParamGroup:
                 "reset_iter_state() does)."
             )
         grads = self.gradients
-        if (
-            grads.is_replicated and grads.published.has_arrivals
-        ):  # a backward has hidden every .grad
+        # While a backward runs, it hides every .grad of a replicated unit.
+        if grads.is_replicated and grads.published.has_arrivals:
             raise RuntimeError(
                 f"an optimizer with parameters of unit {self.label!r}, which is replicated, was "
                 "stepped inside the backward, before gradients were reduced, so ranks would drift "

@@ -192,7 +192,8 @@ class FlatLayout:
     def is_of_bytes(self) -> bool:
         """Whether buffers are of bytes (uint8), and not of the dtype that all parameters have.
 
-        They are for several dtypes, and for those that not every backend sends (int16, float8).
+        Buffers for several dtypes are. So are those for one dtype that is no float of 16 bits or
+        more: gloo sends neither int16 nor float8.
         """
         dtypes = [segment.dtype for segment in self.segments]
         return len(dtypes) != 1 or not dtypes[0].is_floating_point or dtypes[0].itemsize == 1
