@@ -50,7 +50,8 @@ class Prefetcher:
         self, unit: Unit, chosen: list[weakref.ref[Unit]], predicted: int | None
     ) -> list[Unit]:
         if not chosen:
-            return [] if predicted is None else alive([self._units[predicted]])
+            following = None if predicted is None else self._units[predicted]()
+            return [] if following is None else [following]
         # Units of other roots are left out: their gathers would be dropped when the forward or
         # backward of this root ends.
         return [each for each in alive(chosen) if each.root is unit.root]

@@ -325,14 +325,13 @@ class GradientAccumulator:
         params = self.unit_params.params
         if not self.published.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
-        gradients: list[torch.Tensor | None] = []
-        for param in params:
-            gradient = param.unsharded.grad
+        gradients = [param.unsharded.grad for param in params]
+        for index, param in enumerate(params):
+            gradient = gradients[index]
             if gradient is not None:
                 param.unsharded.grad = None
                 if gradient.is_sparse:
-                    gradient = gradient.to_dense()
-            gradients.append(gradient)
+                    gradients[index] = gradient.to_dense()
         for index in self._converted:
             gradient = gradients[index]
             if gradient is not None:

@@ -14,9 +14,11 @@ outside of the forward, autograd runs them too.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
+from operator import is_not
 from typing import Any
 
 import torch
@@ -73,7 +75,8 @@ class Published(Mark):
 def is_clear(params: Sequence[UnitParam]) -> bool:
     """Whether no parameter has a gradient."""
     with without_torch_function():
-        return all(param.sharded.grad is None for param in params)
+        grads = [param.sharded.grad for param in params]
+    return not any(map(is_not, grads, itertools.repeat(None)))
 
 
 def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradients, FlatGradients]:
@@ -263,12 +266,13 @@ class ShardedGrads(PublishedGrads):
             self._set(shown, used - before)
 
     def _set(self, shown: Published, used: frozenset[int]) -> None:
-        grads, rank = shown.grads, self._unit_params.spec.mesh_info.shard_rank
+        grads, params = shown.grads, self._unit_params.params
+        rank, dtype = self._unit_params.spec.mesh_info.shard_rank, grads.flat.dtype
         for index, local in grads.layout.shards(grads.flat, rank, used):
-            sharded = self._unit_params.params[index].sharded
-            dtype = gradient_dtype(sharded)
-            if local.dtype != dtype:
-                local = local.to(dtype)
+            sharded = params[index].sharded
+            chosen = gradient_dtype(sharded)
+            if chosen is not dtype:
+                local = local.to(chosen)
             sharded.grad = gradient = wrap_like(sharded, local)
             shown.put_on(index, gradient, local)
 
@@ -348,15 +352,14 @@ class ShardedGrads(PublishedGrads):
 
     def _inspect(self, new: FlatGradients) -> tuple[list[int], bool]:
         """Return which parameters in ``new`` have hooks, and whether no ``.grad`` is set."""
-        hooked, has_none = [], True
+        shards = [param.sharded for param in self._unit_params.params]
         with without_torch_function():
-            for index, param in enumerate(self._unit_params.params):
-                sharded = param.sharded
-                if sharded.grad is not None:
-                    has_none = False
-                if gradient_hooks_of(sharded) or accumulation_hooks_of(sharded):
-                    hooked.append(index)
-        return [index for index in hooked if index in new.used], has_none
+            before = list(map(gradient_hooks_of, shards))
+            after = list(map(accumulation_hooks_of, shards))
+        hooked = list[int]()
+        if any(before) or any(after):
+            hooked = [index for index in sorted(new.used) if before[index] or after[index]]
+        return hooked, is_clear(self._unit_params.params)
 
     def _run_tensor_hooks(self, new: FlatGradients, hooked: list[int]) -> None:
         for index, local in self._locals(new):

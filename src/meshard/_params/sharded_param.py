@@ -374,16 +374,14 @@ class ShardedParam(UnitParam):
 
 def take_flags(params: Sequence[UnitParam]) -> int:
     """Copy ``requires_grad`` from sharded to unsharded parameters; return how many have it."""
-    count, others = 0, []
     with without_torch_function():
-        for param in params:
-            flag = param.sharded.requires_grad
-            if param.unsharded.requires_grad is not flag:
-                others.append(param)
-            count += flag
-    for param in others:
-        param.unsharded.requires_grad_(param.sharded.requires_grad)
-    return count
+        flags = list(map(_SHARDED_FLAG, params))
+        present = list(map(_UNSHARDED_FLAG, params))
+    if flags != present:
+        for param, flag, before in zip(params, flags, present, strict=True):
+            if flag is not before:
+                param.unsharded.requires_grad_(flag)
+    return sum(flags)
 
 
 def take_frozen(params: Sequence[UnitParam]) -> int:

@@ -6,6 +6,7 @@ import abc
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import is_not
 from typing import cast
 
 import torch
@@ -144,19 +145,17 @@ class ShardedUnitParams(UnitParams):
         return sum(version_of(shard) + version_of(local_of(shard)) for shard in shards)
 
     def version_unless_replaced(self) -> int | None:
-        # Each forward of the unit calls this. For speed it is one loop, with our methods inlined.
-        version = 0
-        with without_torch_function():
-            for param, own in zip(self.params, self.locals, strict=True):
-                sharded = param.sharded
-                for parameters, name in param.owner_dicts:
-                    installed = parameters.get(name)
-                    if installed is not sharded and installed is not param.unsharded:
-                        return None
-                if local_of(sharded) is not own:
+        # Each forward of the unit calls this, so it calls no Python function for each parameter.
+        shards, locals_ = [param.sharded for param in self.params], self.locals
+        for param, sharded in zip(self.params, shards, strict=True):
+            for parameters, name in param.owner_dicts:
+                installed = parameters.get(name)
+                if installed is not sharded and installed is not param.unsharded:
                     return None
-                version += version_of(sharded) + version_of(own)
-        return version
+        with without_torch_function():
+            if any(map(is_not, map(local_of, shards), locals_)):
+                return None
+            return sum(map(version_of, shards)) + sum(map(version_of, locals_))
 
     def take_replacements(self) -> bool:
         replaced = False
