@@ -232,7 +232,7 @@ class Lifecycle:
         if not group.params:
             return call
         if self.backward is not None and group.state is ParamState.SHARDED:
-            self._end_units_after(self.backward, running_node())
+            self._end_units_before_recompute(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
         # If a unit has several modules, the first module to run unshards the unit. The others find
@@ -570,33 +570,17 @@ class Lifecycle:
             if other is not None:
                 self._end_unit(run, other, forward_pass)
 
-    def _end_units_after(self, run: BackwardRun, node: int) -> None:
+    def _end_units_before_recompute(self, run: BackwardRun, node: int) -> None:
         """End the units whose backward is over when autograd node ``node`` recomputes a forward.
 
         The recomputation is about to gather. A rank that used all parameters of such a unit may
         have reduced the unit before this gather, at its last gradient. A rank that left out a
         parameter must then do so before this gather too.
         """
-        forward_pass = run.current_pass
-        if forward_pass is None:
-            return
-
-        def is_over(first: ForwardCall) -> bool:
-            if first.began_at <= node:
-                return False
-            if first.has_graph:
-                return True
-            # The call ran without grad, inside a reentrant checkpoint. The checkpoint's own node is
-            # older than the call. So ``node`` may be the checkpoint, which is about to run the call
-            # again. Then the unit is not over. But if the backward of the call has begun, it has
-            # begun in the nested run of autograd that the checkpoint starts. All nodes of the
-            # nested run are newer than the call. ``node`` is older, and it runs now. So the nested
-            # run has ended, and the unit is over.
-            unit = self._units[first.unit]()
-            return unit is not None and unit.step.is_in_backward and unit.step.in_call is first
-
-        self._begin_skipped(run, forward_pass, lambda call: call.began_at > node)
-        self._end_units_over(run, forward_pass, is_over)
+        forward_pass, backward = run.current_pass, self._num_backwards
+        if forward_pass is not None:
+            self._begin_skipped(run, forward_pass, lambda call: call.began_at > node)
+            self._end_units_over(run, forward_pass, lambda first: first.is_over_at(node, backward))
 
     def post_gradient(self, unit: Unit, index: int) -> None:
         """Record the gradient of parameter ``index``. Reduce ``unit`` if it has all gradients."""
@@ -771,22 +755,10 @@ class Lifecycle:
         for unit in reversed(units):  # units inside first
             if unit.number not in to_come:
                 self._end_unit(run, unit)
-        full = [
-            unit
-            for unit in reversed(units if run.accumulates else ())
-            if unit.settings.sync.ends_window
-            and not (unit.number in to_come and unit.step.awaits_gradients)
-        ]
-        for unit in full if self.finalization is None else ():
-            # A unit without gradients in this backward may still hold some of earlier microbatches.
-            self._flush(unit, ends_window=self._ends_window)
-        if self._ends_window and run.accumulates:
-            self._queue.finish_all()
-            for unit in full:
-                self.notify_reduced(unit)
-            self._settle_host()
-        elif run.accumulates and self.finalization is None:
-            self._queue.finish_published()  # users may read .grad before the next backward
+        if run.accumulates and self.finalization is None:
+            # A unit whose backward is still to come is reduced then.
+            over = [u for u in units if u.number not in to_come or not u.step.awaits_gradients]
+            self._publish(over)
         self._prefetcher.drop_unused()
         for _, grads in buckets_in(units):
             grads.show()
@@ -797,6 +769,22 @@ class Lifecycle:
         # ``ends`` is cleared last. If a line above raises, autograd drops the callback that
         # ``_ensure_backward`` has queued, and the weak references in ``ends`` record the failure.
         run.ends.clear()
+
+    def _publish(self, units: Sequence[Unit]) -> None:
+        """When a backward ends, put those gradients of ``units`` into ``.grad`` that are due there.
+
+        A unit without gradients in this backward may still hold some of earlier microbatches.
+        """
+        full = [unit for unit in reversed(units) if unit.settings.sync.ends_window]
+        for unit in full:
+            self._flush(unit, ends_window=self.is_last_backward)
+        if not self.is_last_backward:
+            self._queue.finish_published()  # users may read .grad before the next backward
+            return
+        self._queue.finish_all()
+        for unit in full:
+            self.notify_reduced(unit)
+        self._settle_host()
 
     def _units_to_come(
         self, run: BackwardRun, units: Sequence[Unit], ended: Sequence[ForwardPass]

@@ -38,6 +38,21 @@ class ForwardCall:
     is_read: bool = False  # the unit was not called: a reader has read it (``unshard_on_access``)
     is_watched: bool = False  # one of its outputs has a hook that tells when its backward begins
 
+    def is_over_at(self, node: int, backward: int) -> bool:
+        """Whether the backward of this call, the first of its unit, is over when ``node`` runs.
+
+        ``node`` is the number of an autograd node that runs a forward again, in backward number
+        ``backward``.
+        """
+        if self.began_at <= node:
+            return False
+        # A call without a graph ran inside a reentrant checkpoint, whose own node is older than the
+        # call. So ``node`` may be that checkpoint, which is about to run the call again. But if the
+        # backward of the call has begun, the checkpoint has already run it again, and started a
+        # nested run of autograd. All nodes of the nested run are newer than the call, and ``node``
+        # is older. So the nested run has ended.
+        return self.has_graph or self.reached_in == backward
+
 
 @dataclass(eq=False)  # no slots: there are weak references to it
 class ForwardPass:
