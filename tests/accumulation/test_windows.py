@@ -344,6 +344,20 @@ def test_sums_stay_wide_beside_a_gradient_that_the_user_touched(is_replaced, exp
 
 
 @on_threads(4)
+@spread(mode=["N", "R", "N"], mesh_shape=[(2, 2), (2, 2), None], loads=[False, True, False])
+def test_a_parameter_that_is_replaced_in_a_window_loses_what_is_pending(mode, mesh_shape, loads):
+    """As in one process, where the new parameter has no gradient."""
+    model = make(mesh_shape) if mesh_shape else meshard.replicate(Ones())
+    run(model, mode, 1.0, 10.0)
+    if loads:
+        model.load_state_dict({"a": torch.ones(4)}, strict=False, assign=True)
+    else:
+        model.a = nn.Parameter(torch.ones(4))
+    run(model, "F", 2.0, 20.0)
+    assert values(model) == {"a": 2.0, "b": 30.0}
+
+
+@on_threads(4)
 def test_pending_gradients_of_one_of_a_list_names_the_others_as_the_unit_does():
     first, second = Ones(), Ones()
     meshard.fully_shard([first, second], init_device_mesh("cpu", (2, 2)))

@@ -223,8 +223,17 @@ class ParamGroup:
             return self.num_steps + version
         self.check_not_summoned("stepped, moved or gathered")
         # Not inference tensors: the next use may be an evaluation, and the module may train later.
+        before = [param.sharded for param in self.params]
         with torch.inference_mode(False), torch.no_grad():
             if self.unit_params.take_replacements():
+                # What is pending is of the old parameters; the new ones have no gradient yet.
+                self.gradients.clear(
+                    frozenset(
+                        index
+                        for index, (param, old) in enumerate(zip(self.params, before, strict=True))
+                        if param.sharded is not old
+                    )
+                )
                 self.reshard()
                 self.unit_params.rebuild()
                 self.num_rebuilds += 1
