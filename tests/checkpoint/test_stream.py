@@ -174,6 +174,17 @@ def test_ranks_load_different_experts_and_say_that_these_are_not_gathered_togeth
                 call(model)
 
 
+@on_ranks(4)
+def test_a_replicated_model_of_which_some_ranks_have_sharded_experts_is_refused_on_all():
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "edp"))["edp"]
+    model = nn.ModuleDict({"dense": nn.Linear(4, 4)})
+    if dist.get_rank() < 2:
+        model["expert"] = meshard.fully_shard(nn.Linear(4, 4), experts)
+    meshard.replicate(model["dense"])
+    with pytest.raises(NotImplementedError, match="the ranks have different tensors"):
+        list(stream_unsharded(model))
+
+
 @pytest.mark.parametrize(
     ("kwargs", "error", "text"),
     [

@@ -115,17 +115,15 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
     ) -> None:
         self._is_over = True  # so that __del__ does nothing if a check below raises
         module = without_wrappers(module)
-        held = unchecked_weights(module)
-        # Without a gather, ranks need not agree.
-        meshes = meshes_of(module, held) if any(each.sharded_axes for each in held) else []
+        # Replicated modules agree too, though they gather nothing: other ranks may hold more.
+        meshes = meshes_of(module, unchecked_weights(module))
         with agreed(Agreement(meshes, f"({_CALLER})"), _CALLER):
             weights = weights_of(module, _CALLER)
             check_have_values(weights, _CALLER)
         meshes = meshes_of(module, weights)
         self._agreement = Agreement(meshes, f"({_CALLER})")
         ranks = ranks_of_meshes(meshes)
-        # Ranks agree before a gather. If there are none, they need not.
-        self._must_agree = not self._agreement.is_alone and any(w.sharded_axes for w in weights)
+        self._must_agree = not self._agreement.is_alone
         if self._must_agree:
             self._agreement.check_same_tensors(weights, with_names=rank0_only)
         if rank0_only:
