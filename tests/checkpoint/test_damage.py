@@ -265,6 +265,7 @@ def test_the_commands_end_with_1_where_nothing_is_or_a_file_is_cut_off(tmp_path,
     os.truncate(tmp_path / "step-1" / "__0_0.distcp", 1000)
     assert command(["export", str(tmp_path), str(tmp_path / "out")]) == 1
     assert "__0_0.distcp ends before byte" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()  # the same command may be given again
 
 
 def test_a_folder_that_another_process_removes_meanwhile_is_gone(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -204,9 +205,20 @@ def _export(parsed: Any) -> int:
     if not entries:
         raise CheckpointError(f"step {found.step} has no part {parsed.part!r} with tensors.")
     out.mkdir(parents=True)
+    try:
+        with checkpointer.reader(found.step) as reader:
+            _write(reader, entries, out)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    print(f"wrote {len(entries)} tensors of step {found.step} to {out}")
+    return 0
+
+
+def _write(reader: Reader, entries: dict[str, TensorEntry], out: Path) -> None:
     files = _files(entries)
     total = sum(chunk.blob.size for entry in entries.values() for chunk in entry.chunks)
-    with checkpointer.reader(found.step) as reader, _progress("export", total) as progress:
+    with _progress("export", total) as progress:
         for file, names in files.items():
             reader.expect(each.blob.span for name in names for each in entries[name].chunks)
             tensors = {name: _read(reader, entries[name], progress) for name in names}
@@ -217,8 +229,6 @@ def _export(parsed: Any) -> int:
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
         (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-    print(f"wrote {len(entries)} tensors of step {found.step} to {out}")
-    return 0
 
 
 def _num_bytes(entry: TensorEntry) -> int:
