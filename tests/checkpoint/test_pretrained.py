@@ -421,6 +421,16 @@ def test_floating_point_dtypes_are_cast_and_other_changes_refused(folder):
         check_unchanged_after(ValueError, text, model, path)
 
 
+def test_scales_of_eight_bits_are_saved_and_loaded_in_their_dtype(folder):
+    """As of weights in a microscaling format (MX)."""
+    model, other = nn.Linear(1, 1), nn.Linear(1, 1)
+    for each, scales in ((model, [0.5, 4.0]), (other, [1.0, 1.0])):
+        each.register_buffer("scales", torch.tensor(scales).to(torch.float8_e8m0fnu))
+    save_pretrained(model, folder)
+    load_pretrained(other, folder)
+    assert other.scales.float().tolist() == [0.5, 4.0]
+
+
 INDEX = "model.safetensors.index.json"
 NUMBERED = "model-0000{}-of-00002.safetensors"
 # What lies in a folder: "weights" for a file of a layer, "half" for one that is cut off, or a text.
