@@ -91,6 +91,34 @@ def test_an_optimizer_under_another_name_is_told(tmp_path):
     assert_same_values(values_of(model, optimizer), expected)
 
 
+class App:
+    """The state of a model and an optimizer, as users of torch write it."""
+
+    def __init__(self, model, optimizer):
+        self.run = model, optimizer
+
+    def state_dict(self):
+        return torch_states(*self.run)
+
+    def load_state_dict(self, state):
+        states = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+        set_state_dict(*self.run, **states)
+
+
+@on_ranks(2)
+def test_a_key_around_model_and_optimizer_is_told(tmp_path):
+    model, optimizer = trained("fully_shard", 2)
+    dcp.save({"app": App(model, optimizer)}, checkpoint_id=tmp_path)
+    expected = values_of(model, optimizer)
+    train(model, optimizer, 1)
+    with pytest.raises(
+        CheckpointError, match=r"saved as app\.model\.\S*; call load\(.*, app=\.\.\.\)"
+    ):
+        Checkpointer(tmp_path).load(model, optimizer)
+    Checkpointer(tmp_path).load(nn.Module(), app=App(model, optimizer))
+    assert_same_values(values_of(model, optimizer), expected)
+
+
 @on_ranks(1)
 def test_strides_and_extra_state_are_read_both_ways(tmp_path):
     saved, ours, theirs, ema = Odd(7), Odd(0), Odd(0), Odd(0)

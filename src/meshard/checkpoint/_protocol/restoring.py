@@ -99,6 +99,7 @@ class Restoring:
         common = set(self._unexpected).intersection(*self._ranks.all_gather(self._unexpected))
         self._unexpected = [name for name in self._unexpected if name in common]
         if self._options.strict:
+            self._problems += self._hint_at_key()
             self._problems += map(self._lack_of, self._missing)
             self._problems += [
                 f"{name} is in the checkpoint, and not here" for name in self._unexpected
@@ -122,6 +123,20 @@ class Restoring:
             self._how_random,
             self._manifest.unreadable,
         )
+
+    def _hint_at_key(self) -> list[str]:
+        """Say under which key torch has saved what is missing, as in ``{"app": app}``."""
+        if not self._manifest.is_of_torch or not self._missing:
+            return []
+        end = "." + self._missing[0].removeprefix(f"{MODEL}.")
+        saved = next((each for each in self._manifest.tensors if each.endswith(end)), "")
+        key = saved.split(".")[0]
+        if not saved or key in parts.RESERVED:
+            return []
+        return [
+            f"{self._missing[0]} was saved as {saved}; call load(torch.nn.Module(), {key}=...), "
+            f"with what has the state that was saved under {key!r}"
+        ]
 
     def _lack_of(self, name: str) -> str:
         """Say that a name is missing. It may be that of an optimizer that is there as another."""
