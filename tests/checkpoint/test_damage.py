@@ -272,9 +272,13 @@ def test_a_folder_that_another_process_removes_meanwhile_is_gone(tmp_path, monke
     checkpointer = Checkpointer(tmp_path, keep=None)
     checkpointer.save(1, nn.Linear(1, 1))
     (tmp_path / "step-1" / "manifest.json").unlink()  # as prune by hand begins
-    monkeypatch.setattr(
-        manifests, "is_leftover", lambda _, folder: not shutil.rmtree(tmp_path / folder.name)
-    )
+    is_leftover = manifests.is_leftover
+
+    def remove_first(at, folder):
+        shutil.rmtree(tmp_path / folder.name)
+        return is_leftover(at, folder)
+
+    monkeypatch.setattr(manifests, "is_leftover", remove_first)
     checkpointer.save(2, nn.Linear(1, 1))
     assert checkpointer.steps() == [2]
     found = checkpointer._folder_of(2)

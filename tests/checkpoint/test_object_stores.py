@@ -13,6 +13,7 @@ from torch import nn
 
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
+from meshard.checkpoint._protocol import storage
 from tests.checkpoint.runs import assert_same_values, check_loads, net, train, trained, values_of
 from tests.support.ranks import on_ranks
 
@@ -132,17 +133,28 @@ def test_many_small_tensors_are_read_by_few_requests(tmp_path, verify):
     assert sum(path.endswith(".distcp") for path in LocalStore.reads) <= 4, LocalStore.reads
 
 
-def test_a_bit_that_flips_in_the_store_is_noticed(tmp_path):
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda data: data.replace(b"PK", b"pk"), "is not as it was written"),
+        (lambda data: data[:1000], r"__0_0\.distcp ends before byte"),
+    ],
+)
+def test_an_object_that_was_changed_or_cut_off_is_noticed(tmp_path, damage, text):
     checkpointer, model = Checkpointer(store_at(tmp_path)), nn.Linear(2, 2)
     checkpointer.save(1, model)
     path = tmp_path / "bucket/run/step-1/__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[1300] ^= 1
-    path.write_bytes(data)
+    path.write_bytes(damage(path.read_bytes()))
     before = values_of(model)
-    with pytest.raises(CheckpointError, match="is not as it was written"):
+    with pytest.raises(CheckpointError, match=text):
         checkpointer.load(model)
     assert_same_values(values_of(model), before)
+
+
+def test_without_fsspec_the_install_command_is_named(monkeypatch):
+    monkeypatch.setattr(storage, "url_to_fs", None)
+    with pytest.raises(ImportError, match="pip install fsspec s3fs"):
+        Checkpointer("s3://bucket/run")
 
 
 @on_ranks(2)
