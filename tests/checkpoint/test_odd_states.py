@@ -445,6 +445,13 @@ def test_what_is_wrong_on_one_rank_is_raised_on_all(tmp_path):
     table.register_buffer("table", torch.ones(2, dtype=dtype))
     with pytest.raises(CheckpointError, match=r"ranks hold 'model\.table' with shape .* in "):
         checkpointer.save(1, table)
+    tied = nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
+    if rank == 0:
+        tied["b"].weight = tied["a"].weight
+    with pytest.raises(
+        CheckpointError, match=r"'model\.b\.weight' is tied to 'model\.a\.weight' on"
+    ):
+        checkpointer.save(1, tied)
     assert checkpointer.steps() == []
 
     class Scheduler(Loader):

@@ -277,12 +277,13 @@ class Saver:
         written = [_written(each["written"]) for each in found]
         others = {name: each for name, each in job.others.items() if name not in plan.different}
         try:
+            tensors = _entries(plan.written_by, [each.crcs for each in written])
             made = Manifest(
                 step=job.step,
-                tensors=_entries(plan.written_by, [each.crcs for each in written]),
+                tensors=tensors,
                 parts={**_merge(trees), **others},
                 rank_parts=[each.own for each in written],
-                ties={name: tied for each in found for name, tied in each["ties"].items()},
+                ties=_joined_ties((each["ties"] for each in found), tensors),
                 about={**job.about, "num_ranks": self.ranks.size},
             )
             flat = dcp_format.flattened(made)
@@ -440,6 +441,19 @@ def _entries(written_by: list[list[Item]], crcs: list[list[int]]) -> dict[str, T
             entry.chunks.append(Chunk(item.offsets, item.sizes, blob))
             begin += size
     return entries
+
+
+def _joined_ties(
+    ties_of_ranks: Iterable[dict[str, str]], tensors: dict[str, TensorEntry]
+) -> dict[str, str]:
+    joined: dict[str, str] = {}
+    for name, tied in (pair for ties in ties_of_ranks for pair in ties.items()):
+        if name in tensors or joined.setdefault(name, tied) != tied:
+            raise CheckpointError(
+                f"{name!r} is tied to {tied!r} on some ranks and not on others, and a checkpoint "
+                "keeps one tensor of a name; tie them on all ranks, or on none."
+            )
+    return joined
 
 
 def _merge(trees: list[dict[str, Any]]) -> dict[str, Any]:
