@@ -71,6 +71,17 @@ def test_a_value_that_differed_between_other_ranks_is_said_to_be_missing(tmp_pat
         Checkpointer(tmp_path).load(nn.Linear(1, 1), loader=Loader(None))
 
 
+@on_threads(2)
+def test_what_a_rank_has_saved_for_itself_is_not_read_unless_it_is_asked_for(tmp_path):
+    checkpointer, model, rank = Checkpointer(tmp_path), nn.Linear(1, 1), dist.get_rank()
+    checkpointer.save(1, model, loader=Loader([rank] * 1000), position=rank)
+    file, number = tmp_path / f"step-1/__{rank}_0.distcp", b"%d, " % rank
+    file.write_bytes(file.read_bytes().replace(number * 3, number * 2 + b"8, "))
+    assert checkpointer.load(model).extra == {"position": rank}
+    with pytest.raises(CheckpointError, match="is not as it was written"):
+        checkpointer.load(model, loader=Loader(None))
+
+
 def test_a_number_of_a_type_that_has_no_plain_one_is_refused(tmp_path):
     numpy = pytest.importorskip("numpy")
     with pytest.raises(CheckpointError, match=r"is a numpy\.longdouble, which a"):

@@ -7,6 +7,7 @@ ranges that it holds, straight into its shards where these are in host memory.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 from collections.abc import Iterable, Iterator
@@ -40,6 +41,10 @@ class Read(NamedTuple):
     chunk_begin: tuple[int, ...]  # where the part begins in the chunk
     sizes: tuple[int, ...]
     target: torch.Tensor  # a view of the part
+
+
+# How other parts begin in the file of a rank: see ``jobs`` and ``Saver._write_file``.
+_NO_VALUE = (b'{"kind": "stateful"', b'{"kind": "module"')
 
 
 class Reader:
@@ -91,6 +96,13 @@ class Reader:
 
     def tree_of(self, blob: Blob) -> Any:
         return json.loads(self.read(blob))
+
+    def may_be_value(self, blob: Blob) -> bool:
+        """Whether a part of one rank may be a plain value, by its first bytes."""
+        with contextlib.suppress(EOFError, OSError):
+            head = self.source(blob.file).read(blob.begin, min(blob.size, 20))
+            return not head.startswith(_NO_VALUE)
+        return True
 
     def close(self) -> None:
         for source in self._sources.values():

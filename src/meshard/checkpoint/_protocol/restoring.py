@@ -6,7 +6,6 @@ each part takes the rest of its state.
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,8 +19,6 @@ from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.loading import Read, Reader, agree, check, compare, fill, reads_of
 from meshard.checkpoint._protocol.manifest import (
-    Blob,
-    CheckpointError,
     Manifest,
     TensorEntry,
     own_name,
@@ -37,8 +34,6 @@ from meshard.checkpoint._protocol.parts import (
 )
 from meshard.checkpoint._protocol.plain import decode, encoded_items, names_in, reference
 from meshard.checkpoint._protocol.ranks import Ranks
-
-_SMALL = 2**20  # bytes
 
 
 class Loaded(NamedTuple):
@@ -185,14 +180,16 @@ class Restoring:
         asked = {MODEL, *extra} if optimizer is None else {MODEL, OPTIMIZER, *extra}
         self._missing += [each for each in self._manifest.unreadable if each.split(".")[0] in asked]
         saved = self._manifest.rank_parts
-        own = saved[self._ranks.rank] if len(saved) == self._ranks.size else {}
-        if not own and saved:
-            self._left_out = [
-                self._other_ranks_had(each)
-                for each, blob in saved[0].items()
-                if each not in (RANDOM, *extra) and self._is_small_value(blob)
-            ]
-        for name in (*self._manifest.parts, *own):
+        has_own = len(saved) == self._ranks.size
+        # Other parts that were not asked for are not read: they may be large, or damaged.
+        values = [
+            name
+            for name, blob in (saved[self._ranks.rank if has_own else 0] if saved else {}).items()
+            if name != RANDOM and self._reader.may_be_value(blob)
+        ]
+        if not has_own:
+            self._left_out = [self._other_ranks_had(each) for each in values if each not in extra]
+        for name in (*self._manifest.parts, *(values if has_own else ())):
             # What has taken the part already: an object, or a tensor.
             is_filled = isinstance(extra.get(name), torch.Tensor) or (
                 name in extra and name not in given
@@ -200,14 +197,6 @@ class Restoring:
             part = None if name == RANDOM or is_filled else self._part(name)
             if isinstance(part, dict) and part.get("kind") == "value":
                 self._extra[name] = self._decoded_around(given.get(name, {}), part["tree"])
-
-    def _is_small_value(self, blob: Blob) -> bool:
-        """Whether plain values lie there. What was not asked for may be large, or damaged."""
-        if blob.size > _SMALL:
-            return False
-        with contextlib.suppress(CheckpointError, OSError, EOFError, ValueError):
-            return bool(self._reader.tree_of(blob).get("kind") == "value")
-        return False
 
     def _add_value(self, name: str, value: Any) -> dict[str, torch.Tensor]:
         """Add a tensor, or the tensors in lists and dicts; return them by name."""
