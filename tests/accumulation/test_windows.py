@@ -344,6 +344,18 @@ def test_sums_stay_wide_beside_a_gradient_that_the_user_touched(is_replaced, exp
 
 
 @on_threads(4)
+@pytest.mark.parametrize("mode", ["N", "R"])
+def test_a_parameter_that_is_unfrozen_in_a_window_is_added_in_its_own_dtype(mode):
+    model = Ones()
+    model.b = nn.Parameter(torch.zeros(4, dtype=torch.float64), requires_grad=False)
+    meshard.fully_shard(model, init_device_mesh("cpu", (2, 2)))
+    run(model, mode, 1.0, 1.0)
+    model.b.requires_grad_(True)
+    run(model, mode + "F", 1.0, 1 + 2**-40)
+    assert values(model) == {"a": 3.0, "b": 2 + 2**-39}
+
+
+@on_threads(4)
 @spread(mode=["N", "R", "N"], mesh_shape=[(2, 2), (2, 2), None], loads=[False, True, False])
 def test_a_parameter_that_is_replaced_in_a_window_loses_what_is_pending(mode, mesh_shape, loads):
     """As in one process, where the new parameter has no gradient."""

@@ -389,14 +389,15 @@ class GradientAccumulator:
         layout.run_hooks(hooks, flat, arrived.used)
         self._unreduced = FlatGradients(layout, flat, arrived.used)
 
-    @staticmethod
     def _add_to(
+        self,
         unreduced: FlatGradients,
         layout: GradientLayout,
         arrived: _Arrived,
         hooks: Sequence[TensorHook],
     ) -> FlatGradients:
-        flat = unreduced.laid_out(layout)
+        # A parameter that was unfrozen in this window may ask for a wider dtype.
+        flat = unreduced.laid_out(layout).to(self.rules.accumulate_dtype(layout))
         if hooks:
             new = layout.allocate(flat.dtype)
             layout.reduce_scatter_copy_in([new], arrived.gradients)

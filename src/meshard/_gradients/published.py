@@ -93,7 +93,8 @@ def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradien
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     """Apply the user's edits of ``copy``, a copy of ``wide`` in any dtype, to ``wide``."""
     # Edits are found by comparing values, because torch's foreach kernels change a DTensor without
-    # raising its version counter. So an edit to the value that was shown (0 to 0) is not seen.
+    # raising its version counter. So an edit to the value that was shown (0 to 0, or inf to inf
+    # where only ``copy`` overflows) is not seen.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 
