@@ -71,11 +71,17 @@ def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) 
     **Collective:** the mesh of the parameter, if it is not new.
     """
     sharded = param.sharded
+    like = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
+    if param.extent is not None and param.dtensor_placement is None:
+        # Random numbers are drawn in the order of memory, so it is that of before fully_shard.
+        stride = param.extent.stride
+        like = torch.empty_strided(like.shape, stride, dtype=like.dtype, device="meta")
+    value = torch.empty_like(like, device=device)
     if is_new:
-        value = poisoned(torch.empty(sharded.shape, dtype=sharded.dtype, device=device))
+        poisoned(value)
     else:
         local = local_of(sharded).to(device)  # that of the mesh; the shard may be in host memory
-        value = place_like(sharded, local).full_tensor().detach().clone()
+        value.copy_(place_like(sharded, local).full_tensor())
     return nn.Parameter(value, requires_grad=False)
 
 

@@ -22,12 +22,12 @@ SEED = 7
 
 
 class Scale(nn.Module):
-    """A module of one's own: a parameter, a frozen one, and buffers of two kinds."""
+    """A module of one's own: a parameter, a frozen transposed one, and buffers of two kinds."""
 
     def __init__(self, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.fixed = nn.Parameter(torch.empty(3, 2), requires_grad=False)
+        self.fixed = nn.Parameter(torch.empty(2, 3).t(), requires_grad=False)
         self.register_buffer("noise", torch.empty(dim))
         self.register_buffer("places", torch.empty(dim, dtype=torch.int64), persistent=False)
         self.reset_parameters()

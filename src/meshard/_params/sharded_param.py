@@ -96,6 +96,7 @@ class Extent(NamedTuple):
     first: int  # byte offset of the first element
     end: int  # byte offset behind the last element
     has_gaps: bool  # whether other elements lie in between, as for a column of a matrix
+    stride: tuple[int, ...]
 
 
 def extent_of(original: torch.Tensor) -> Extent | None:
@@ -110,7 +111,8 @@ def extent_of(original: torch.Tensor) -> Extent | None:
     count = int(1 + sum((size - 1) * stride for size, stride in dims))
     first = int(local.storage_offset()) * local.element_size()
     end = first + count * local.element_size()
-    return Extent(storage, first, end, has_gaps=count > local.numel())
+    has_gaps = count > local.numel()
+    return Extent(storage, first, end, has_gaps=has_gaps, stride=local.stride())
 
 
 GradientHook = Callable[[torch.Tensor], None]
