@@ -70,6 +70,8 @@ def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
             "KEY=A,B",
         ),
         (["train_of_plan:job", "--world", "0"], "world_size=0"),
+        (["train_of_plan:job", "--world", "4", "--device", "gpu"], "'cuda', got 'gpu'"),
+        (["train_of_plan:job", "--world", "4", "--device", "cuda:0"], "'cuda', got 'cuda:0'"),
         (["train_of_plan:job", "--world", "4", "--limit", "many"], "80GB"),
         (["train_of_plan:failing", "--world", "4"], "train_of_plan.py:9"),
         (["train_of_plan:failing", "--world", "4", "--fit", "1GB"], "no such key"),
@@ -96,10 +98,10 @@ def test_a_built_in_model_is_planned_on_a_cpu(capsys, monkeypatch):
 def test_json_is_for_scripts(capsys):
     assert main(["plan", "train_of_plan:job", "--world", "4", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["world_size"] == 4
-    sweep = ["--sweep", "width=64,128", "--json"]
+    sweep = ["--sweep", "width=64,{1},128", "--json"]  # {1} is a set, which JSON does not have
     assert main(["plan", "train_of_plan:job", "--world", "4", *sweep]) == 0
     rows = json.loads(capsys.readouterr().out)
-    assert [row["settings"] for row in rows] == [{"width": 64}, {"width": 128}]
+    assert [row["settings"]["width"] for row in rows] == [64, 128, "{1}"]
 
 
 def test_a_network_that_was_not_measured_can_be_named(capsys):

@@ -122,7 +122,8 @@ def _run(parsed: argparse.Namespace) -> int:
             job, values, limit=parsed.limit, world_size=parsed.world, on_row=on_row, **options
         )
     if parsed.json:
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1))
+        # As text what JSON does not have: a setting may be any literal of Python.
+        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1, default=str))
     else:
         print(_table(rows, parsed.limit))
     check_some(rows)

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from os import PathLike
 
+import torch
+
 from meshard.diagnostics import CommLedger
 from meshard.planning.machine import Machine
 from meshard.planning.memory import KINDS, MemoryLog
@@ -279,8 +281,8 @@ def plan(
             the job makes no tensor, or uses a model that was made outside of it, and would be
             changed.
         TypeError: ``job`` is no function, or does not return one; ``profile`` is none.
-        ValueError: A number is out of range; the profile is of another type of device, or lacks a
-            network that the job uses.
+        ValueError: A number is out of range; there is no such type of device; the profile is of
+            another type, or lacks a network that the job uses.
         Exception: What the job raises.
 
     >>> import torch, meshard
@@ -303,6 +305,11 @@ def plan(
         raise ValueError(
             "plan() needs 0 <= rank < world_size, ranks_per_node >= 1 and steps >= 1; got "
             f"{rank=}, {world_size=}, {ranks_per_node=}, {steps=}."
+        )
+    if not _is_device_type(device_type):
+        raise ValueError(
+            "device_type must be a type of device that torch knows, such as 'cpu' or 'cuda', got "
+            f"{device_type!r}."
         )
     if profile is not None and not isinstance(profile, Profile):
         raise TypeError(f"profile must be a Profile, as from Profile.load(path), got {profile!r}.")
@@ -328,6 +335,13 @@ def plan(
         machine.tape.end()
         machine.label(is_last=True)
         return _plan_of(machine, profile)
+
+
+def _is_device_type(name: str) -> bool:
+    try:
+        return name != "meta" and torch.device(name).type == name
+    except (RuntimeError, TypeError):
+        return False
 
 
 def _plan_of(machine: Machine, profile: Profile | None) -> Plan:
