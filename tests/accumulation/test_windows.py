@@ -355,18 +355,28 @@ def test_a_parameter_that_is_unfrozen_in_a_window_is_added_in_its_own_dtype(mode
     assert values(model) == {"a": 3.0, "b": 2 + 2**-39}
 
 
+CHANGES = {
+    "assign": lambda model: setattr(model, "a", nn.Parameter(torch.ones(4))),
+    "load": lambda model: model.load_state_dict({"a": torch.ones(4)}, strict=False, assign=True),
+    "cast": lambda model: model.double(),
+}
+
+
 @on_threads(4)
-@spread(mode=["N", "R", "N"], mesh_shape=[(2, 2), (2, 2), None], loads=[False, True, False])
-def test_a_parameter_that_is_replaced_in_a_window_loses_what_is_pending(mode, mesh_shape, loads):
-    """As in one process, where the new parameter has no gradient."""
+@spread(
+    mode=["N", "R"],
+    mesh_shape=[(2, 2), (2, 2), None, (2, 2)],
+    **{"change, a": [("assign", 2.0), ("load", 2.0), ("assign", 2.0), ("cast", 3.0)]},
+)
+def test_a_parameter_that_is_replaced_in_a_window_loses_what_is_pending(
+    mode, mesh_shape, change, a
+):
+    """As in one process, where the new parameter has no gradient; a cast keeps it."""
     model = make(mesh_shape) if mesh_shape else meshard.replicate(Ones())
     run(model, mode, 1.0, 10.0)
-    if loads:
-        model.load_state_dict({"a": torch.ones(4)}, strict=False, assign=True)
-    else:
-        model.a = nn.Parameter(torch.ones(4))
+    CHANGES[change](model)
     run(model, "F", 2.0, 20.0)
-    assert values(model) == {"a": 2.0, "b": 30.0}
+    assert values(model) == {"a": a, "b": 30.0}
 
 
 @on_threads(4)
