@@ -222,18 +222,14 @@ class ParamGroup:
         if version is not None:
             return self.num_steps + version
         self.check_not_summoned("stepped, moved or gathered")
-        # Not inference tensors: the next use may be an evaluation, and the module may train later.
         before = [param.sharded for param in self.params]
+        # Not inference tensors: the next use may be an evaluation, and the module may train later.
         with torch.inference_mode(False), torch.no_grad():
             if self.unit_params.take_replacements():
-                # What is pending is of the old parameters; the new ones have no gradient yet.
-                self.gradients.clear(
-                    frozenset(
-                        index
-                        for index, (param, old) in enumerate(zip(self.params, before, strict=True))
-                        if param.sharded is not old
-                    )
-                )
+                pairs = enumerate(zip(self.params, before, strict=True))
+                gone = frozenset(index for index, (param, old) in pairs if param.sharded is not old)
+                if gone:
+                    self.gradients.clear(gone)  # what is pending belongs to the old parameters
                 self.reshard()
                 self.unit_params.rebuild()
                 self.num_rebuilds += 1
