@@ -33,12 +33,13 @@ def communicators_from(make: Callable[[torch.device], Communicator]) -> Iterator
 
 @functools.cache
 def _wait_at_exit() -> None:
-    """Let gloo's threads free what they have sent before the interpreter ends, once per process.
+    """Let the process sleep as it exits, so that gloo's threads can free what they have sent.
 
-    A thread of gloo takes the GIL to free the tensors of its last collective, after the thread that
-    waited for this collective goes on. An interpreter that is ending refuses the GIL, and then the
-    process aborts ("terminate called without an active exception"). This happens even if the user
-    has destroyed the process groups, because a mesh or a sharded module keeps their threads alive.
+    A thread of gloo needs the GIL to free the tensors of its last collective. It may do so after
+    the thread that waited for this collective has gone on. An interpreter that is ending refuses
+    the GIL, and then the process aborts ("terminate called without an active exception"). This
+    happens even if the user has destroyed the process groups, because a mesh or a sharded module
+    keeps their threads alive.
     """
     atexit.register(time.sleep, _EXIT_SECONDS)
 

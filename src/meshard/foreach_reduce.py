@@ -195,21 +195,22 @@ class Divisors(NamedTuple):
 
 
 def is_divide_factor(number: float) -> bool:
-    """Whether gradients can be divided by a number: a positive, finite, normal one of float32."""
+    """Whether ``number`` can divide gradients: it must be in float32's positive normal range."""
     limits = torch.finfo(torch.float32)
     return limits.tiny <= number <= limits.max
 
 
-@functools.lru_cache  # a step resolves those of every unit again
+@functools.lru_cache  # called for every unit in every step
 def resolve_divisors(
     shard_count: int, replicate_count: int, divide_factor: float | None, wire_dtype: torch.dtype
 ) -> Divisors:
     """Return the divisors of a reduction for ``S`` shards, ``R`` replicas and divide factor ``c``.
 
-    Their product is ``c``, exactly: ``c / R`` for the reduce-scatter and ``R`` for the all-reduce.
-    float16 overflows at 65504, so in float16 both numbers are split: a power of two near the square
-    root divides before the collective, the rest divides after it. In other dtypes the whole number
-    divides after the sum, so that division rounds only once. ``early_divisor`` is an exception.
+    The reduce-scatter divides by ``c / R`` and the all-reduce by ``R``: exactly ``c`` in all. In
+    float16, which overflows at 65504, each of these two numbers is split: a power of two near its
+    square root divides before the collective, and the rest after it. In other dtypes the whole
+    number divides after the sum, so that division rounds only once. (``early_divisor`` says when
+    packing divides instead.)
 
     >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
     [1.0, 8.0, 1.0, 4.0]
@@ -225,11 +226,12 @@ def resolve_divisors(
 
 
 def early_divisor(divisors: Divisors, shard_count: int) -> int:
-    """Return the number by which gradients may be divided while they are packed; 1 if none.
+    """Return the number by which gradients may be divided while they are packed; 1 if by none.
 
-    This saves a pass over the sum. The number is the divisor of the reduce-scatter, or that of the
-    all-reduce if the shard group has one rank; but it must be a power of two. A division by a power
-    of two is exact if its result is above 1e-37 (in float32), so it may come before the sum.
+    Dividing there saves a pass over the sum. The number is the divisor of the reduce-scatter, or of
+    the all-reduce if the shard group has one rank. In float16, or if that divisor is no power of
+    two, the result is 1. A division by a power of two may come before the sum, because it is exact
+    if its result is above 1e-37 (in float32).
     """
     share = divisors.after_scatter if shard_count > 1 else divisors.after_all_reduce
     is_power = share.denominator == 1 and share.numerator & (share.numerator - 1) == 0
@@ -277,7 +279,7 @@ class ReducePlan(NamedTuple):
     accumulate_dtype: torch.dtype  # of sums over microbatches, the partial and the result
     shard_group: dist.ProcessGroup  # ranks that each own a row of the buffer
     replicate_group: dist.ProcessGroup | None  # ranks that own the same row; None: no all-reduce
-    replicate_count: int  # replicas of the mesh, even without an all-reduce in this reduction
+    replicate_count: int  # how many replicas there are, even if this reduction has no all-reduce
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
     divided_by: int = 1  # what packing divides by: see ``early_divisor``
@@ -303,7 +305,8 @@ class Reduced(NamedTuple):
     """The result of a reduction."""
 
     shard: torch.Tensor  # [shard_numel], in the accumulate dtype
-    used: frozenset[int]  # the parameters for which a rank that took part had a gradient
+    # The parameters for which a rank that took part had a gradient, now or in its partial.
+    used: frozenset[int]
 
 
 class Reduction:
@@ -338,8 +341,8 @@ class Reduction:
             self._divisors = self._divisors.after(plan.divided_by, plan.shard_group.size())
         if plan.average is not None:
             self._divisors = self._divisors._replace(before_all_reduce=_ONE, after_all_reduce=_ONE)
-        # The wider dtype, because marks are read from these sums: in the narrower one, a small
-        # negative sum might be rounded to -0.0, which is the mark.
+        # Sums have the wider of the two dtypes, because marks are read from them. In the narrower
+        # one, a small negative sum might be rounded to -0.0, which is the mark.
         self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
         self._ends: list[InFlight] = []  # the last work of the scatter, and of the all-reduce
         self._unused: torch.Tensor | None = None
@@ -436,8 +439,8 @@ class Reduction:
         if self._partial is not None:
             if self._unused is not None:
                 self._unused = self._unused & marks.is_marked(self._partial)
-            # With one rank in the shard group, ``divided_by`` of packing is the divisor of the
-            # all-reduce (or 1). It has divided the new gradients, but not yet the old partial.
+            # If the shard group has one rank, packing may have divided the new gradients by the
+            # divisor of the all-reduce. The old partial is divided by it only here.
             divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
             self._result.add_(self._partial, alpha=1 / divided_by)
         if self._sum_dtype != plan.accumulate_dtype:
@@ -468,8 +471,8 @@ class Reduction:
 
     def _after_all_reduce(self) -> None:
         self._pending.wait()
-        # Not self._unused: that one must live until finish(), because the scatter stream allocated
-        # it and this stream reads it (rule 4 of _comm/streams.py).
+        # This does not replace self._unused, which must live until finish(): the scatter stream
+        # allocated it, and this stream reads it (rule 4 of _comm/streams.py).
         self._unused_anywhere = self._marks.read(self._marked)
         self._reduced = self._wire.to(self._plan.accumulate_dtype)
         divide_(self._reduced, self._divisors.after_all_reduce)

@@ -18,7 +18,7 @@ from meshard._comm.communicator import CommStream, Communicator, GatherInFlight,
 from meshard._mesh.layout import FlatLayout, ParamRange, matching_parts
 from meshard._torch.private import foreach_copy_
 
-_TINY = 2**14  # bytes: smaller buffers are never freed, as malloc would not return them to the OS
+_TINY = 2**14  # bytes: buffers up to this size are never freed, as malloc would keep their memory
 
 _Copies = tuple[list[torch.Tensor], list[torch.Tensor]]  # targets, and as many sources
 

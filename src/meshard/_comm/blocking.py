@@ -3,8 +3,8 @@
 All ranks of ``group`` must call them, with tensors of one shape and dtype. Each call, except that
 of ``send_max``, waits for the result. If that is a tensor on a device, the current stream waits,
 otherwise the host. If one rank sends to the others, or receives from them, it is by default the
-first rank of the group. Tensors that are not added up are sent as bytes, because gloo supports
-neither int16 nor float8.
+first rank of the group. Calls that only move a caller's tensor, except ``full_tensor``, send it as
+bytes, because gloo supports neither int16 nor float8.
 """
 
 from __future__ import annotations

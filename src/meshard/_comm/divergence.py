@@ -52,8 +52,8 @@ REMEDY = (
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round. All models count together.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group: how many roots were ever made that communicate through it, without copies of roots.
-# ``name_root`` numbers them by this count, alike on all ranks.
+# By group: how many roots that communicate through it were ever made. Copies are not counted.
+# ``name_root`` numbers roots by this count, alike on all ranks.
 _num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
@@ -72,7 +72,7 @@ def name_root(groups: Iterable[dist.ProcessGroup]) -> RootNames:
     per group, because a rank may have models that other ranks lack, such as a stage of a pipeline.
     All ranks of a group call ``fully_shard`` and ``replicate`` in the same order, so a root gets
     its number in that call. The order of first use would not do: it may differ between ranks, and
-    the check is there to find out.
+    the check is there to find such differences.
 
     A copy gets no number, because one rank alone may make copies, for example for a moving average
     of the weights. So two copies of one root have the same name.

@@ -55,8 +55,8 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
 
     ``brought`` has the mesh and the sample of each unit. None: there is no sample, for example
     because the parameters were on the meta device.
-    **Collective:** all ranks of the meshes, with the same number of units. The ranks of a mesh
-    exchange five numbers per rank: over the first process group, then all these over the second.
+    **Collective:** all ranks of the meshes, with the same number of units. Each rank of a mesh
+    sends five numbers over the first process group, and all that it received over the second.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[FirstValues | None]]] = {}
     for mesh_info, values in brought:

@@ -6,11 +6,12 @@ different parameters still issue the same collective.
 
 **Negative zero marks an unused parameter.** A rank without a gradient fills the range of the
 parameter with ``-0.0``; a rank with a gradient makes sure that the first element of the range is
-not ``-0.0``. In IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is, or denormals are
-flushed to zero (``torch.set_flush_denormal``). So the first element of the sum is ``-0.0``, a
-*mark*, exactly if no rank had a gradient. Dividing can underflow to ``-0.0``, so marks are read
-from raw sums and restored after each division. A rank that has all gradients reads no mark. A rank
-that lacks some must read the marks, and so wait for its device.
+not ``-0.0``. By IEEE 754 (section 6.3) a sum is ``-0.0`` only if every term is. (This fails if
+denormals are flushed to zero: ``torch.set_flush_denormal``.) So the first element of the sum is
+``-0.0``, a *mark*, exactly if no rank had a gradient. Dividing can underflow to ``-0.0``. So marks
+are read from a sum before it is divided, and written again before anything reads them later. A rank
+that has all gradients reads no mark. A rank that lacks some must read the marks, and so wait for
+its device.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ _MAX_OPERANDS = 64  # limit of the cache, because a divide factor may change wit
 # In these dtypes a 0-d tensor is as exact an operand as a Python number. In a narrower dtype it is
 # less exact: in bfloat16 a 0-d tensor is rounded to bfloat16, but a Python number only to float32.
 _EXACT = (torch.float32, torch.float64)
-# The range of a used parameter must not begin with ``-0.0``. If all parameters are used, 0.0 may be
-# added to every element, which avoids indexing the first elements of the ranges. That is faster
-# (4 against 120 us for six parameters on 4096 ranks) while the buffer has at most ``_SMALL``
+# The range of a used parameter must not begin with ``-0.0``, so 0.0 is added to its first element.
+# If all parameters are used, 0.0 may be added to every element instead. This needs no indexing. It
+# is faster (4 against 120 us for six parameters on 4096 ranks) if the buffer has at most ``_SMALL``
 # elements, or each row at most ``_FEW`` elements per parameter. On a device the first limit is
 # ``_SMALL_ON_DEVICE``: indexing launches several kernels there, and an addition only one.
 _SMALL, _SMALL_ON_DEVICE, _FEW = 2**14, 2**23, 8

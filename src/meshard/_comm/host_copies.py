@@ -60,8 +60,8 @@ class HostCopies:
                 result.add_(source)
             host.copy_(result, non_blocking=True)
             # Two records of the same work, because the first wait for a record frees what that
-            # record keeps alive. The next store() may wait before the caller does, for the first
-            # record. The second one keeps ``source`` alive until the caller has waited.
+            # record keeps alive. The next store() waits for ``_writing``, perhaps before the caller
+            # waits. So another record, the caller's, keeps ``source`` alive.
             self._writing = comm.record()
             return comm.record(source)
 

@@ -3,7 +3,7 @@
 Note: Stream rules.
     The *compute* stream is the one that is current when a comm stream is entered or ``wait`` is
     called. These rules order every read after its write, and every reuse of memory after its last
-    use. So ``record_stream`` is not needed, which delays reuse until the allocator polls an event.
+    use. So ``record_stream`` is not needed. (It delays reuse until the allocator polls an event.)
 
     1. *A comm stream waits for compute when it is entered.* So it sees what compute wrote (shards,
        gradients). And it never allocates memory that compute still reads: if a block was freed

@@ -231,8 +231,8 @@ class GradientAccumulator:
         """Drop pending gradients of some parameters."""
         # Two optimizers may each clear half of the parameters, so ``_cleared`` collects the
         # parameters of both calls. U and Q become None only once all parameters of their layout are
-        # cleared, and not just those that this rank used: other ranks may have used more, and all
-        # ranks must agree on whether gradients are pending.
+        # cleared. To clear those that this rank used is not enough: other ranks may have used more,
+        # and all ranks must agree on whether gradients are pending.
         self._cleared |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
@@ -305,13 +305,13 @@ class GradientAccumulator:
         if not layout.packed_early:
             return
         plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
-        # A factor that the user has set is read later, when the reduction starts.
+        # A factor that the user has set is read only when the reduction starts: divide by 1 now.
         divisor = plan.divided_by if settings.divide_factor is None else 1
         if plan.wire_dtype == plan.accumulate_dtype:
             self.published.begin_receiving(layout, plan.wire_dtype, divisor)
 
     def receive(self, index: int, settings: ReduceSettings) -> None:
-        """Add a large gradient that has just arrived to ``U``; without ``U``, to a free bucket.
+        """Take a large gradient that has just arrived: add it to ``U``, or else to a free bucket.
 
         With reentrant checkpoints, another gradient of the same parameter may follow. If there are
         ``arrived`` hooks and a ``U``, the gradient stays in ``.grad``, because these hooks must see
@@ -347,8 +347,8 @@ class GradientAccumulator:
         """Return a gradient as the plain tensor to be reduced.
 
         With ``may_lack_sum`` the result may be only this rank's term of a sum over other mesh axes.
-        The sum is then taken later, of ``U``. So if ``U`` has a gradient of the parameter already,
-        that gradient must lack the same sum.
+        That sum is taken later, of ``U``. So the term is returned only if ``U`` has no gradient of
+        the parameter yet, or one that lacks the same sum.
         """
         param, unreduced = self.unit_params.params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
@@ -469,7 +469,8 @@ class GradientAccumulator:
         # In a large unit (``is_large``, on CPU only) gradients are packed one by one, and packing
         # may also divide (``early_divisor``). In other units one operator packs most gradients, and
         # cannot divide. Reduce hooks may ask for undivided values, and a communication hook
-        # (``average``) divides by itself. Layout, settings and groups are the same on all ranks.
+        # (``average``) divides by itself. All ranks decide alike here, because layout, settings and
+        # groups are the same on all of them.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
             if shard_count > 1 or plan.replicate_group is not None:

@@ -1,14 +1,14 @@
 """The ``.grad`` of sharded parameters, on the device or in host memory.
 
-A reduction yields one flat tensor per unit in the accumulate dtype. A ``.grad`` of that dtype is a
-view of the flat tensor, so that one kernel adds the next reduction. The dtype of ``.grad`` is that
-of the parameter, unless ``grad_dtype`` says otherwise. If it is not the accumulate dtype, ``.grad``
-is a copy, and the flat tensor is kept beside it: small gradients would be rounded away if
-microbatches were added up in a narrow dtype.
+A reduction yields one flat tensor per unit in the accumulate dtype. The dtype of ``.grad`` is that
+of the parameter, unless ``grad_dtype`` says otherwise. If it is the accumulate dtype, ``.grad`` is
+a view of the flat tensor, so that one kernel adds the next reduction. Otherwise ``.grad`` is a
+copy, and the flat tensor is kept beside it: small gradients would be rounded away if microbatches
+were added up in a narrow dtype.
 
-Autograd sees no sharded parameter in a forward of its unit, so hooks that users register on one
-(``register_hook``, ``register_post_accumulate_grad_hook``) run from here. Where a loss uses one
-outside of the forward, autograd runs them too.
+Autograd sees no sharded parameter in a forward of its unit. So hooks that users register on sharded
+parameters (``register_hook``, ``register_post_accumulate_grad_hook``) run from here. If a loss uses
+a sharded parameter outside of the forward, autograd runs its hooks too.
 """
 
 from __future__ import annotations
@@ -93,8 +93,9 @@ def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradien
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     """Apply the user's edits of ``copy``, a copy of ``wide`` in any dtype, to ``wide``."""
     # Edits are found by comparing values, because torch's foreach kernels change a DTensor without
-    # raising its version counter. So an edit to the value that was shown (0 to 0, or inf to inf
-    # where only ``copy`` overflows) is not seen.
+    # incrementing its version counter. So an edit that leaves the value in ``copy`` as it was is
+    # not seen. Example: a tiny ``wide`` is 0 in ``copy``, or a large one inf, and the user sets the
+    # same value again.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 
@@ -142,7 +143,7 @@ class PublishedGrads:
 
     @property
     def has_arrivals(self) -> bool:
-        """Whether the ``.grad`` of an unsharded parameter, if it has one, is not reduced yet.
+        """Whether unsharded parameters can have a ``.grad`` that is not reduced yet.
 
         Under ``replicate`` the unsharded parameter is the sharded one, unless ``param_dtype`` makes
         it a copy. So outside of a backward its ``.grad`` was published, or the user has set it.
@@ -175,7 +176,7 @@ class PublishedGrads:
         """Let ``receive`` put gradients into free memory, divided by ``divisor``."""
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        """Add a large gradient that has just arrived to ``unreduced``, and return the sum.
+        """Take a large gradient that has just arrived: add it to ``unreduced``, return the sum.
 
         If ``unreduced`` is None, put the gradient into the memory of ``begin_receiving`` instead,
         and return None.
@@ -384,7 +385,7 @@ class ShardedGrads(PublishedGrads):
         return all(gradient_dtype(params[index].sharded) == dtype for index in used)
 
     def publish_unread(self, new: FlatGradients) -> bool:
-        """Publish ``new``, whose values are still being copied, if that needs to read no value.
+        """Publish ``new``, whose values are still being copied, if none has to be read for that.
 
         Return whether ``new`` was published.
         """

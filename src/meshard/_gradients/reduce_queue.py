@@ -67,13 +67,14 @@ class ReduceQueue:
         *,
         over_replicas: bool,
         ends_window: bool,
-        usual_factor: float | None,  # if the user has set none; None: the number of ranks
+        usual_factor: float | None,  # used if the user has set no factor; None: number of ranks
         on_reduced: Callable[[], None] | None,
     ) -> None:
         """Start reducing what a unit has accumulated. On CPU, first advance the other reductions.
 
-        **Collective:** the unit's shard group, then its replica group if ``over_replicas``; and
-        the next stages of earlier reductions. None under ``replicate`` without ``over_replicas``.
+        **Collective:** the ranks of earlier reductions, for their next stages; then the unit's
+        shard group, and its replica group if ``over_replicas``. Under ``replicate`` without
+        ``over_replicas`` no collective is issued.
         """
         if not over_replicas and gradients.is_replicated:
             # Under replicate the shard group has one rank, so REDUCE_SCATTER would send nothing.
@@ -88,7 +89,8 @@ class ReduceQueue:
         divide_factor = self._divide_factor(settings, usual_factor)
         if self._comm.waits_block_host:
             # Advance before the new reduction allocates: it can then use memory that the earlier
-            # reductions free. Most ran during the backward of this unit, so the wait is short.
+            # reductions free. These were sending during the backward of this unit, so the wait is
+            # mostly short.
             self._advance()
         with unrecorded():
             in_flight = gradients.start_reduce(

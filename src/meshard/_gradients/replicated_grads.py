@@ -2,9 +2,10 @@
 
 A *bucket* is a flat buffer that is all-reduced. Autograd adds unreduced gradients to ``.grad`` of a
 replicated parameter. So while a backward runs, the reduced gradients in every ``.grad`` are hidden:
-``.grad`` is None until autograd sets a new gradient. New gradients are packed into the bucket,
-large ones as they arrive; or into other memory while the bucket holds reduced gradients. At the end
-of the backward each ``.grad`` is a view of the reduced gradients again, or a copy of its part.
+``.grad`` is None until autograd sets a new gradient. New gradients are packed into the bucket
+(large ones on CPU as they arrive). While the bucket holds reduced gradients, new ones are packed
+into other memory. At the end of the backward each ``.grad`` is a view of the reduced gradients
+again, or a copy of its part.
 
 ======= =============================================== ===========================================
 state   when                                            ``.grad``
@@ -94,9 +95,10 @@ class ReplicatedGrads(PublishedGrads):
         return self.is_hidden  # outside of a backward no .grad has arrived
 
     def hide(self, arrived: int | None = None) -> None:
-        """Set every ``.grad`` to None: from the beginning of a backward, and during ``publish``.
+        """Set every ``.grad`` to None, as a backward begins or ``publish`` is called.
 
-        If parameter ``arrived`` is no cast copy, its ``.grad`` belongs to this backward, and stays.
+        The ``.grad`` of parameter ``arrived`` stays, because it is a new gradient of this backward.
+        But if modules compute with a cast copy, the copy has the new gradient, and nothing stays.
         """
         if self.is_hidden:
             return

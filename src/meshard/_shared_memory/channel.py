@@ -61,7 +61,7 @@ class _Allocation:
 
 
 class _Process:
-    """Another process, watched by a pidfd: once it has ended, its process id may be reused."""
+    """Another process. A pidfd watches it, as its process id may be reused once it has ended."""
 
     def __init__(self, number: int) -> None:
         descriptor = os.pidfd_open(number)
@@ -163,9 +163,9 @@ class Channel:
         """Return the memory of free ranges to the OS, as ``phase`` begins.
 
         Memory up to the highest address that recent steps used is kept, because the next step needs
-        it again. As a backward begins, only recent backwards count: they use the most memory. As
-        another phase begins, recent forwards and backwards count. With ``is_tight``, nothing is
-        kept.
+        it again. As a backward begins, only recent backwards count, because the memory of a step
+        peaks in the backward. As another phase begins, recent forwards and backwards count. With
+        ``is_tight``, nothing is kept.
         """
         is_new = self._released_at != self._next
         if is_new:
@@ -203,9 +203,9 @@ class Channel:
     def publish(self, tensor: torch.Tensor, name: Name, *, copy: bool = False) -> int:
         """Publish ``tensor`` to all other ranks; return the number of the message.
 
-        The other ranks read memory from ``allocate`` in place. It must not be written to again, and
-        is reused only after all ranks have acknowledged the message. A tensor in other memory is
-        copied to such memory first; with ``copy`` every tensor is.
+        If ``tensor`` comes from ``allocate``, the other ranks read it in place. It must not be
+        written to again, and its memory is reused only after all ranks have acknowledged the
+        message. Any other tensor is copied to such memory first; with ``copy`` every tensor is.
         """
         return self._publish([tensor.view(-1)], name, copy=copy)
 
@@ -346,7 +346,7 @@ class Channel:
             if own[slot] > message:
                 return
             if count % _NAPS_PER_CHECK == 0:
-                # ``own[slot]`` is read after ``has_ended``, as the rank may have written it before.
+                # The rank may have written ``own[slot]`` just before its end, so it is read again.
                 if self._processes[other].has_ended and own[slot] <= message:
                     raise RuntimeError(
                         f"rank {other} of the group has ended and will not {what}. If it did not "
@@ -390,7 +390,7 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
 
 def _open(process: int, descriptor: int, token: int) -> Segment | None:
     """Return the segment of another rank; None if it cannot be opened or has another token."""
-    # Of a rank on another host, process and descriptor may name any file here, also a short one.
+    # If the rank is on another host, these numbers may name any file here, even one too short.
     with contextlib.suppress(OSError, ValueError, IndexError, TypeError):
         segment = Segment.open(process, descriptor)
         if segment.words(8 * _TOKEN_WORD, 1)[0] == token:

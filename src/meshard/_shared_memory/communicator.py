@@ -3,8 +3,8 @@
 A gather copies the shards of the other ranks from their memory into unsharded parameters, and a
 reduce-scatter adds the rows of the other ranks from where they were packed. Nothing goes through a
 socket, and no second thread takes time from compute. Results are, bit for bit, those of the base
-class ``WorkCommunicator``. The base class still serves groups across hosts, and all-reduces of more
-than two ranks: gloo adds those up in an order of its own.
+class ``WorkCommunicator``. The base class still serves groups that cannot share memory, every
+all-to-all, and all-reduces of more than two ranks: gloo adds those up in an order of its own.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
         """Return the channel of ``group``, to allocate memory for a later collective.
 
-        Returns None if the user has set any collective of their own. Under ``MESHARD_DEBUG=1`` it
-        opens no channel: opening is itself a collective, and the check that the ranks agree comes
-        later, with the collective that uses the memory.
+        Returns None if the user has set a collective, or memory for it (``CommSettings``). Under
+        ``MESHARD_DEBUG=1`` it opens no channel: opening is itself a collective, and the check that
+        the ranks agree comes later, with the collective that uses the memory.
         """
         if self._custom is not None:
             return None

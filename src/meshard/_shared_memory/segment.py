@@ -68,7 +68,10 @@ class Segment:
 
     @classmethod
     def open(cls, process: int, descriptor: int) -> Segment:
-        """Map a segment of another process. On another host: any file, an OSError or ValueError."""
+        """Map a segment of another process.
+
+        If that process is on another host, this maps another file, or raises OSError or ValueError.
+        """
         return cls(os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC))
 
     def reserve(self, num_bytes: int) -> None:
