@@ -134,7 +134,7 @@ def _microbatches(
 def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> bool:
     """Whether gradients were dropped since ``voided_before`` was read, or a clean-up is due."""
     if any(lifecycle.failure.has_happened() for lifecycle in lifecycles):
-        return True  # no clean-up here: without one, optimizers refuse to step
+        return True  # not cleaned up here: until that is done, optimizers refuse to step
     for lifecycle in lifecycles:
         abort_if_interrupted(lifecycle)
     return [lifecycle.failure.num_voided for lifecycle in lifecycles] != voided_before
@@ -307,7 +307,8 @@ def _uneven_batches(
             has_batch = batch is not _END
             loop.begin(has_batch=has_batch)
             buckets.prepare(module)
-            loop.count_steps_from_here()  # prepare() may have made new groups, which count from 0
+            # prepare() may have made new param groups, whose counts of steps begin at 0.
+            loop.count_steps_from_here()
             if not loop.having:
                 return
             if has_batch:
@@ -345,7 +346,7 @@ class _Report(enum.IntEnum):
     # Sent as an iteration begins:
     NO_BATCH = enum.auto()
     HAS_BATCH = enum.auto()
-    FAILED = enum.auto()  # also instead of a report below, or when a second backward reduces
+    FAILED = enum.auto()  # also sent if the body runs no backward, or a second backward reduces
     # A rank with a batch sends one of these when it reduces its first unit, or else when the body
     # of the loop ends. A rank without a batch sends one at once.
     REDUCES = enum.auto()
@@ -444,8 +445,9 @@ class _UnevenLoop:
         return ranks
 
     def _exchange_mode(self, report: _Report) -> GradientSync | None:
-        """Return how far ranks with a batch reduce. If one left: None, or raise if this has one.
+        """Return how far the ranks with a batch reduce.
 
+        If one of them has left the loop, the others with a batch raise, and the rest return None.
         **Collective:** all ranks.
         """
         ranks = self._exchange(report)

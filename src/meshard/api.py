@@ -358,15 +358,15 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 # --- the default mesh ----------------------------------------------------------------------
 
-# By default group: its default mesh. A mesh looks up its group by name, and default groups made one
-# after the other have the same name, so each needs a mesh of its own. Both references are weak,
-# because a mesh keeps its group alive, with its threads and sockets.
+# The default mesh of each default group. A mesh looks up its group by name, and default groups made
+# one after the other have the same name, so each group needs a mesh of its own. Both references are
+# weak, because a mesh keeps its group alive, with the group's threads and sockets.
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
 _default_meshes = weakref.WeakKeyDictionary()
 
 
 def default_mesh() -> DeviceMesh:
-    """Return a 1D mesh over the default group: always the same mesh for the same group."""
+    """Return a 1D mesh over the default group: the same one, as long as anything refers to it."""
     device_type = _default_device_type()
     if not dist.is_initialized():
         _init_default_group(device_type)

@@ -114,10 +114,10 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
         registered = self.__dict__.get(FORWARD_METHODS, {})
         called = registered.get(name)
         if called is None and original is None:
-            # A class may look for it elsewhere, as a wrapper does in what it wraps.
+            # The class may find the method elsewhere, as a wrapper does in the module it wraps.
             called = type(self).__getattr__(self, name)
         if called is None:
-            bind = getattr(original, "__get__", None)  # an object that can be called has none
+            bind = getattr(original, "__get__", None)  # a callable object may have none
             called = original if bind is None else bind(self, type(self))
         unit = unit_of(self) if name in registered else None
         return run_in_unit(self, unit, called, args, kwargs) if unit else called(*args, **kwargs)
@@ -184,7 +184,7 @@ class GradientSetters(_AnyModule):
         _lifecycle(self).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
-        """Choose whether ``finalize_backward`` ends windows, or the last backward. Root only.
+        """Choose what ends a window: ``finalize_backward``, or the last backward. Root only.
 
         While enabled, every backward reduces as one that is not the last, whatever
         ``set_is_last_backward`` says. Units that have not run keep their pending gradients
@@ -331,7 +331,7 @@ class GradientSetters(_AnyModule):
         raise TypeError(f"a sharded or replicated {name} needs copy.deepcopy, not copy.copy.")
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickle as a plain module, with unsharded parameters: inside ``unsharded_params``."""
+        """Pickle as a plain module. If it has shards, this works only in ``unsharded_params``."""
         return reduce_as_plain(self)
 
 
@@ -439,7 +439,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def set_separate_reduce_scatter_group(
         self, enable: bool = True, *, recurse: bool = True
     ) -> None:
-        """Reduce gradients on a second process group, so that gathers need not queue behind them.
+        """Reduce on a second process group, so that gathers need not queue behind reductions.
 
         **Collective:** all ranks of the shard group, the first time for a mesh.
         """
@@ -514,7 +514,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """Wait for ``event`` before the next gather, instead of for all that is queued by then.
+        """Make the next gather wait for ``event`` only, not for all work of the current stream.
 
         For an optimizer that steps on a stream of its own: set a new event after each step.
         """
@@ -549,7 +549,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
         shards = [param.sharded for group in groups for param in group.params]
         chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
-        for param, *_ in chosen:  # torch swaps DTensors with new ones, which drops grad_dtype
+        # torch swaps DTensors with new ones, which drops grad_dtype, and then may refuse the .grad.
+        # So .grad is taken away here, and both are set again below.
+        for param, *_ in chosen:
             param.grad = None
         with watching_buffers(self, fn, recurse=recurse):
             # Not torch's FSDPModule._apply, which reads torch's own state.

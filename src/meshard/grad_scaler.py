@@ -28,7 +28,10 @@ _scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
 
 def is_backward_scaled() -> bool:
-    """Return whether a loss runs backward that was scaled beside an overlapped optimizer."""
+    """Return whether the loss of a running backward was scaled.
+
+    Only losses that were scaled while there was an overlapped optimizer are known.
+    """
     return len(_scaled_backwards) > 0
 
 
@@ -104,7 +107,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """
         scaled = super().scale(outputs)
         if self.is_enabled() and overlapped_optimizers:
-            if isinstance(scaled, Iterator):  # for any iterable but a list or a tuple
+            if isinstance(scaled, Iterator):  # as torch returns for a generator of losses
                 scaled = list(scaled)
             for loss in tree_flatten(scaled)[0]:
                 if loss.requires_grad:
@@ -113,7 +116,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
     @override
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        """Return the scale. A rank that had no batch has scaled no loss, so it is made here."""
+        """Return the scale and its growth tracker.
+
+        A rank that had no batch has scaled no loss, so both are made here.
+        """
         if self._scale is None:
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)

@@ -1,8 +1,8 @@
 """First values of sharded parameters: initialization, and agreement of the ranks.
 
-Drawing random numbers for a shard gives other values than drawing them for the unsharded parameter
-and taking its shard; and ranks with the same seed would draw the same shard. So modules are
-initialised unsharded, with the same random numbers on every rank, and each rank keeps its part.
+If each rank drew random numbers for its own shard, the values would not be those of an unsharded
+model, and ranks with the same seed would draw equal shards. So modules are initialised unsharded,
+with the same random numbers on every rank, and each rank keeps its part.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def leave_meta(group: ParamGroup) -> list[ShardedParam]:
     for param in new:
         old = param.sharded
         local = torch.empty_like(local_of(old), device=group.spec.location.device)
-        if is_plain(local):  # NaN shows if the caller fails before it has written values
+        if is_plain(local):  # if the caller fails before it writes values, NaNs show that
             poisoned(local)
         param.make_sharded(local, group.spec.mesh_info, requires_grad=old.requires_grad)
         keep_gradient_dtype(old, param.sharded)
@@ -80,7 +80,7 @@ def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) 
     if is_new:
         poisoned(value)
     else:
-        local = local_of(sharded).to(device)  # that of the mesh; the shard may be in host memory
+        local = local_of(sharded).to(device)  # the shard may be in host memory
         value.copy_(place_like(sharded, local).full_tensor())
     return nn.Parameter(value, requires_grad=False)
 
@@ -143,12 +143,12 @@ class _Initialisation:
     def __init__(self, init: Init | None, device: torch.device) -> None:
         self.untouched: list[str] = []
         self._init = init
-        self._device = device  # that of tensors that belong to no unit
+        self._device = device  # where meta tensors that belong to no unit get memory
         self._seen: set[nn.Module] = set()
         self._summoned: dict[Unit, SummonedUnit] = {}
-        # Names of the parameters of summoned units that have no values yet.
+        # The parameters in summoned units that had no values before, with their names.
         self._new: dict[ShardedParam, str] = {}
-        # By meta tensor that belongs to no unit: its name, and the tensor that has replaced it.
+        # For each meta tensor that belongs to no unit: its name, and the tensor in its place.
         self._given: dict[torch.Tensor, tuple[str, torch.Tensor]] = {}
 
     def run(self, root: nn.Module) -> None:
@@ -302,7 +302,7 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
     """Make every rank draw the random numbers that the first rank of the meshes draws."""
     generators: list[Any] = [torch.random]
     if device.type != "cpu":
-        generators.append(torch.get_device_module(device))  # uses that of the current device
+        generators.append(torch.get_device_module(device))  # its state: the current device's
     own = [generator.get_rng_state() for generator in generators]
     first = [state.clone() for state in own]
     for generator, state in zip(generators, first, strict=True):
@@ -370,13 +370,14 @@ def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: 
         broadcast(buffer, mesh_info.shard_group, label=label)
         if mesh_info.replicate_group is not None:
             broadcast(buffer, mesh_info.replicate_group, label=label)
-        # All is sent, because a buffer may be expanded on some ranks only.
+        # The whole tensor was sent, because it may be expanded on some ranks only. If all values
+        # along an expanded dim are equal, only the first of them is written.
         for dim, stride in enumerate(plain.stride()):
             first = buffer.narrow(dim, 0, min(1, buffer.size(dim)))
             if stride == 0 and torch.equal(first.expand_as(buffer), buffer):
                 plain, buffer = plain.narrow(dim, 0, first.size(dim)), first
         if buffer.data_ptr() != plain.data_ptr():
-            plain.copy_(buffer)  # torch refuses other values for what is one element here
+            plain.copy_(buffer)  # torch raises if an expanded dim would get different values
 
 
 def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, unit: str) -> None:
@@ -433,7 +434,7 @@ def _checksum(param: torch.Tensor) -> int:
     for plain in plain_tensors_in(plain_of(param).detach()):
         if plain.is_meta:
             continue
-        # At most 32 bits at once: the highest of 64, the sign, would be lost in the sum.
+        # Read as integers of at most 32 bits: ``% 2**63`` would lose the highest bit of 64.
         bits = plain.contiguous().view(-1).view(INT_OF_SIZE[min(plain.itemsize, 4)])
         for number, chunk in enumerate(bits.split(_CHUNK)):
             weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)

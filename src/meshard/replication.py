@@ -3,8 +3,8 @@
 A bucket is all-reduced once all gradients of it and of the buckets before it have arrived, so it
 should hold gradients that arrive at about the same time. Before the first backward the order of
 arrival is unknown, and buckets are filled in the reverse order of ``module.parameters()``. After
-the first reduction, the next forward with a graph that finds no bucket in use rebuilds them in the
-order of arrival on the first rank.
+the first reduction they are rebuilt once, in the order of arrival on the first rank. This is done
+by the next forward that records a graph while no bucket is in use.
 """
 
 from __future__ import annotations
@@ -123,9 +123,10 @@ class Buckets:
         for number, unit in enumerate(reversed(self.units)):
             unit.mesh_name = f" bucket {number}" if count > 1 else ""
         self._fill(list(reversed(range(len(params)))))
-        # Until the buckets are rebuilt, the recorders note in ``_arrivals`` the order of arrival of
-        # the gradients, but not of tensors that replace ``unsharded`` later (a new cast copy, say).
-        # ``_is_final`` says that the buckets will not be rebuilt any more.
+        # Until the buckets are rebuilt, the recorders note in ``_arrivals`` the order in which
+        # gradients arrive. They are hooks on the present ``unsharded`` tensors. A tensor that
+        # replaces one of these later (a new cast copy, say) has no recorder. ``_is_final`` says
+        # that the buckets will not be rebuilt any more.
         self._is_final = False
         self._arrivals: dict[int, None] = {}  # a set that keeps the order
         self._recorders = [
@@ -147,7 +148,7 @@ class Buckets:
         return copied
 
     def _fill(self, order: list[int]) -> None:
-        """Distribute parameters over units in ``order``: that in which gradients are expected."""
+        """Distribute parameters over units in ``order``, the expected order of their gradients."""
         params = [self._params[position] for position in order]
         parts = partition([param.sharded for param in params], self._cap)
         dtypes = [param.sharded.dtype for param in params]
@@ -192,8 +193,8 @@ class Buckets:
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Call ``prepare`` if the forward records a graph. This hook runs before those of units."""
         lifecycle = self.units[0].lifecycle
-        lifecycle.abort_if_failed()  # a backward that has raised is over
-        # If a backward runs, it recomputes this forward, and uses the present buckets and buffers.
+        lifecycle.abort_if_failed()  # otherwise ``phase`` may be that of a backward that has raised
+        # A forward inside a backward recomputes an earlier one, with the same buckets and buffers.
         is_in_backward = lifecycle.phase is Phase.BACKWARD
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
@@ -333,7 +334,7 @@ class ReplicateModule(GradientSetters):
             if any(
                 param.unsharded is not old for param, old in zip(unit.params, used, strict=True)
             ):
-                unit.group.num_rebuilds += 1  # a graph of before has other cast copies
+                unit.group.num_rebuilds += 1  # graphs made before have the old cast copies
             grads.forget_bucket()  # torch has cast or moved .grad too
         return result
 

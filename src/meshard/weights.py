@@ -159,7 +159,7 @@ def _refuse_ties(units: Sequence[Unit]) -> None:
 
 
 def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
-    """Return whether a unit has shards and is not summoned yet. Raises if it cannot be."""
+    """Return whether a unit has shards and is not summoned yet. Raises if it cannot be summoned."""
     if not unit.params:
         return False
     if _is_replicated(unit) and options.rank0_only:
@@ -202,7 +202,7 @@ class _ReplicatedUnit:
     """The values of a replicated unit at the entry of ``unsharded_params``."""
 
     def __init__(self, group: ParamGroup, copied_to: torch.device | None) -> None:
-        """``copied_to`` None: the values are copied to where they are."""
+        """Copy the values to ``copied_to``; None: to the device that they are on."""
         self.group = group
         self._num_steps = group.num_steps
         held = [param.sharded.detach() for param in group.params]
@@ -214,7 +214,8 @@ class _ReplicatedUnit:
         if self.group.num_steps == self._num_steps:
             for param, value in zip(self.group.params, self._values, strict=True):
                 param.install(param.sharded)
-                # A copy that changes nothing would still make autograd refuse graphs of before.
+                # Even a copy that changes nothing raises the version, and then autograd refuses the
+                # graphs that have saved the parameter.
                 if not torch.equal(param.sharded, value.to(param.sharded.device)):
                     param.sharded.copy_(value)
 
@@ -234,7 +235,7 @@ class SummonedUnit:
         self.group.summon(options)
         try:
             # A summoned module may be pickled, as a plain one. Modules of units leave their hooks
-            # out of the pickle, but these hooks are on other modules, which would keep them.
+            # out of the pickle. Outside hooks are on other modules, which would pickle them.
             self._had_hooks = remove_outside_hooks(unit)
             self._install(unsharded)
             register_manually_unsharded(self.group)
@@ -393,7 +394,10 @@ def _storage_of(group: ParamGroup) -> FlatShard:
 def _pairs(
     storage: FlatShard, rows: torch.Tensor, unsharded: list[torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Iterate over pairs of views of equal elements, in ``rows [shard_count, n]`` and unsharded."""
+    """Iterate over pairs of views of the same elements, one in ``rows`` and one in ``unsharded``.
+
+    ``rows`` is ``[shard_count, n]``.
+    """
     layout = storage.layout
     for segment, part in zip(layout.segments, layout.split(rows), strict=True):
         for param_range in segment.ranges:
@@ -412,7 +416,8 @@ def _join(unit_ref: weakref.ref[Unit], index: int, unsharded: torch.Tensor) -> N
     unsharded.grad = None
     if unit is None or gradient is None:
         return
-    unit.lifecycle.gradient_from_outside(unit)  # before .grad is set: cleaning up would drop it
+    # Called before .grad is set: it may clean up after a step that failed, which drops .grad.
+    unit.lifecycle.gradient_from_outside(unit)
     unsharded_param = unit.group.params[index].unsharded
     moved = gradient.to(unsharded_param.device, unsharded_param.dtype)
     unsharded_param.grad = moved if unsharded_param.grad is None else unsharded_param.grad + moved

@@ -192,8 +192,8 @@ class FlatLayout:
     def is_of_bytes(self) -> bool:
         """Whether buffers are of bytes (uint8), and not of the dtype that all parameters have.
 
-        Buffers for several dtypes are. So are those for one dtype that is no float of 16 bits or
-        more: gloo sends neither int16 nor float8.
+        A buffer for several dtypes is of bytes. So is one for a single dtype, unless that is a
+        float of 16 bits or more: gloo sends neither int16 nor float8.
         """
         dtypes = [segment.dtype for segment in self.segments]
         return len(dtypes) != 1 or not dtypes[0].is_floating_point or dtypes[0].itemsize == 1
@@ -221,7 +221,7 @@ class FlatLayout:
         if not self.is_of_bytes:
             return [buffer]
         return [
-            # new_empty, because torch refuses to view an empty range in a wider dtype.
+            # torch cannot view an empty range in a wider dtype. Such a segment gets a new tensor.
             buffer.narrow(-1, segment.byte_offset, segment.num_bytes).view(segment.dtype)
             if segment.num_bytes
             else buffer.new_empty((*buffer.shape[:-1], 0), dtype=segment.dtype)

@@ -2,9 +2,9 @@
 
 The local tensor of each sharded parameter is a view of the unit's flat buffer. ``to_empty``, ``to``
 and ``load_state_dict(assign=True)`` put other local tensors into the parameters, or other
-parameters into the modules. The unit compares object identities at the end of such a call. It does
-so at its next use too, because the call may have been on a module inside. If it finds other
-objects, it copies their values into a new flat buffer.
+parameters into the modules. At the end of such a call the unit checks whether all are still the
+same objects. It checks again at its next use, because the call may have been on a module inside. If
+some are other objects, it copies all values into a new flat buffer.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class FlatParams(ShardedUnitParams):
         self.locals = self.flat_shard.locals
         self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
         if self.is_partly_meta:
-            # The buffer is on meta until no shard is on meta any more. Until then, shards that have
-            # memory are tensors outside of the buffer.
+            # The buffer is on meta as long as any shard is. Meanwhile, shards that have memory are
+            # tensors outside of the buffer.
             self.locals = [
                 own if shard.is_meta else self._location.empty_like(own).copy_(shard)
                 for own, shard in zip(self.locals, shards, strict=True)
@@ -80,8 +80,8 @@ class FlatParams(ShardedUnitParams):
             )
         else:
             self._make_pool()
-        # Set last: if SubclassParams raises, ``_num_methods`` keeps the old number, so the next use
-        # rebuilds, and checks, again.
+        # Set last. If SubclassParams raises, ``_num_methods`` keeps the old number, so the next use
+        # tries again.
         self._custom, self._num_methods, self.has_custom_gather = custom, num_methods, bool(custom)
         self._read_dtypes()
 
@@ -94,8 +94,8 @@ class FlatParams(ShardedUnitParams):
         if dtypes != [own.dtype for own in self.locals]:
             on_wire = FlatLayout.build(on_wire.params, dtypes, on_wire.order)
         self.plan = GatherPlan(self.layout, on_wire)
-        # Not inference tensors: ``fully_shard`` may be called under inference_mode, and the module
-        # may train later.
+        # ``fully_shard`` may be called under inference_mode. The module may train later, so its
+        # parameters must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)

@@ -77,8 +77,8 @@ class ReplicatedParam(UnitParam):
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return ``flat [numel]`` in the parameter's shape and the order of ``plain_gradient``.
 
-        The result shares the memory of ``flat``. It is detached because it may be a gradient: users
-        may call ``detach_()`` on that, which torch refuses for a view.
+        The result shares the memory of ``flat``. It is detached, because it may become a ``.grad``,
+        and users may call ``detach_()`` on that. torch refuses such a call on a view.
         """
         return flat.as_strided(self.sharded.shape, self._strides, flat.storage_offset()).detach()
 
@@ -139,7 +139,7 @@ class ReplicatedParams(UnitParams):
         params: list[ReplicatedParam],  # in the order of the bucket
         *,
         spec: GroupSpec,
-        param_dtype: torch.dtype | None,  # modules compute in it; None: in each parameter's own
+        param_dtype: torch.dtype | None,  # the dtype of compute; None: that of each parameter
         gradient_hook: GradientHookMaker,
     ) -> None:
         self.params: list[ReplicatedParam] = params

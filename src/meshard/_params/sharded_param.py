@@ -40,10 +40,10 @@ class TensorTag(enum.Enum):
     ORIGINAL = enum.auto()  # a parameter that fully_shard has replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
     # A sharded parameter that a user has replaced by another tensor. Or a tensor that a user has
-    # assigned and the unit does not use: it took a copy of this rank's part, or what was assigned
-    # to another owner of a tied parameter.
+    # assigned, but that the unit does not use. Of an unsharded tensor, for example, the unit keeps
+    # a copy of this rank's part. If two owners of a tied parameter got two tensors, it uses one.
     REPLACED_LATER = enum.auto()
-    LEFT_OUT = enum.auto()  # in no unit: in ignored_params, or a warning has named it
+    LEFT_OUT = enum.auto()  # no unit has it: it is in ignored_params, or a warning has named it
     UNSHARDED = enum.auto()  # the unsharded parameter, which modules hold in forward and backward
 
 
@@ -66,8 +66,8 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
 def leave_out(ignored: Collection[torch.Tensor], modules: Iterable[nn.Module]) -> None:
     """Tag ``ignored``, which are in no unit on purpose, so that no warning names them.
 
-    Modules also keep the names of those that they hold, because other tensors may take their place:
-    in a deep copy, on leaving the meta device, or by ``load_state_dict(assign=True)``.
+    Modules also keep the names of the ignored parameters that they hold. Other tensors may take
+    these names: in a deep copy, on leaving the meta device, or by ``load_state_dict(assign=True)``.
     """
     for param in ignored:
         if tag_of(param)[0] is None:
@@ -80,7 +80,7 @@ def leave_out(ignored: Collection[torch.Tensor], modules: Iterable[nn.Module]) -
 
 
 def tag_left_out(modules: Iterable[nn.Module]) -> None:
-    """Tag what now stands in the place of parameters that ``leave_out`` got."""
+    """Tag the parameters that now have the names which ``leave_out`` noted."""
     for module in modules:
         for inner in module.modules():
             for name in inner.__dict__.get(_LEFT_OUT, ()):
@@ -131,10 +131,12 @@ class _ParamsBySetattr:
         self.get = self._params.get
 
     def __setitem__(self, name: str, param: nn.Parameter) -> None:
-        self._params[name] = param  # first: an unsharded parameter may only be registered again
+        # Done first: ``_before_registration`` of ``_engine`` refuses an unsharded parameter that
+        # the module does not hold yet.
+        self._params[name] = param
         module = self._module()
         if module is not None:
-            # A dict that notices reads has an ``assign`` of its own, during which it notices none.
+            # The dict of ``unshard_on_access`` notices reads, and its ``assign`` suspends that.
             assign = getattr(self._params, "assign", setattr)
             assign(module, name, param)
 
@@ -370,8 +372,8 @@ class ShardedParam(UnitParam):
         return placement.missing_sum(gradient.placements)
 
 
-# A step calls the functions below several times for each unit. For speed, their loops call no
-# Python function, except to change ``requires_grad``.
+# A step calls the functions below several times for each unit. For speed, their loops avoid calls
+# of Python functions.
 
 
 def take_flags(params: Sequence[UnitParam]) -> int:

@@ -1,8 +1,8 @@
 """Memory of sharded and unsharded parameters.
 
 A unit with ``FlatParams`` has one buffer, laid out by a ``FlatLayout``. The local tensors of its
-sharded parameters are views of the buffer. So an all-gather sends the buffer itself, or a copy of
-it: on the device if shards live in host memory, and in the dtype of compute if that is another.
+sharded parameters are views of the buffer. So an all-gather sends the buffer itself. It sends a
+copy if shards live in host memory, or if modules compute in another dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FlatShard:
         self.buffer = location.buffer_for(layout)
         self.layout = layout
         self.segments = layout.split(self.buffer)
-        self.locals = [self.buffer] * len(layout.params)  # one view per parameter
+        self.locals = [self.buffer] * len(layout.params)  # replaced below by views
         for segment, flat in zip(layout.segments, self.segments, strict=True):
             for param_range in segment.ranges:
                 shape = layout.params[param_range.index].local_shape(shard_rank)

@@ -223,8 +223,8 @@ class CustomParam:
             rows = layout.chunk_rows * layout.shard_count
             if unsharded.shape != (rows, *layout.shape[1:]):
                 raise self._wrong_shape("returned a tensor", unsharded.shape, unit)
-            # This cuts off the last rows, which are padding. Not by narrow: FSDP2 requires that
-            # subclasses support as_strided, but not narrow.
+            # This cuts off the last rows, which are padding. FSDP2 requires that subclasses support
+            # as_strided, but does not require narrow.
             unsharded = unsharded.as_strided(layout.shape, self._stride, 0)
         if hasattr(self._methods, RELEASE):
             self.may_free_outputs = getattr(self._methods, RELEASE)()
@@ -397,7 +397,8 @@ class SubclassParams(ShardedUnitParams):
 
     @torch.no_grad()
     def start_gather(self, comm: Communicator) -> GatherInFlight:
-        # Not inference tensors: they may become part of a parameter, which autograd saves.
+        # What is made here may become part of a parameter, which autograd saves. So it must not be
+        # an inference tensor.
         with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
             inputs = [each for param in self._unsharded for each in param.make_inputs(self.label)]
             source = self._plan([Form.of(each) for each in inputs]).pack(inputs)

@@ -57,8 +57,8 @@ class UnitParams(abc.ABC):
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors and logs; ``Root`` sets it
     # The communicator of the root, or a variant with the user's collectives. It is set when a unit
-    # of the root is first used. Before that it is this placeholder, because an optimizer step may
-    # call ``begin_phase`` already, which does nothing, and a trace may read ``clock``.
+    # of the root is first used. Before that it is this placeholder: an optimizer step may already
+    # call its ``begin_phase``, which does nothing, and a trace may read its ``clock``.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients

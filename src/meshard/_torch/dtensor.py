@@ -75,7 +75,7 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def are_placed_like(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether ``is_placed_like`` holds for each pair of DTensors. Most share one spec."""
+    """Whether ``is_placed_like`` holds for each pair of DTensors. Most pairs share one spec."""
     specs = [[getattr(each, "_spec", None) for each in every] for every in (tensors, others)]
     if None not in specs[0] and not any(map(is_not, *specs)):
         return True
@@ -188,7 +188,7 @@ class ScalarReads(threading.local):
     the stack.
     """
 
-    _depth = 0  # how many nested steps of optimizers ran at ``begin_step``; 0: no call is active
+    _depth = 0  # how many nested optimizer steps ran at ``begin_step``; 0 after ``end_step``
     _num_inside = 0  # how many ``inside_step`` blocks are active
 
     def begin_step(self) -> None:

@@ -127,7 +127,7 @@ class _Witness:
         self._versions = _versions(self._grad)
 
     def was_cleared(self) -> bool:
-        """Return whether ``.grad`` was removed or written to. Removes a ``.grad`` of zeros."""
+        """Return whether ``.grad`` was removed or written to. Also take back the lent zeros."""
         if self._param is None:
             return False
         is_same = self._param.grad is self._grad
@@ -137,7 +137,8 @@ class _Witness:
 
 
 def _versions(tensor: Any) -> tuple[int, int]:
-    return tensor._version, plain_of(tensor)._version  # operations on a DTensor raise the first
+    # An edit of a DTensor raises only its own version. Foreach kernels on DTensors raise neither.
+    return tensor._version, plain_of(tensor)._version
 
 
 def _local_numel(tensor: torch.Tensor) -> int:

@@ -190,7 +190,7 @@ class BackwardCall:
 def _other_threads() -> dict[int, FrameType]:
     """Return the innermost frames of the other threads.
 
-    The frame of this thread is left out, because a local variable that refers to it is a cycle.
+    The frame of this thread is left out. If one of its variables held it, that would be a cycle.
     """
     frames = current_frames()
     frames.pop(threading.get_ident())
@@ -251,7 +251,7 @@ def is_in_compiled_autograd() -> bool:
     return bool(getattr(module, "in_compiled_autograd_region", False))
 
 
-# --- autograd across processes, and optimizers in backward, of torch ------------------------
+# --- torch's distributed autograd, optimizers in backward, and DDP ---------------------------
 
 _has_rpc_agent: Callable[[], bool] = _find(
     "torch._C._distributed_rpc._is_current_rpc_agent_set"
@@ -290,7 +290,7 @@ def has_backward_optimizer(param: torch.Tensor) -> bool:
 
 def is_reduced_by_ddp(module: nn.Module) -> bool:
     """Whether a running DistributedDataParallel contains ``module`` and reduces all parameters."""
-    # With threads, this attribute of torch may hold one that no longer runs.
+    # If several threads run DDP, torch may leave a DDP here whose forward is over.
     ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None or ddp.parameters_to_ignore:
         return False
@@ -335,7 +335,7 @@ def without_modes(function: Callable[..., Result], *args: Any, **kwargs: Any) ->
 
     These modes are ``torch.vmap`` and ``torch.func.jvp``, inside of which tensors have no memory;
     and selective checkpoints, which count operations and expect the same ones when they recompute.
-    Inside any other transform, such as ``torch.func.grad``, nothing is suspended.
+    Inside any other transform, such as ``torch.func.grad``, no transform is suspended.
     """
     if _num_modes() and any(isinstance(_mode_at(i), _SELECTIVE) for i in range(_num_modes())):
         with _suspend_modes():
@@ -355,7 +355,7 @@ def tangents_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [dual.tangent for dual in duals if dual.tangent is not None]
 
 
-# The version of a tensor, which grows with every edit in place.
+# The version of a tensor. Edits in place raise it, except foreach kernels on DTensors.
 version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
 # The tensor of which a tensor is a view, according to autograd; None if it is no view.
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
@@ -426,7 +426,7 @@ def is_faking() -> bool:
 
 
 def foreach_devices() -> list[tuple[Any, str, Callable[[], list[str]]]]:
-    """Return all places of the torch function that lists the devices of foreach optimizers.
+    """Return where torch keeps the function that lists the devices of foreach optimizers.
 
     Each place is a module, a name in it, and the function found there.
     """
@@ -492,7 +492,7 @@ concatenate_meshes: Callable[[list[DeviceMesh]], DeviceMesh] = _or_error(
 flatten_mesh: Callable[[DeviceMesh], DeviceMesh] = _or_error(
     "torch.distributed.device_mesh.DeviceMesh._flatten"
 )
-# ``strided_shard(dim, split_factor=n)``: shards a dim that axes further right have cut into n.
+# ``strided_shard(dim, split_factor=n)``: shards a dim that axes further right cut into n parts.
 # torch's own fully_shard uses it for parameters, and torch's checkpoints know it.
 strided_shard: Callable[..., Placement] = _or_error(
     "torch.distributed.tensor.placement_types._StridedShard"

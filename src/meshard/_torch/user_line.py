@@ -16,11 +16,11 @@ from torch import nn
 
 _PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
-# Files of frames between a context manager of ours and the ``with`` of the user.
+# Frames of these files lie between a context manager of ours and the ``with`` of the user.
 _HELPERS = (contextlib.__file__,)
 # Paths of Python, and of installed packages such as transformers: users cannot change their lines.
 _PYTHON = (f"{sysconfig.get_path('stdlib')}{os.sep}", "<frozen ")
-# Only names of folders, as a process may import from several: of its venv, of the user, of Debian.
+# Not full paths: a process may import from several such folders (its venv's, the user's, Debian's).
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
