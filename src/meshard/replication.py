@@ -216,7 +216,10 @@ class Buckets:
             without_modes(self._send_buffers, module)
 
     def _rebuild(self) -> None:
-        """Rebuild the buckets in the order in which gradients arrived on the first rank."""
+        """Rebuild the buckets in the order in which gradients arrived on the first rank.
+
+        **Collective:** all ranks of the mesh.
+        """
         self._is_final = True
         for handle in self._recorders:
             handle.remove()
@@ -235,7 +238,10 @@ class Buckets:
             unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
 
     def _agreed_order(self) -> list[int]:
-        """Return the order of arrival on the first rank. Parameters without gradients come last."""
+        """Return the order of arrival on the first rank. Parameters without gradients come last.
+
+        **Collective:** all ranks of the mesh.
+        """
         late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
         order = torch.tensor([*self._arrivals, *late], device=self._spec.device)
         broadcast(order, self._group, label="(order of gradients)")
@@ -243,6 +249,7 @@ class Buckets:
 
     @torch.no_grad()
     def _send_buffers(self, module: nn.Module) -> None:
+        """Give all ranks the buffers of rank ``buffers_from``. **Collective:** all of the mesh."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in module.buffers():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)

@@ -188,6 +188,7 @@ def _has_any_failed(param_groups: list[ParamGroup], *, here: bool, waits: bool =
     """Return whether any rank raised: edits are written back on all ranks, or on none.
 
     Without ``waits``, this rank tells the others that it raised, and does not wait for an answer.
+    **Collective:** the ranks of all meshes of these groups.
     """
     groups = {group: None for each in param_groups for group in each.spec.mesh_info.groups}
     if not groups:
