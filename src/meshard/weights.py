@@ -39,7 +39,7 @@ from meshard._engine.unit import Unit, alive, joined, require_units
 from meshard._mesh.layout import matching_parts
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
 from meshard._params.storage import FlatShard
 from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import is_placed_like, local_of
@@ -233,6 +233,7 @@ class SummonedUnit:
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
         self._had_hooks = False
+        self._ids = set(map(id, unsharded))
         self.group.summon(options)
         try:
             # A summoned module may be pickled, as a plain one. Modules of units leave their hooks
@@ -299,8 +300,12 @@ class SummonedUnit:
         """Install the shards again. Does not communicate."""
         forget_summoned(self.group)
         for param in self.params:
+            held = [value for value in param.installed() if value is not None]
+            for value in held:
+                if id(value) in self._ids:  # an optimizer that was built inside may hold it
+                    tag_tensor(value, TensorTag.UNSHARDED, param.fqn)
             # Take over requires_grad from the unsharded parameter, where the user may have set it.
-            flags = {value.requires_grad for value in param.installed() if value is not None}
+            flags = {value.requires_grad for value in held}
             if self.is_unsharded and not self._options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)

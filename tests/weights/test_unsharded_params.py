@@ -199,6 +199,17 @@ def test_what_cannot_be_written_back_is_named_and_nothing_is_written():
 
 
 @on_ranks(2)
+def test_an_optimizer_that_was_built_inside_is_refused_outside():
+    case, model, _ = sharded_case("mlp_stack")
+    with unsharded_params(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.step()  # inside it trains what the modules hold
+    case.loss(model(case.batch(0, 0))).backward()
+    with pytest.raises(RuntimeError, match=r"never train .* inside unsharded_params"):
+        optimizer.step()
+
+
+@on_ranks(2)
 def test_a_module_that_is_replaced_inside_is_named():
     _, model, _ = sharded_case("transformer_tied")
     text = r"the module of parameter 'mlp\.0\.weight' of unit 'blocks\.0' was replaced inside"

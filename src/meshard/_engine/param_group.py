@@ -557,7 +557,7 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 # check what they find. ``has_been_sharded`` does not: it only decides about a warning.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-_latest = object()  # a token for caches, replaced by ``register_owner``
+_latest = object()  # a token for caches: see ``latest_registration``
 
 
 def register_owner(owner: ParamGroup) -> None:
@@ -570,7 +570,7 @@ def register_owner(owner: ParamGroup) -> None:
 
 
 def latest_registration() -> object:
-    """Return a token. Each time that a group registers parameters, another object replaces it."""
+    """Return a token. It is another object each time that what optimizers may hold has changed."""
     return _latest
 
 
@@ -608,6 +608,8 @@ def register_manually_unsharded(owner: ParamGroup) -> None:
 
 def forget_summoned(owner: ParamGroup) -> None:
     """Undo ``register_manually_unsharded`` for a summoned unit."""
+    global _latest
+    _latest = object()  # an optimizer of what modules have held is of no use from now on
     for held, _ in _unsharded_of(owner):
         _manually_unsharded.pop(id(held), None)
     release_pending(owner)
