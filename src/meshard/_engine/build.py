@@ -101,7 +101,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 
 def _prefix(position: int, modules: list[nn.Module]) -> str:
-    """Return the prefix of names in ``modules[position]``: its position, if there are several."""
+    """Return the prefix of names in ``modules[position]``: the position; "" for a single module."""
     return str(position) if len(modules) > 1 else ""
 
 
@@ -499,9 +499,9 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
         method = functools.partial(original.forward, self)
         return run_in_unit(self, unit, method, args, kwargs)
 
-    # Dynamo counts recompilations for each code object. It also compares the sizes of tensors with
-    # those of earlier calls of a code of the same file, line and name, and compiles a size that has
-    # changed as a symbol. So each class gets a code object with a name of its own.
+    # Dynamo counts recompilations for each code object. It also remembers the sizes of tensors in
+    # earlier calls, by file, line and name of the code. If a size changes, dynamo compiles it as a
+    # symbol. So each class gets a code object with a name of its own.
     name = f"forward of {original.__module__}.{original.__qualname__}"
     forward.__code__ = forward.__code__.replace(co_name=name)
     return functools.wraps(plain)(forward)

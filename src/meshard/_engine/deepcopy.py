@@ -145,8 +145,10 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)
+    # ``gather_on_access`` has replaced dicts of modules, and told only the units inside. A unit
+    # around them may have a tied parameter in such a module.
     for param in [param for copied in copies for param in copied.params]:
-        param.find_owner_dicts()  # ``gather_on_access`` replaces those of units inside only
+        param.find_owner_dicts()
 
 
 def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings:

@@ -206,8 +206,8 @@ def _after_state_dict(
 def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str) -> None:
     """Replace unsharded parameters of the units of ``module`` in its state dict by shards.
 
-    The state dict has unsharded parameters, which will be freed, if it is made inside a forward or
-    after ``unshard()``. They are found by comparing tensors, and not by what modules hold now:
+    A state dict that is made inside a forward or after ``unshard()`` has unsharded parameters,
+    which will be freed. They are found by comparing tensors, and not by what modules hold now:
     another thread may have resharded the unit meanwhile.
     """
     params = [param for unit in units_of(module) for param in sharded_params(unit.group)]
@@ -234,7 +234,7 @@ def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
 
 
 def check_may_pickle(unit: Unit | None) -> None:
-    """Raise if ``unit`` has shards outside of ``unsharded_params``, or was freed (None)."""
+    """Raise if ``unit`` was freed (None), or has shards and is not inside ``unsharded_params``."""
     name = "a unit that is gone"
     if unit is not None:
         group, name = unit.group, f"unit {unit.label!r}"
@@ -451,7 +451,7 @@ class Watched(NamedTuple):
 def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
-    """End ``unit``'s forward with that of ``module``. Returns None if the outputs need no hooks."""
+    """End a call of ``unit`` when ``module`` has run. Returns None if the outputs need no hooks."""
     lifecycle = unit.lifecycle
     forward_pass = lifecycle.present_pass
     # A root gets hooks on its outputs even if it has no parameters. Some units inside may not run
@@ -564,11 +564,12 @@ def _is_inside(unit: Unit) -> bool:
 
 
 def _is_cut_off(outermost: Unit, unit: Unit) -> bool:
-    """Whether the recorded forward, of ``outermost``, had ended when that of ``unit`` began.
+    """Whether the recorded forward of ``outermost`` had ended when that of ``unit`` began.
 
     If so, an exception such as KeyboardInterrupt has cut it off, and torch has not called
-    post_forward. The search for its call on the stack costs much. So it is made only if ``unit`` is
-    ``outermost``, or is the root and another unit is: inside a running forward, both are rare.
+    post_forward. The search for its call on the stack costs much. So it is made in two cases only,
+    which are rare inside a running forward: ``unit`` is ``outermost``; or ``unit`` is the root, and
+    ``outermost`` is not.
     """
     if outermost is unit:
         return not _is_inside(unit)
@@ -662,8 +663,8 @@ def _fitting(
     """
     if is_placed_like(given, param.sharded):
         return given
-    # If torch assigns the result, it must be a copy on the shard's device. A view could also keep
-    # the unsharded tensor alive: the shard of a tensor subclass stays the assigned tensor.
+    # If torch assigns the result, it must be a copy on the shard's device. For a tensor subclass,
+    # the assigned tensor becomes the shard. A view would then keep the unsharded tensor alive.
     return param.shard_of(_to_plain(param, given), copied_to=assigned_on)
 
 

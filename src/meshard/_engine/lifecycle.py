@@ -343,7 +343,7 @@ class Lifecycle:
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
-            # An evaluation (grad is disabled) is no microbatch. The window goes on after it failed.
+            # An evaluation (grad is disabled) is no microbatch. If it fails, the window goes on.
             self.abort(keeps_window=not torch.is_grad_enabled())
             return
         self.forward = None
@@ -398,7 +398,7 @@ class Lifecycle:
         if is_in_compiled_autograd():
             raise RefusedError(self, _NOT_COMPILED)
         if is_distributed_backward():
-            # A warning too, because distributed autograd drops the text of the error.
+            # Also warn, because distributed autograd drops the text of the error.
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
         # If this method is interrupted before the callbacks below are in place, only this mark
@@ -440,7 +440,7 @@ class Lifecycle:
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def _record_nested(self, run: BackwardRun) -> None:
-        """Record that a graph task, as of a reentrant checkpoint, runs inside the backward."""
+        """Record that another graph task, such as that of a reentrant checkpoint, runs inside."""
         # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
@@ -530,9 +530,10 @@ class Lifecycle:
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
             if unit.group.num_trainable:
-                # ``_reach`` leaves this out under torch.autograd.grad. If that goes through a graph
-                # that an earlier backward has kept, a backward of what it returns may follow. That
-                # may bring gradients of this unit on some ranks only.
+                # ``_reach`` does not do this under torch.autograd.grad, and an earlier backward
+                # through the same graph may have reduced the unit. A later backward of what
+                # autograd.grad returns may bring gradients of the unit on some ranks only, and then
+                # all ranks must reduce it.
                 unit.await_gradients()
         if unit.settings.unshard_in_backward:
             # The prefetch is issued once per call, as ranks may use different numbers of outputs.
@@ -574,8 +575,8 @@ class Lifecycle:
         """End the units whose backward is over when autograd node ``node`` recomputes a forward.
 
         The recomputation is about to gather. A rank that used all parameters of such a unit may
-        have reduced the unit before this gather, at its last gradient. A rank that left out a
-        parameter must then do so before this gather too.
+        have reduced the unit before this gather, at its last gradient. So a rank that left out a
+        parameter must reduce the unit before this gather too.
         """
         forward_pass, backward = run.current_pass, self._num_backwards
         if forward_pass is not None:
@@ -945,7 +946,7 @@ class Lifecycle:
 
     @contextlib.contextmanager
     def _recorded_failure(self) -> Iterator[None]:
-        """Record a failure if the body, which reduces gradients, raises: some are then lost."""
+        """Record a failure if the body raises. It reduces gradients, and some are lost then."""
         try:
             yield
         except BaseException:
@@ -953,7 +954,7 @@ class Lifecycle:
             raise
 
     def record_failure(self) -> None:
-        """Record that a backward raised, without communication: other ranks may not have failed."""
+        """Record that a backward raised. Communicate nothing: other ranks may not have failed."""
         # The mark comes first: the next step then calls abort() even if this method is interrupted.
         self.failure.marks.append("raised")
         self.failure.backward_call = None
@@ -984,9 +985,10 @@ class Lifecycle:
     def abort(self, *, keeps_window: bool = False) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
 
-        If a backward or a reduction has failed, or a window is open, the gradients of all units are
-        dropped, because those of some microbatches are missing. With ``keeps_window``, an open
-        window stays open and keeps its gradients, unless a backward or a reduction has failed.
+        The gradients of all units are dropped if a backward or a reduction has failed, if a
+        reduction is in flight, or if a window is open: some gradients are missing then. With
+        ``keeps_window``, reductions in flight are finished, and an open window stays open and keeps
+        its gradients, unless a backward or a reduction has failed.
         """
         pending = (group.gradients for group in self.groups())
         is_void = bool(self.failure.marks)

@@ -35,8 +35,8 @@ class InstalledParams:
     ) -> None:
         """``since`` is a text for a warning: when modules began to hold the parameters.
 
-        ``earlier`` is the record of an earlier forward on the same copy, whose end was not looked
-        at yet. Edits since then count too.
+        ``earlier`` is the record of an earlier forward on the same copy, on which ``end`` was not
+        called. Edits since that forward count too.
         """
         self._label = label
         self._params = params
@@ -71,9 +71,9 @@ class InstalledParams:
             unsharded, now = param.unsharded, plain_of(param.unsharded)
             if unsharded.requires_grad is not before.requires_grad:
                 # The user has changed the flag, and ``take_flags`` has carried it over. Put the old
-                # flag back: unless flags are read again, a later backward expects gradients by
-                # those of its forward. It finds what was frozen since by comparing the flags of
-                # the sharded and the unsharded parameter (``take_frozen``).
+                # flag back, because the backward of an earlier forward may follow. It expects
+                # gradients by the flags of that forward. It finds what was frozen since by
+                # comparing the flags of the sharded and the unsharded parameter (``take_frozen``).
                 unsharded.requires_grad_(before.requires_grad)
             if now.data_ptr() != before.local.data_ptr() or now.dtype != before.local.dtype:
                 _restore(unsharded, before.local)

@@ -22,7 +22,7 @@ def gather_on_access(unit: Unit) -> None:
     params = [param for each in with_siblings(unit) for param in each.params]
     for module in dict.fromkeys(owner for param in params for owner, _ in param.owners):
         module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
-    # Units inside may have parameters in these modules too: another one of theirs was tied.
+    # Such a module may hold a tied parameter of ``unit`` beside parameters of a unit inside.
     inside = [each for module in alive(unit.modules) for each in units_in(module)]
     for param in [param for each in inside for param in each.params]:
         param.find_owner_dicts()
@@ -46,7 +46,7 @@ class _NoticedReads(dict[str, Any]):
         return super().__getitem__(name)
 
     def assign(self, module: Any, name: str, param: Any) -> None:
-        """Set a parameter by ``setattr``. That looks for the attribute first, which is no read."""
+        """Set a parameter by ``setattr``, whose look-up of the attribute is no read."""
         before, self._is_assigning = self._is_assigning, True
         try:
             setattr(module, name, param)
@@ -59,7 +59,7 @@ class _NoticedReads(dict[str, Any]):
 
 @skip_dynamo
 def _read(unit: Unit) -> None:
-    """Gather ``unit`` if a reader is running. Its ``post_forward`` ends the call of ``unit``."""
+    """Gather ``unit`` if a reader runs. The reader's ``post_forward`` ends the call of ``unit``."""
     lifecycle = unit.lifecycle
     if lifecycle.phase is Phase.BACKWARD:
         # Activation checkpointing recomputes the reader's forward. The lifecycle reshards ``unit``

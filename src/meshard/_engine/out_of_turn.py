@@ -100,7 +100,10 @@ def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
 
 
 class _SecondOrder:
-    """Stands for the graph that one backward makes. Afterwards only hooks in the graph hold it."""
+    """Stands for the graph that one backward makes.
+
+    After that backward, only hooks in the graph refer to this object.
+    """
 
     was_used = False  # whether the backward that runs goes through this graph
 
@@ -115,7 +118,8 @@ class RetainedUnits:
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self._graphs: list[weakref.ref[_SecondOrder]] = []
-        self._num_hidden = 0  # passes with a backward to come in which a unit returned no tensor
+        # The number of passes in which a unit returned no tensor, and whose backward is to come.
+        self._num_hidden = 0
         self._hidden_in: ForwardPass | None = None  # the last such pass
         self._making: _SecondOrder | None = None  # set while a create_graph=True backward runs
         self._frees = False

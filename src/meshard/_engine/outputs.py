@@ -41,7 +41,7 @@ _SIMPLE = (torch.Tensor, *_PLAIN)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in containers: see ``map_tensors`` for which."""
+    """Return the tensors in ``value``. The docstring of this file says what is searched."""
     found: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -179,8 +179,11 @@ class _Alias(torch.autograd.Function):
 def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int, *, as_view: bool) -> Any:
     """Return ``output`` with an alias for each tensor that was there before the forward.
 
-    ``since`` is what ``next_node()`` returned when the forward began. Each thread counts its nodes
-    from 0, so ``inputs`` are compared too. The output of a unit inside gets an alias as well.
+    ``since`` is what ``next_node()`` returned when the forward began: nodes made before have lower
+    numbers. Each thread counts its nodes from 0, so the node of an input from another thread may
+    have a higher one. So tensors are compared with ``inputs`` too. The output of a unit inside gets
+    an alias as well.
+
     A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
     it. Without the alias, two units would have hooks on the same tensor, and nothing would tell
     whose backward begins first. If only some ranks dropped the layer, the order would differ

@@ -44,7 +44,7 @@ class AwaitedStep(Protocol):
 
 
 class SliceHolder(Protocol):
-    """An object of ``optim`` that refers to the memory of the flat shard, or keeps other values."""
+    """An object of ``optim`` that refers to the flat shard's memory, or keeps unsharded values."""
 
     def release(self) -> None: ...
 
@@ -85,9 +85,9 @@ class _Gather:
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
     # Whether this rank may keep a post-forward shard of the result. False if the user's unshard()
-    # uses this gather. The wait for its handle may finish the gather, and keeps no shard; or a
-    # forward may finish it, and would keep one. Which of the two comes first may differ between
-    # ranks. The next gathers of these ranks would then be over different groups.
+    # uses this gather. Then wait() of its handle or a forward finishes the gather, and ranks may
+    # differ in which comes first. Only the forward would keep a shard, and the next gathers of
+    # these ranks would be over different groups.
     may_keep_shard: bool
 
 
@@ -112,7 +112,7 @@ class SummonOptions:
             )
 
     def unshards_here(self, group: ParamGroup) -> bool:
-        """Whether this rank has the unsharded parameters, and not only the first one."""
+        """Whether the parameters are unsharded on this rank (``rank0_only``: on the first only)."""
         return not self.rank0_only or group.spec.mesh_info.is_first_rank
 
     def check_may_run(self, group: ParamGroup) -> None:
@@ -223,7 +223,8 @@ class ParamGroup:
             return self.num_steps + version
         self.check_not_summoned("stepped, moved or gathered")
         before = [param.sharded for param in self.params]
-        # Not inference tensors: the next use may be an evaluation, and the module may train later.
+        # The next use may be an evaluation in inference mode, and the module may train later. So
+        # make no inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             if self.unit_params.take_replacements():
                 pairs = enumerate(zip(self.params, before, strict=True))

@@ -70,7 +70,7 @@ class Layout(NamedTuple):
         return box_at(self.shape, ranks.mesh, self.placements, ranks.places[rank])
 
     def replica_of(self, ranks: MeshRanks, rank: int) -> tuple[int, ...]:
-        """Return the position of a rank on the axes that do not cut. It is that of its replica."""
+        """Return the replica of a rank: its position on the axes that do not cut the tensor."""
         if self.placements is None:
             return ranks.places[rank]
         pairs = zip(self.placements, ranks.places[rank], strict=True)
@@ -92,7 +92,8 @@ class _Piece(NamedTuple):
     box: Box  # where it lies in the whole tensor
 
 
-# Returns the tensor of a number: the whole one on its owner, the shard of this rank elsewhere.
+# Returns the tensor of a number. One end of a route has the whole tensors that this rank owns, the
+# other has this rank's shards of all tensors.
 TensorOf = Callable[[int], torch.Tensor]
 
 
@@ -189,7 +190,7 @@ def _numel(pieces: list[_Piece]) -> int:
 def _views(
     pieces: list[list[_Piece]], tensor_of: TensorOf, *, are_whole: bool
 ) -> list[torch.Tensor]:
-    """Return the part of a tensor for each piece, by rank. A shard is one part."""
+    """Return a tensor per piece, rank by rank: a part of a whole tensor, or this rank's shard."""
     flat = [piece for of_rank in pieces for piece in of_rank]
     tensors = [tensor_of(piece.number) for piece in flat]
     if not are_whole:
@@ -198,6 +199,6 @@ def _views(
 
 
 def _ranges(flat: torch.Tensor, views: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the ranges of ``flat`` that the views take one after the other, in their shapes."""
+    """Cut ``flat`` into consecutive ranges, one of the size and the shape of each view."""
     parts = flat.split([view.numel() for view in views])
     return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]

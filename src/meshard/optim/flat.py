@@ -73,8 +73,8 @@ def are_same(found: Sequence[object], before: Sequence[object]) -> bool:
 class FlatStepper:
     """An inner optimizer that steps parameters as slices where it can, one by one where not.
 
-    Parameters in no unit or of ``replicate``, tensor subclasses, and all of an optimizer that is
-    not pointwise are *loose*: stepped one by one, with the state that users see. The state of other
+    *Loose* parameters are stepped one by one, with the state that users see: those in no unit or of
+    ``replicate``, tensor subclasses, and all if the optimizer is not pointwise. The state of other
     parameters is in their slice, until it is *exposed*, that is, written to the state that users
     see. The next step then reads it from there, and finds slices anew. ``group`` is that of the
     unit whose pending step ``expose`` waits for; None: no step is ever pending.
@@ -109,7 +109,8 @@ class FlatStepper:
         self._state = state
         if self._inner is None or not are_same(self._objects_in(optim_groups), self._planned):
             self._plan(optim_groups)
-        # A new plan may join others, whose step counts have become equal since the last one.
+        # Look again after each plan. It may also join parameters whose step counts have become
+        # equal since the last plan, and one of these may lack a gradient.
         while lacking := [param for each in self.slices for param in each.take_gradient()]:
             self._apart.update(map(id, lacking))
             self._plan(optim_groups)
@@ -132,7 +133,7 @@ class FlatStepper:
             (self._step_loose if self._loose else self._step)(inner)
         finally:
             for flat_slice in self.slices:
-                flat_slice.flat.grad = None  # a reference, with which zero_grad would free nothing
+                flat_slice.flat.grad = None  # otherwise zero_grad would not free the gradients
         for param in self._loose:
             if param in inner.state:
                 self._state[param] = inner.state[param]
@@ -341,7 +342,7 @@ def check_is_no_instance(caller: str, optimizer: object) -> None:
 
 
 def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
-    """Return what to build an optimizer from; None: all trainable parameters of ``module``."""
+    """Return ``param_groups`` as a list; None: all trainable parameters of ``module``."""
     if param_groups is None:
         return [param for param in module.parameters() if param.requires_grad]
     what = "an iterable of parameters or of dicts of optimizer arguments"
@@ -352,8 +353,8 @@ def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
 class LeftOut:
     """The parameters that an optimizer would have taken, had they not been frozen.
 
-    Modules are held weakly, and parameters by their place: torch refuses to swap, in
-    ``Module.to``, a tensor that a weak reference refers to.
+    Modules are held weakly, and parameters by module and name: ``Module.to`` cannot swap a tensor
+    that has a weak reference.
     """
 
     def __init__(
@@ -440,7 +441,7 @@ class StateOnRead(Optimizer):
         super().load_state_dict({**state_dict, "state": state})
 
     def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
-        """Begin a step: return what its closure returns, and look at what is not stepped."""
+        """Begin a step: return what its closure returns, and warn of what is not stepped."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -460,7 +461,10 @@ class StateOnRead(Optimizer):
 
 
 def cut_like(param: torch.Tensor | None, value: Any) -> Any:
-    """Return this rank's shard of ``value`` if that is unsharded, and of a sharded parameter."""
+    """Return this rank's shard if ``value`` is unsharded and ``param`` is a DTensor of its shape.
+
+    Otherwise return ``value`` itself.
+    """
     is_unsharded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not isinstance(param, DTensor) or not is_unsharded or value.shape != param.shape:
         return value

@@ -32,7 +32,8 @@ from meshard._torch.private import without_torch_function
 State = dict[str, Any]
 States = MutableMapping[torch.Tensor, State]
 # The tensors that held the flat state of slices until users read ``state``, which cuts it up by
-# parameter. By (address, number of elements), so that unchanged state is found again, not copied.
+# parameter. The keys are (address, number of elements). By its key the next step finds unchanged
+# state again, and need not copy it.
 ExposedMemory = Mapping[tuple[int, int], torch.Tensor]
 
 
@@ -159,8 +160,8 @@ class FlatSlice:
         ):
             return None
         # The addresses fit. The tensors are views of one tensor if one storage covers all of them.
-        # An exposed state has a storage that ends with it (``with_own_storage``). So the tensor
-        # that it is a part of is looked up in ``exposed``.
+        # The storage of an exposed state ends with that state (``with_own_storage``). So look in
+        # ``exposed`` for the tensor that the state is a part of.
         whole = exposed.get((start, numel), first)
         storage = whole.untyped_storage()
         begin = start - storage.data_ptr()

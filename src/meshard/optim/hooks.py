@@ -50,8 +50,8 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import modules_of_callers, warn_user
 
-# A cache: by optimizer, weak references to the ParamGroups of its parameters, and what they are
-# valid for (the registration token, and the ids of parameters by param group).
+# A cache. For each optimizer: a key, and weak references to the ParamGroups of its parameters. They
+# are valid while the key is the same: the registration token, and the ids in each param group.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 # The optimizers of overlap_optimizer that are not detached, in the order in which they were made;
@@ -83,7 +83,7 @@ def _register_hooks() -> None:
 
 
 def watch_optimizers() -> None:
-    """Check all optimizers before they step, from now on, and all ``zero_grad``."""
+    """From now on, run these hooks around every optimizer step and in every ``zero_grad``."""
     _register_hooks()
     patch_zero_grad(finish_copies=finish_copies, clear=clear_pending)
 
@@ -123,10 +123,11 @@ def warn_about_strays(
 ) -> None:
     """Warn once about those of ``params`` that have gradients which nothing reduces.
 
-    They are in no unit. ``owners`` are the groups of the other ``params``; if none of these is on
-    a mesh of several ranks, there is no warning. If there are no others, as where adapters were
-    added to a frozen model, they are looked for inside units. ``names`` has the known names of
-    parameters, by id. Under ``MESHARD_DEBUG=1`` this raises a RuntimeError.
+    They are in no unit. ``owners`` are the groups of the other ``params``. If there are no others
+    (example: adapters were added to a frozen model), all groups take the place of ``owners``, and
+    only parameters inside modules of units count. If no group is on a mesh of several ranks, there
+    is no warning. ``names`` has the known names of parameters, by id. Under ``MESHARD_DEBUG=1``
+    this raises a RuntimeError.
     """
     around = owners or all_owners()
     if all(owner.spec.mesh_info.mesh.size() == 1 for owner in around):
@@ -239,7 +240,7 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     return owners
 
 
-@skip_dynamo  # it may be called while a compiled function runs, whose frames dynamo compiles
+@skip_dynamo  # a compiled function may be running, and dynamo would compile this call too
 def _before_compiling(_: Any) -> None:
     """Give gradients a form that ``torch.compile`` accepts.
 
@@ -267,8 +268,8 @@ def _before_step(
         owner.check_may_step()
     for owner in owners:
         owner.forget_version()  # before the step, because an interrupted one skips _after_step
-        # Users reshard a unit after its forward to save memory. So all memory is freed here that
-        # is kept for its collectives.
+        # If the unit was resharded after a forward, the user wants to save memory. Then all memory
+        # is freed that the communicator keeps for later collectives.
         owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.was_resharded_between)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()

@@ -96,7 +96,7 @@ class OverlappedOptimizer(StateOnRead):
         self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
         self._planned: list[object] = []  # ``objects_in`` of the groups that steppers were made for
-        # Those whose units were reduced in this window, and whether they had a gradient.
+        # The steppers whose units were reduced in this window, and whether they had a gradient.
         self._stepped: dict[UnitStepper, bool] = {}
         self.total_norm: torch.Tensor | None = None
         """With ``clip="deferred"``: the norm of all gradients of this optimizer that the last
@@ -319,8 +319,8 @@ class UnitStepper:
     unit in host memory without loose parameters is stepped by a worker thread, once its gradients
     have arrived there. Until the next gather has waited for the step, this object is the unit's
     ``pending_step``. A deferred step begins only at that gather, in the calling thread. Other steps
-    (on CPU, under ``replicate``, or of loose parameters in host memory) end at once. ``group`` is
-    held weakly.
+    (on CPU, under ``replicate``, or of loose parameters in host memory) are never pending.
+    ``group`` is held weakly.
     """
 
     def __init__(
@@ -418,7 +418,7 @@ class UnitStepper:
             self.group.pending_step = self
 
     def defer(self) -> None:
-        """Step by what ``take`` took before the next gather of the unit; ``replicate``: now."""
+        """Step before the unit's next gather, by what ``take`` took. Under ``replicate``: now."""
         if self._is_gathered:
             self._work = None
             self.group.pending_step = self

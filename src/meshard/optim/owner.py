@@ -369,7 +369,7 @@ class OwnerOptimizer(StateOnRead):
                 yield bucket
 
 
-# All that are alive, in the order in which they were made.
+# All OwnerOptimizers that are alive, in the order in which they were made.
 _alive: weakref.WeakKeyDictionary[OwnerOptimizer, None] = weakref.WeakKeyDictionary()
 
 
@@ -616,7 +616,7 @@ def _with_owners(chosen: Chosen, cost: Cost) -> list[OwnedParam]:
 
 
 def _cost_of_products(_: str, param: torch.Tensor) -> float:
-    """Return the multiplications of ``M @ M.T``, its square, and that times ``M``."""
+    """Return the number of multiplications in ``A = M @ M.T``, ``A @ A`` and ``A @ M``."""
     if param.dim() < 2:
         return float(param.numel() + 1)
     # By the shape only: indexing a DTensor would communicate.
@@ -634,7 +634,8 @@ def _mesh_of(param: torch.Tensor) -> DeviceMesh:
 
 def _template(make: MakeInner, members: Sequence[OwnedParam], *, is_fused: bool) -> dict[str, Any]:
     """Return the param group of ``optimizer`` with the selected parameters."""
-    # On the meta device, because some optimizers make their state at once. Fused ones refuse it.
+    # Some optimizers make their state at once. On the meta device it takes no memory, but fused
+    # optimizers refuse that device.
     device = members[0].ranks.device if is_fused else torch.device("meta")
     placeholders = [placeholder_for(member.param, device) for member in members]
     template = make([{"params": placeholders}])

@@ -112,7 +112,10 @@ def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_count
     whole: dict[int, torch.Tensor] = {}  # of what arrives
 
     def taken(position: int, key: str, each: Any) -> Any:
-        """Return what the owner gets, and None elsewhere. What arrives is filled in below."""
+        """Return what the owner's state gets. Other ranks get None in the place of a tensor.
+
+        ``_exchange`` below fills the tensors that arrive in shards.
+        """
         is_own = position in bucket.placeholders
         if not isinstance(each, torch.Tensor):
             return each
@@ -141,7 +144,8 @@ def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_count
     _exchange(bucket, items, shards, whole, to_owners=True)
     bucket.written = {}
     if not any(states):
-        bucket.inner = None  # the next step makes it anew: it may have made its state when made
+        # Some optimizers make their state when they are made. So the next step makes this one anew.
+        bucket.inner = None
         return
     bucket.make_inner()
     if (inner := bucket.inner) is not None:
@@ -181,7 +185,7 @@ def _exchange(
 
 
 def _problems(fqn: str, state: dict[str, Any]) -> Iterator[str]:
-    """Iterate over what cannot be saved of the state of one parameter, as texts of errors."""
+    """Iterate over error texts, one for each value in a parameter's state that cannot be saved."""
     for key, value in state.items():
         for each in _leaves(value):
             if not is_plain(each) and not isinstance(each, _PLAIN):

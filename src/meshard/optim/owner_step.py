@@ -1,4 +1,4 @@
-"""The step of an ``OwnerOptimizer``: buckets of parameters, in, through the optimizer, and out."""
+"""The step of an ``OwnerOptimizer``: buckets of parameters arrive, are stepped, and leave."""
 
 from __future__ import annotations
 
@@ -38,10 +38,11 @@ class OwnedParam:
 class Bucket:
     """Parameters of one mesh and dtype that are exchanged together.
 
-    ``inner`` is the optimizer that steps those that this rank owns. It is made in the first step,
-    when their values are there, or when a state is loaded or set; None: not yet, or none is owned.
-    ``placeholders`` has an ordinary parameter of the unsharded shape for each of them, by position
-    in ``members``. Between steps they take no memory.
+    ``inner`` is the optimizer that steps the parameters that this rank owns. It is made in the
+    first step, when their values are there, or earlier, when a state is loaded or set. It is None
+    before that, and if this rank owns none. For each parameter that this rank owns,
+    ``placeholders`` has an ordinary parameter of the unsharded shape, by position in ``members``.
+    Between steps these take no memory.
 
     With ``keep_values``, ``kept`` has the unsharded values of what this rank owns, and ``marks``
     shows whether this rank's shards are as the last step left them, both by position.
@@ -138,7 +139,7 @@ class BucketStep:
         return self._whole[number]
 
     def was_edited(self) -> bool:
-        """Return whether a shard may have changed since the last step, or was in none."""
+        """Return whether a shard may have changed since the last step, or was never stepped."""
         bucket = self.bucket
         return any(
             bucket.marks.get(position) != _mark_of(bucket.members[position].param)
@@ -156,7 +157,7 @@ class BucketStep:
                 group.slice_holders.add(self.bucket)
 
     def arrive(self) -> None:
-        """Send gradients of this rank's shards to their owners, and values if these lack them."""
+        """Send gradients of this rank's shards to the owners; values too, if ``sends_values``."""
         bucket, grads, whole_of = self.bucket, self._grads, self._whole_of
         values = self._values if self.sends_values else []
         dtype, grad_dtype = self._dtypes[0], self._sent_dtype
@@ -277,7 +278,7 @@ def _gradient_of(member: OwnedParam) -> torch.Tensor:
 def placeholder_for(param: torch.Tensor, device: torch.device) -> nn.Parameter:
     """Return a parameter of the unsharded shape that takes the memory of one element.
 
-    Its value is not a number, so that an optimizer that copies it too early is found out.
+    Its value is NaN. If an optimizer copies it too early, the results show that.
     """
     filler = math.nan if param.is_floating_point() else 0
     one = torch.full((), filler, dtype=param.dtype, device=device)
@@ -293,7 +294,7 @@ class _RefuseCollectives(DispatchMode):  # type: ignore[misc]  # an Any
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Let dynamo compile inside; without it, it would never compile these functions again."""
+        """Let dynamo compile functions in this mode. Without this, it would never do so again."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

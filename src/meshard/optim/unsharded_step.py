@@ -46,7 +46,7 @@ class UnshardedStep(Optimizer):
                 unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
                 self._inner.state.pop(unsharded, None)  # the user may have dropped it
                 if self.state[param]:
-                    # What a checkpoint has loaded is sharded like the parameter, if it can be.
+                    # Loaded state of the shape of the parameter is sharded like it (``cut_like``).
                     state = {key: _gathered(each) for key, each in self.state[param].items()}
                     self._inner.state[unsharded] = state
             self._inner.step()
