@@ -125,8 +125,9 @@ def _watch_registrations() -> None:
 def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """Refuse to register an unsharded parameter under a second name: its memory will be freed.
 
-    Only a parametrization may take the parameter and put it back. PEFT does so in the forward of
-    an adapter for parameters that have no layer of their own, such as experts.
+    A parametrization may take the parameter and put it back. PEFT does so in the forward of an
+    adapter for parameters that have no layer of their own, such as experts. What is put back is
+    told apart by its name.
     """
     tag, fqn = (None, "") if param is None else tag_of(param)
     if tag is not TensorTag.UNSHARDED or isinstance(module, ParametrizationList):
