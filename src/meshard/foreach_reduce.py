@@ -261,9 +261,10 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         # The reciprocal is exact: the divisor is a power of two, or a fraction such as 1 / 7.
         tensor.mul_(as_operand(denominator / numerator, tensor))
     else:
-        # Multiplying by the reciprocal would round twice. On a device torch does that if the
-        # divisor is a Python number, so there the divisor is a tensor. This tensor has one dim,
-        # because torch would round a 0-d one to the dtype of ``tensor``, which may be bfloat16.
+        # Multiplying by a reciprocal that is not exact would round twice. On a device torch
+        # multiplies by the reciprocal if the divisor is a Python number. So there the divisor is a
+        # tensor. It has one dim, because torch would round a 0-d tensor to the dtype of ``tensor``,
+        # which may be bfloat16.
         quotient = numerator / denominator
         if tensor.is_cpu:
             tensor.div_(as_operand(quotient, tensor))

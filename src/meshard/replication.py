@@ -207,8 +207,8 @@ class Buckets:
         # has_reduced is the same on all ranks, even if some have raised an error.
         has_reduced = any(unit.gradients.has_reduced for unit in self.units)
         is_late = not self._is_final and has_reduced
-        # As in DDP, a communication hook may keep state per bucket once it has averaged the buckets
-        # of two windows. From then on the buckets must not change.
+        # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds buckets
+        # before the second backward, so hooks written for it expect no change after that one.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
             without_modes(self._rebuild)

@@ -94,6 +94,18 @@ def test_parameters_may_be_replaced_and_loaded(change, when):
 
 
 @on_threads(1)
+def test_a_parameter_that_was_replaced_may_be_put_back():
+    model = meshard.replicate(IntegerModel())
+    optimizer, first = torch.optim.SGD(model.parameters(), lr=1.0), model.shift
+    for shift in (nn.Parameter(torch.zeros_like(first)), first):
+        model.shift = shift
+        model(integer_batch(0, 0)).sum().backward()
+    before = first.detach().clone()
+    optimizer.step()
+    assert not torch.equal(first, before)
+
+
+@on_threads(1)
 def test_a_replacement_of_another_shape_is_refused():
     model = meshard.replicate(IntegerModel())
     model.shift = nn.Parameter(torch.zeros(5))

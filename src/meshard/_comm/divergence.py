@@ -52,7 +52,7 @@ REMEDY = (
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round. All models count together.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group: how many roots that communicate through it were ever made. Copies are not counted.
+# By group of a mesh: how many roots over it were ever made. Copies are not counted.
 # ``name_root`` numbers roots by this count, alike on all ranks.
 _num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 

@@ -29,7 +29,7 @@ class FirstValues(NamedTuple):
 
     which: tuple[int, ...]  # the indices of the parameters that were not on the meta device
     total: torch.Tensor  # the sum of their samples
-    # Whether this rank has written to its shards after sharding; None: they have no elements.
+    # Whether the sample of this rank's shards has changed since sharding; None: it has no elements.
     is_written: bool | None = False
 
 

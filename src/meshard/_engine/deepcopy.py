@@ -38,7 +38,7 @@ from meshard._torch.private import composable_keys
 
 # The name of a dict that is an attribute of modules. A key is the name of a method registered by
 # ``register_fsdp_forward_method``. The value is the method that the user had set on the module
-# itself; None: the method is that of the class.
+# itself; None: the module had none of its own.
 FORWARD_METHODS = "_meshard_forward_methods"
 # The names of all attributes of a module that are dicts with ids of hooks as keys. The values are
 # the hooks, or True in ``_forward_hooks_with_kwargs`` and its like.

@@ -291,8 +291,9 @@ class Lifecycle:
         call, running = None, self.running
         if self.forward is not None and unit.step.num_running:
             while running[-1][0] is not unit:
-                # torch did not call the hook after this inner forward. A BaseException that is no
-                # Exception, such as KeyboardInterrupt, ended it, and an outer forward caught that.
+                # ``post_forward`` was not called for an inner unit. Usually a KeyboardInterrupt has
+                # ended the inner forward: after that torch calls no hooks. The forward of ``unit``
+                # has caught it, and ends now.
                 inner = running[-1][0]
                 self.schedule.exit(self.forward.end())
                 inner.group.reshard(keep_post_forward=True)

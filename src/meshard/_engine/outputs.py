@@ -68,8 +68,9 @@ def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
     for value in arguments:
         given = value
         if type(value) is list:
-            # All layers may append to the same list. Leave out the tensors (not tuples of them)
-            # of earlier layers, because the walk below would take longer with each layer.
+            # All layers may append to the same list, and the walk below would take longer with each
+            # layer. So leave out the tensors of earlier units, and tensors without grad. Tuples of
+            # tensors stay.
             given = [
                 each
                 for each in value

@@ -509,8 +509,7 @@ class ParamGroup:
         if present is not None and present.installed is None:
             self.manual_unshard = present  # it goes on: its handle was not waited for yet
             return present
-        # If there is a ``present``, modules held its parameters, and ``forget_stale`` has ended it
-        # for good.
+        # If there was a ``present``, modules held its parameters. It is over, and a new one begins.
         manual = self.manual_unshard = ManualUnshard(self.label, self.params)
         if present is not None and self.state is ParamState.INSTALLED:
             self.finish_manual_unshard(manual)  # the copy was not stale, and is still installed

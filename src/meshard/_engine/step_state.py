@@ -73,7 +73,7 @@ class ManualFinalization:
         # Whether a backward of this step kept its graph. If so, a pipeline schedule may write
         # gradients of parameters later, outside of any backward.
         self.is_split = False
-        # The units whose reductions finish when the user calls wait() of the handle that
+        # The units whose window ends when the user calls wait() of the handle that
         # finalize_backward returned. None: there is no handle to wait for.
         self.started: list[weakref.ref[Unit]] | None = None
 

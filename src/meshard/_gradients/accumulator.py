@@ -188,7 +188,7 @@ class GradientAccumulator:
         ]
         self.num_in_flight = 0
         self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
-        # Parameters whose gradients were cleared while a reduction with them was in flight.
+        # Parameters whose gradients were cleared while a reduction was in flight.
         self._dropped: frozenset[int] = frozenset()
         # Parameters whose gradients were cleared since gradients were last added.
         self._cleared: frozenset[int] = frozenset()

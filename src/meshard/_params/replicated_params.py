@@ -23,7 +23,13 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.communicator import DONE, Communicator, Gathered, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, tag_tensor
+from meshard._params.sharded_param import (
+    GradientHook,
+    TensorTag,
+    UnitParam,
+    remove_tag,
+    tag_tensor,
+)
 from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
 from meshard._torch.dtensor import make_dtensor
@@ -110,9 +116,9 @@ def _arrived(
     param: ReplicatedParam, hook: GradientHook, _: object, gradients: Sequence[torch.Tensor | None]
 ) -> None:
     """Call ``hook``. Autograd calls this after it has added to ``.grad`` and run users' hooks."""
-    is_taken = param.unsharded.grad is None and gradients[0] is not None
-    # A parameter that the user froze after the forward has no ``.grad`` either.
-    if is_taken and param.unsharded.requires_grad:
+    has_none = param.unsharded.grad is None and gradients[0] is not None
+    # If the user froze the parameter after the forward, autograd has set no ``.grad``.
+    if has_none and param.unsharded.requires_grad:
         raise RuntimeError(
             f"a hook took the gradient of parameter {param.fqn!r} of a replicated module before it "
             "was reduced, so ranks would drift apart. To step in backward call "
@@ -251,6 +257,7 @@ class ReplicatedParams(UnitParams):
                     "values on every rank, or replace it before replicate."
                 )
             tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
+            remove_tag(new)  # it may be a parameter that the user has put back
             param.sharded = new
             param.install(new)
             replaced = True

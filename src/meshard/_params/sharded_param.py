@@ -40,8 +40,9 @@ class TensorTag(enum.Enum):
     ORIGINAL = enum.auto()  # a parameter that fully_shard has replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
     # A sharded parameter that a user has replaced by another tensor. Or a tensor that a user has
-    # assigned, but that the unit does not use. Of an unsharded tensor, for example, the unit keeps
-    # a copy of this rank's part. If two owners of a tied parameter got two tensors, it uses one.
+    # assigned to a sharded unit, but that the unit does not use. First example: the unit keeps a
+    # copy of this rank's part of an unsharded tensor. Second example: two owners of a tied
+    # parameter got two tensors, and the unit uses one of them.
     REPLACED_LATER = enum.auto()
     LEFT_OUT = enum.auto()  # no unit has it: it is in ignored_params, or a warning has named it
     UNSHARDED = enum.auto()  # the unsharded parameter, which modules hold in forward and backward
@@ -55,6 +56,10 @@ def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     # The attribute holds ``tag.name``, a string. torch.save pickles attributes, and the tensor may
     # be loaded where meshard, and so the enum, is not installed.
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
+
+
+def remove_tag(tensor: torch.Tensor) -> None:
+    tensor.__dict__.pop("_meshard_tag", None)
 
 
 def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
@@ -171,7 +176,8 @@ class UnitParam(abc.ABC):
         self.layout = layout
         self.keeps_dtype = keeps_dtype  # modules compute in its own dtype, not in param_dtype
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
-        # The ``_parameters`` of the owners, for speed: each step reads them often.
+        # For each owner its ``_parameters``, or what stands for it, and the attribute. Each step
+        # reads these often.
         self.owner_dicts: list[tuple[ParamDict, str]] = []
         for module, name in owners:
             self.add_owner(module, name)
