@@ -188,9 +188,9 @@ def padding_not_zeroed(patch):
 def zero_grad_forgets_what_is_on_its_way(patch):
     @instead(patch, GradientAccumulator, "clear")
     def clear_what_has_arrived(clear, self, indices=None):
-        dropped = self._dropped
+        dropped = self._cleared_in_flight
         clear(self, indices)
-        self._dropped = dropped
+        self._cleared_in_flight = dropped
 
 
 @found_by("a_unit_that_full_skips", ((None, None), (2.0, None)))

@@ -663,32 +663,36 @@ class Lifecycle:
         no gradient will come from inside ``unit``.
         """
         unit.step.are_complete = True
-        around: Unit | None = unit
-        while around is not None and (around.step.are_complete or not around.step.awaits_gradients):
-            is_awaited = around.children and not is_at_end
-            if is_awaited and (around.has_open_children or self._may_begin_inside(around)):
+        candidate: Unit | None = unit
+        while candidate is not None and (
+            candidate.step.are_complete or not candidate.step.awaits_gradients
+        ):
+            if candidate.children and not is_at_end and self._awaits_units_inside(candidate):
                 return
-            if around.step.are_complete:  # otherwise no gradient is due, as in a frozen unit
-                around.step.record_taken()
-                sync = around.settings.sync
+            if candidate.step.are_complete:  # otherwise no gradient is due, as in a frozen unit
+                candidate.step.record_taken()
+                sync = candidate.settings.sync
                 if sync.reduces:
                     self._start_reduction(
-                        around,
+                        candidate,
                         over_replicas=sync.over_replicas,
                         ends_window=sync.ends_window and self._ends_window,
                     )
                 else:
-                    self._queue.accumulate(around.gradients, around.settings)
+                    self._queue.accumulate(candidate.gradients, candidate.settings)
             # The next unit around may contain other units that still get gradients. So for that
             # unit, is_at_end is False.
-            around, is_at_end = around.parent() if around.parent is not None else None, False
+            is_at_end = False
+            candidate = candidate.parent() if candidate.parent is not None else None
 
-    def _may_begin_inside(self, unit: Unit) -> bool:
-        """Whether the backward of a call inside ``unit`` may be still to come.
+    def _awaits_units_inside(self, unit: Unit) -> bool:
+        """Whether gradients or backwards of units inside ``unit`` are, or may be, still to come.
 
-        Calls of frozen units count too, and calls whose backward this rank leaves out: other ranks
-        gather for them before they reduce ``unit``.
+        Backwards of frozen units count too, and those that this rank leaves out: other ranks gather
+        for them before they reduce ``unit``.
         """
+        if unit.has_open_children:
+            return True
         forward_pass, call = unit.step.in_pass, unit.step.in_call
         if forward_pass is None or call is None:
             return False

@@ -189,9 +189,9 @@ class GradientAccumulator:
         self.num_in_flight = 0
         self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
         # Parameters whose gradients were cleared while a reduction was in flight.
-        self._dropped: frozenset[int] = frozenset()
+        self._cleared_in_flight: frozenset[int] = frozenset()
         # Parameters whose gradients were cleared since gradients were last added.
-        self._cleared: frozenset[int] = frozenset()
+        self._cleared_since_add: frozenset[int] = frozenset()
         self.window = Window()
 
     # --- pending gradients ------------------------------------------------------------
@@ -229,23 +229,22 @@ class GradientAccumulator:
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
-        # Two optimizers may each clear half of the parameters, so ``_cleared`` collects the
-        # parameters of both calls. U and Q become None only once all parameters of their layout are
-        # cleared. To clear those that this rank used is not enough: other ranks may have used more,
-        # and all ranks must agree on whether gradients are pending.
-        self._cleared |= gone
+        # Two optimizers may each clear half of the parameters. U and Q become None only once all
+        # parameters of their layout are cleared. To clear those that this rank used is not enough:
+        # other ranks may have used more, and all ranks must agree on whether gradients are pending.
+        self._cleared_since_add |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
         if self._unreduced is not None:
-            self._unreduced = self._unreduced.without(self._cleared)
+            self._unreduced = self._unreduced.without(self._cleared_since_add)
         if self._partial is not None:
-            self._partial = self._partial.without(self._cleared)
+            self._partial = self._partial.without(self._cleared_since_add)
         if self.published.has_arrivals:
             for index in gone:  # the user, or a pipeline schedule, may have set .grad here
                 self.unit_params.params[index].unsharded.grad = None
         if self.num_in_flight:
-            self._dropped |= gone
-        elif not self.is_pending and self._cleared.issuperset(self._published()):
+            self._cleared_in_flight |= gone
+        elif not self.is_pending and self._cleared_since_add.issuperset(self._published()):
             self.window.close()
         self.published.drop_arriving(gone)
         self._release_if_settled()
@@ -272,7 +271,7 @@ class GradientAccumulator:
 
     def _open_window(self) -> None:
         self.window.is_open = True
-        self._cleared = frozenset()
+        self._cleared_since_add = frozenset()
         hold_pending(self)
 
     def abandon(self, *, is_void: bool) -> None:
@@ -284,7 +283,7 @@ class GradientAccumulator:
             for param in self.unit_params.params:
                 param.unsharded.grad = None
         self.num_in_flight = 0
-        self._dropped = frozenset()
+        self._cleared_in_flight = frozenset()
         if is_void:
             self.clear(self.rules.everything)
             self.published.clear()
@@ -558,9 +557,9 @@ class GradientAccumulator:
         if self.published.average is not None:
             # The communication hook may have overwritten the -0.0 that marks unused parameters.
             in_flight.layout.mark_unused(result.flat, result.used)
-        if not self._dropped:
+        if not self._cleared_in_flight:
             return result
-        dropped, self._dropped = self._dropped, frozenset()
+        dropped, self._cleared_in_flight = self._cleared_in_flight, frozenset()
         return result.without(dropped)
 
 
