@@ -58,7 +58,7 @@ def test_an_optimizer_of_whole_copies_is_told_so():
     )
     model(X).sum().backward()
     hook.remove()
-    with pytest.raises(RuntimeError, match=r"'scale' as the unsharded copy .* inside forward"):
+    with pytest.raises(RuntimeError, match=r"'scale' as the unsharded copy .* outside of forward"):
         built[0].step()
     model.blocks[0].unshard()
     optimizer = torch.optim.SGD(model.blocks[0].parameters(), lr=0.1)
