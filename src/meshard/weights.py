@@ -233,7 +233,7 @@ class SummonedUnit:
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
         self._had_hooks = False
-        self._ids = set(map(id, unsharded))
+        self._unsharded = [weakref.ref(each) for each in unsharded]
         self.group.summon(options)
         try:
             # A summoned module may be pickled, as a plain one. Modules of units leave their hooks
@@ -299,13 +299,13 @@ class SummonedUnit:
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
         forget_summoned(self.group)
+        for param, unsharded_ref in zip(self.params, self._unsharded, strict=False):
+            unsharded = unsharded_ref()
+            if unsharded is not None:  # an optimizer that was built inside may hold it
+                tag_tensor(unsharded, TensorTag.UNSHARDED, param.fqn)
         for param in self.params:
-            held = [value for value in param.installed() if value is not None]
-            for value in held:
-                if id(value) in self._ids:  # an optimizer that was built inside may hold it
-                    tag_tensor(value, TensorTag.UNSHARDED, param.fqn)
             # Take over requires_grad from the unsharded parameter, where the user may have set it.
-            flags = {value.requires_grad for value in held}
+            flags = {value.requires_grad for value in param.installed() if value is not None}
             if self.is_unsharded and not self._options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)

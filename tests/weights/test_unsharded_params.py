@@ -198,12 +198,16 @@ def test_what_cannot_be_written_back_is_named_and_nothing_is_written():
             model(torch.zeros(1, 2, dtype=torch.long))
 
 
+@pytest.mark.parametrize("is_assigned", [False, True])
 @on_ranks(2)
-def test_an_optimizer_that_was_built_inside_is_refused_outside():
+def test_an_optimizer_that_was_built_inside_is_refused_outside(is_assigned):
     case, model, _ = sharded_case("mlp_stack")
     with unsharded_params(model):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         optimizer.step()  # inside it trains what the modules hold
+        for module in model.modules() if is_assigned else ():
+            for name, param in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(param.detach().clone()))
     case.loss(model(case.batch(0, 0))).backward()
     with pytest.raises(RuntimeError, match=r"never train .* inside unsharded_params"):
         optimizer.step()
