@@ -120,6 +120,15 @@ def test_a_key_around_model_and_optimizer_is_told(tmp_path):
 
 
 @on_ranks(1)
+def test_what_another_part_has_is_not_taken_for_the_model(tmp_path):
+    model = nn.Linear(2, 2)
+    state = {"model": {"weight": torch.ones(2, 2)}, "ema": {"first.bias": torch.ones(2)}}
+    dcp.save(state, checkpoint_id=tmp_path)
+    with pytest.raises(CheckpointError, match=r"loaded\):\n  model\.bias is not in the"):
+        Checkpointer(tmp_path).load(model)
+
+
+@on_ranks(1)
 def test_strides_and_extra_state_are_read_both_ways(tmp_path):
     saved, ours, theirs, ema = Odd(7), Odd(0), Odd(0), Odd(0)
     state = saved.state_dict()

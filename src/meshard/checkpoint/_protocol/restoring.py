@@ -123,6 +123,8 @@ class Restoring:
         """Say under which key torch has saved what is missing, as in ``{"app": app}``."""
         if not self._manifest.is_of_torch or not self._missing:
             return []
+        if any(each.startswith(f"{MODEL}.") for each in self._manifest.tensors):
+            return []  # the model is there, and lacks something
         end = "." + self._missing[0].removeprefix(f"{MODEL}.")
         saved = next((each for each in self._manifest.tensors if each.endswith(end)), "")
         key = saved.split(".")[0]
