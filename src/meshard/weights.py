@@ -302,7 +302,7 @@ class SummonedUnit:
         for param, unsharded_ref in zip(self.params, self._unsharded, strict=False):
             unsharded = unsharded_ref()
             if unsharded is not None:  # an optimizer that was built inside may hold it
-                tag_tensor(unsharded, TensorTag.UNSHARDED, param.fqn)
+                tag_tensor(unsharded, TensorTag.SUMMONED, param.fqn)
         for param in self.params:
             # Take over requires_grad from the unsharded parameter, where the user may have set it.
             flags = {value.requires_grad for value in param.installed() if value is not None}

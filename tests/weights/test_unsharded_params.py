@@ -213,6 +213,20 @@ def test_an_optimizer_that_was_built_inside_is_refused_outside(is_assigned):
         optimizer.step()
 
 
+@on_threads(2)
+def test_what_was_kept_from_inside_may_be_assigned_later():
+    """It has memory of its own, unlike the unsharded parameter of a forward."""
+    model, plain = meshard.fully_shard(seeded(nn.Linear(2, 2))), nn.Linear(2, 2)
+    with unsharded_params(model):
+        kept = model.weight
+    plain.weight = kept
+    with torch.no_grad():
+        kept.fill_(3.0)
+    with unsharded_params(model):
+        model.weight = kept
+    assert model.weight.full_tensor().tolist() == [[3.0, 3.0], [3.0, 3.0]]
+
+
 @on_ranks(2)
 def test_a_module_that_is_replaced_inside_is_named():
     _, model, _ = sharded_case("transformer_tied")

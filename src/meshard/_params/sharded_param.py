@@ -46,6 +46,7 @@ class TensorTag(enum.Enum):
     REPLACED_LATER = enum.auto()
     LEFT_OUT = enum.auto()  # no unit has it: it is in ignored_params, or a warning has named it
     UNSHARDED = enum.auto()  # the unsharded parameter, which modules hold in forward and backward
+    SUMMONED = enum.auto()  # what a module held inside ``unsharded_params``, once that is over
 
 
 _LEFT_OUT = "_meshard_left_out"  # an attribute of modules: see leave_out

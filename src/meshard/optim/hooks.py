@@ -201,9 +201,11 @@ _NEVER_TRAINED = {
     "place; build the optimizer after the last call of fully_shard",
     TensorTag.REPLACED_LATER: "as it was before it was replaced (assigned anew, or loaded with "
     "assign=True); build the optimizer afterwards",
-    TensorTag.UNSHARDED: "as the unsharded copy that exists inside forward, after unshard, or "
-    "inside unsharded_params; build the optimizer outside of these and after reshard(), or after "
-    "reset_iter_state() if a step was interrupted",
+    TensorTag.UNSHARDED: "as the unsharded copy that exists inside forward, or after unshard; "
+    "build the optimizer outside of forward and after reshard(), or after reset_iter_state() if a "
+    "step was interrupted",
+    TensorTag.SUMMONED: "as the unsharded copy that existed inside unsharded_params; build the "
+    "optimizer outside of that block",
 }
 
 
