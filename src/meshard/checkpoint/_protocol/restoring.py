@@ -183,11 +183,12 @@ class Restoring:
         self._missing += [each for each in self._manifest.unreadable if each.split(".")[0] in asked]
         saved = self._manifest.rank_parts
         has_own = len(saved) == self._ranks.size
+        own = saved[self._ranks.rank if has_own else 0] if saved else {}
         # Other parts that were not asked for are not read: they may be large, or damaged.
         values = [
             name
-            for name, blob in (saved[self._ranks.rank if has_own else 0] if saved else {}).items()
-            if name != RANDOM and self._reader.may_be_value(blob)
+            for name, blob in own.items()
+            if name != RANDOM and (name in extra or self._reader.may_be_value(blob))
         ]
         if not has_own:
             self._left_out = [self._other_ranks_had(each) for each in values if each not in extra]
