@@ -233,7 +233,8 @@ class SummonedUnit:
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
         self._had_hooks = False
-        self._unsharded = [weakref.ref(each) for each in unsharded]
+        # Not weak references: module.to() inside the block could then not swap these tensors.
+        self._unsharded = unsharded
         self.group.summon(options)
         try:
             # A summoned module may be pickled, as a plain one. Modules of units leave their hooks
@@ -299,10 +300,10 @@ class SummonedUnit:
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
         forget_summoned(self.group)
-        for param, unsharded_ref in zip(self.params, self._unsharded, strict=False):
-            unsharded = unsharded_ref()
-            if unsharded is not None:  # an optimizer that was built inside may hold it
-                tag_tensor(unsharded, TensorTag.SUMMONED, param.fqn)
+        for param, unsharded in zip(self.params, self._unsharded, strict=False):
+            # An optimizer that was built inside may hold it.
+            tag_tensor(unsharded, TensorTag.SUMMONED, param.fqn)
+        self._unsharded = []
         for param in self.params:
             # Take over requires_grad from the unsharded parameter, where the user may have set it.
             flags = {value.requires_grad for value in param.installed() if value is not None}
