@@ -233,7 +233,7 @@ class SummonedUnit:
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
         self._had_hooks = False
-        # Not weak references: module.to() inside the block could then not swap these tensors.
+        # Not weak references: torch cannot swap a tensor that has one (``load_state_dict``).
         self._unsharded = unsharded
         self.group.summon(options)
         try:
