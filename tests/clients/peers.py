@@ -3,6 +3,7 @@
 import importlib.util
 import re
 from dataclasses import dataclass, field
+from importlib import metadata
 
 from tests.clients.scripts import PAGES, Server, of_torch, script
 
@@ -13,12 +14,24 @@ class Client:
 
     page: str
     packages: tuple[str, ...]  # as they are imported
+    oldest: tuple[int, ...] = ()  # release of the first package that has what the page calls
     num_ranks: int = 2
     peer: dict[str, str] = field(default_factory=dict)  # what torch's script has instead: patterns
 
     @property
     def missing(self) -> list[str]:
-        return [name for name in self.packages if importlib.util.find_spec(name) is None]
+        missing = [name for name in self.packages if importlib.util.find_spec(name) is None]
+        if self.is_outdated:
+            missing.append(f"{self.packages[0]} {'.'.join(map(str, self.oldest))}")
+        return missing
+
+    @property
+    def is_outdated(self) -> bool:
+        """Whether the first package is there, and too old for the page."""
+        name = self.packages[0]
+        if not self.oldest or importlib.util.find_spec(name) is None:
+            return False
+        return tuple(map(int, re.findall(r"\d+", metadata.version(name))[:2])) < self.oldest
 
     def losses(self, server: Server) -> tuple[list[list[float]], list[list[float]]]:
         """Return the losses of all ranks, with torch's ``fully_shard`` and with meshard."""
@@ -46,7 +59,8 @@ FSDPModule.set_gradient_divide_factor = set_factor_of_sums
 """
 
 CLIENTS = [
-    Client(page="transformers", packages=("transformers",)),
+    # Python 3.10 gets no newer transformers than 5.20.
+    Client(page="transformers", packages=("transformers",), oldest=(5, 24)),
     Client(page="transformers-from-pretrained", packages=("transformers",)),
     Client(page="trainer", packages=("transformers", "accelerate")),
     Client(page="accelerate", packages=("transformers", "accelerate")),

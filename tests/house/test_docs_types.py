@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from tests import ROOT
+from tests.clients.peers import CLIENTS
 from tests.house.pages import PAGES, blocks
 
 pytestmark = [pytest.mark.slow, pytest.mark.extras, pytest.mark.timeout(900)]
@@ -83,7 +84,10 @@ def complaints(tmp_path_factory):
     folder.mkdir()
     (folder / "__init__.py").touch()
     (folder / "program.py").write_text(PROGRAM)
+    outdated = {each.page for each in CLIENTS if each.is_outdated}
     for page in PAGES:
+        if page.stem in outdated:
+            continue  # it calls what this release does not have
         lines = []
         for block in blocks(page):  # on the lines that they have in the page
             lines += [""] * (block.line - 1 - len(lines)) + block.code.splitlines()
