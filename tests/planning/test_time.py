@@ -28,6 +28,8 @@ from meshard.planning import (
 from meshard.planning.measuring import _Measured, _profile_of
 from meshard.timeline import KindSummary, Summary
 from tests.benchmarks.pretend_network import Network
+from tests.support import insides
+from tests.support.fake_device import FakeDevice
 from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.spread import mostly_slow
 from tests.support.virtual_time import virtual_machine
@@ -340,6 +342,19 @@ def test_all_ranks_get_the_same_profile(tmp_path):
     assert profile.between_nodes is None
     assert {"forward", "backward"} <= {each.phase for each in profile.work}
     assert all(each.seconds >= 0 for each in profile.work)
+
+
+@on_fake_ranks(2)
+def test_a_device_that_torch_is_built_for_and_that_is_not_there_was_not_measured(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: None if check_available else cuda,
+    )
+    insides.use_streams(monkeypatch, FakeDevice())
+    model = meshard.fully_shard(nn.Linear(64, 64))
+    assert measure(lambda: model(torch.ones(8, 64)).sum().backward(), steps=1).device_type == ""
 
 
 @on_fake_ranks(2)

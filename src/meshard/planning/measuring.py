@@ -105,7 +105,9 @@ def measure(
             f"measure() needs a step that does the same each time: the second one, which was "
             f"counted, ran no kernel in {uncounted}, and those after it did."
         )
-    device = torch.device("cpu") if clock is spans.HOST else torch.accelerator.current_accelerator()
+    device: torch.device | None = torch.device("cpu")
+    if clock is not spans.HOST:  # streams of a rehearsal may have no device
+        device = torch.accelerator.current_accelerator(check_available=True)
     profile = _profile_of(every, "" if device is None else device.type)
     if path is not None and (group is None or group.rank() == 0):
         profile.save(path)
