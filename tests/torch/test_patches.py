@@ -188,6 +188,8 @@ def instructions_of(function):
         return trace
 
     before = sys.gettrace()
+    # In Python 3.12, settrace looks whether a frame has ever wanted opcodes: the first count was 0.
+    sys._getframe().f_trace_opcodes = True
     sys.settrace(trace)
     try:
         function()
