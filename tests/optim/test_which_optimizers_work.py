@@ -38,8 +38,9 @@ REASONS = {
     "flatten unevenly sharded": "DTensor lacks an operation",
     "does not have a sharding strategy": "DTensor lacks an operation",
 }
-# What the page says of torch 2.11 below its table: the first cells of a row.
+# What the page says of other torches below its table: the first cells of a row.
 CELLS_OF_2_11 = {"`Muon`, fewer rows than ranks": ["to rounding", "to rounding"]}
+CELLS_OF_2_15 = {"`Rprop`": ["exact"]}
 # Of a parameter's way, by the norm: how far it may be from that of one process.
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 0.05}
 
@@ -189,10 +190,14 @@ def rows_of_page():
     page = (ROOT / "docs" / "reference" / "optimizers.md").read_text()
     table = page.partition("|---|---|---|---|---|---|\n")[2].partition("\n\n")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines()]
+    others = {}
     if torch.__version__ < "2.12":
-        for cells in rows:
-            told = CELLS_OF_2_11.get(cells[0], [])
-            cells[1 : 1 + len(told)] = told
+        others = CELLS_OF_2_11
+    elif torch.__version__ >= "2.15":
+        others = CELLS_OF_2_15
+    for cells in rows:
+        told = others.get(cells[0], [])
+        cells[1 : 1 + len(told)] = told
     return rows
 
 
