@@ -106,6 +106,17 @@ def test_a_parameter_that_was_replaced_may_be_put_back():
 
 
 @on_threads(1)
+def test_parameters_may_be_swapped():
+    model = meshard.replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model[0].weight, model[1].weight = model[1].weight, model[0].weight
+    model(torch.ones(1, 2)).sum().backward()
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(model[0].weight, before)
+
+
+@on_threads(1)
 def test_a_replacement_of_another_shape_is_refused():
     model = meshard.replicate(IntegerModel())
     model.shift = nn.Parameter(torch.zeros(5))

@@ -244,6 +244,7 @@ class ReplicatedParams(UnitParams):
 
     def take_replacements(self) -> bool:
         replaced = [param.sharded.dtype for param in self.params] != self._dtypes
+        adopted = []
         for param in self.params:
             replacements = param.replacements()
             if not replacements:
@@ -257,11 +258,12 @@ class ReplicatedParams(UnitParams):
                     "values on every rank, or replace it before replicate."
                 )
             tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
-            remove_tag(new)  # it may be a parameter that the user has put back
             param.sharded = new
             param.install(new)
-            replaced = True
-        return replaced
+            adopted.append(new)
+        for new in adopted:
+            remove_tag(new)  # the user may have put it back, or swapped two parameters
+        return replaced or bool(adopted)
 
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
         return ReplicatedParams(
