@@ -39,7 +39,7 @@ from meshard._engine.unit import Unit, alive, joined, require_units
 from meshard._mesh.layout import matching_parts
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
+from meshard._params.sharded_param import ShardedParam, TensorTag, prepare_tag
 from meshard._params.storage import FlatShard
 from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import is_placed_like, local_of
@@ -233,8 +233,9 @@ class SummonedUnit:
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
         self._had_hooks = False
-        # Not weak references: torch cannot swap a tensor that has one (``load_state_dict``).
-        self._unsharded = unsharded
+        # The tags of what is installed, not the tensors: what the user replaces is freed at once.
+        # And no weak references: torch cannot swap a tensor that has one (``load_state_dict``).
+        self._tags: list[list[str | None]] = []
         self.group.summon(options)
         try:
             # A summoned module may be pickled, as a plain one. Modules of units leave their hooks
@@ -250,6 +251,7 @@ class SummonedUnit:
         unit_ref = weakref.ref(self.unit)
         for index, unsharded_param in enumerate(unsharded):
             param = self.params[index]
+            self._tags.append(prepare_tag(unsharded_param))
             if unsharded_param.is_floating_point():
                 unsharded_param.requires_grad_(True)  # torch refuses a hook otherwise
                 unsharded_param.register_post_accumulate_grad_hook(partial(_join, unit_ref, index))
@@ -300,10 +302,9 @@ class SummonedUnit:
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
         forget_summoned(self.group)
-        for param, unsharded in zip(self.params, self._unsharded, strict=False):
-            # An optimizer that was built inside may hold it.
-            tag_tensor(unsharded, TensorTag.SUMMONED, param.fqn)
-        self._unsharded = []
+        for tag, param in zip(self._tags, self.params, strict=False):
+            # An optimizer that was built inside may hold the tensor.
+            tag[:] = TensorTag.SUMMONED.name, param.fqn
         for param in self.params:
             # Take over requires_grad from the unsharded parameter, where the user may have set it.
             flags = {value.requires_grad for value in param.installed() if value is not None}

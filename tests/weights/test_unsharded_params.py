@@ -227,6 +227,29 @@ def test_what_was_kept_from_inside_may_be_assigned_later():
     assert model.weight.full_tensor().tolist() == [[3.0, 3.0], [3.0, 3.0]]
 
 
+@on_ranks(1)
+def test_what_is_replaced_inside_is_freed_at_once():
+    """Otherwise a model whose parameters are replaced one by one would be there twice."""
+    model = meshard.fully_shard(nn.Linear(8, 8))
+    with unsharded_params(model):
+        before = settled_tensor_bytes()
+        model.weight = nn.Parameter(model.weight.detach().clone())
+        assert settled_tensor_bytes() == before
+
+
+@pytest.mark.parametrize("swaps", [False, True])
+@on_threads(1)
+def test_weights_are_loaded_inside(swaps):
+    model = meshard.fully_shard(nn.Linear(2, 2))
+    torch.__future__.set_swap_module_params_on_conversion(swaps)
+    try:
+        with unsharded_params(model):
+            model.load_state_dict({"weight": torch.ones(2, 2), "bias": torch.ones(2)})
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert model.weight.full_tensor().tolist() == [[1.0, 1.0], [1.0, 1.0]]
+
+
 @on_ranks(2)
 def test_a_module_that_is_replaced_inside_is_named():
     _, model, _ = sharded_case("transformer_tied")

@@ -59,6 +59,16 @@ def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
+def prepare_tag(tensor: torch.Tensor) -> list[str | None]:
+    """Attach an empty tag, and return it. Fill it by ``[tag.name, fqn]`` later.
+
+    The caller need not refer to ``tensor`` until then: it may be freed before.
+    """
+    tag: list[str | None] = [None, ""]
+    tensor._meshard_tag = tag  # type: ignore[attr-defined]
+    return tag
+
+
 def remove_tag(tensor: torch.Tensor) -> None:
     tensor.__dict__.pop("_meshard_tag", None)
 
