@@ -105,15 +105,34 @@ def test_a_parameter_that_was_replaced_may_be_put_back():
     assert not torch.equal(first, before)
 
 
+@pytest.mark.parametrize("bucket_cap_mb", [25, 1e-6], ids=["one bucket", "two"])
 @on_threads(1)
-def test_parameters_may_be_swapped():
-    model = meshard.replicate(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
+def test_parameters_may_be_swapped(bucket_cap_mb):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    meshard.replicate(model, bucket_cap_mb=bucket_cap_mb)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model[0].weight, model[1].weight = model[1].weight, model[0].weight
     model(torch.ones(1, 2)).sum().backward()
     before = model[0].weight.detach().clone()
     optimizer.step()
     assert not torch.equal(model[0].weight, before)
+
+
+@on_threads(1)
+def test_a_replacement_that_is_refused_leaves_the_others_to_the_next_step():
+    model = meshard.replicate(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    weight, bias = model.weight, model.bias
+    model.bias = nn.Parameter(torch.zeros(2))
+    model(torch.ones(1, 2))
+    model.bias, model.weight = bias, nn.Parameter(torch.ones(3))
+    with pytest.raises(RuntimeError, match=r"'weight' .* was replaced after replicate"):
+        model(torch.ones(1, 2))
+    model.weight = weight
+    model(torch.ones(1, 2)).sum().backward()
+    before = bias.detach().clone()
+    optimizer.step()
+    assert torch.equal(bias, before - 1)
 
 
 @on_threads(1)

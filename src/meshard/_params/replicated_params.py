@@ -23,13 +23,7 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.communicator import DONE, Communicator, Gathered, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.sharded_param import (
-    GradientHook,
-    TensorTag,
-    UnitParam,
-    remove_tag,
-    tag_tensor,
-)
+from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, tag_tensor
 from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
 from meshard._torch.dtensor import make_dtensor
@@ -244,12 +238,10 @@ class ReplicatedParams(UnitParams):
 
     def take_replacements(self) -> bool:
         replaced = [param.sharded.dtype for param in self.params] != self._dtypes
-        adopted = []
-        for param in self.params:
-            replacements = param.replacements()
-            if not replacements:
-                continue
-            new, old = replacements[0], param.sharded
+        found = [(param, param.replacements()) for param in self.params]
+        pairs = [(param, replacements[0]) for param, replacements in found if replacements]
+        for param, new in pairs:  # before any of them is adopted
+            old = param.sharded
             if type(new) is not type(old) or new.shape != old.shape or new.device != old.device:
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of {self.label!r} was replaced after replicate by a "
@@ -257,13 +249,11 @@ class ReplicatedParams(UnitParams):
                     f"nn.Parameter of shape {tuple(old.shape)} on {old.device} with the same "
                     "values on every rank, or replace it before replicate."
                 )
-            tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
+        for param, new in pairs:
+            tag_tensor(param.sharded, TensorTag.REPLACED_LATER, param.fqn)
             param.sharded = new
             param.install(new)
-            adopted.append(new)
-        for new in adopted:
-            remove_tag(new)  # the user may have put it back, or swapped two parameters
-        return replaced or bool(adopted)
+        return replaced or bool(pairs)
 
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
         return ReplicatedParams(

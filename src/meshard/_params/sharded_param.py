@@ -69,10 +69,6 @@ def prepare_tag(tensor: torch.Tensor) -> list[str | None]:
     return tag
 
 
-def remove_tag(tensor: torch.Tensor) -> None:
-    tensor.__dict__.pop("_meshard_tag", None)
-
-
 def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
     """Return what ``tag_tensor`` attached; ``(None, "")`` for a tensor without a tag."""
     name, fqn = getattr(tensor, "_meshard_tag", (None, ""))

@@ -35,6 +35,7 @@ from meshard._engine.param_group import (
     all_owners,
     has_been_sharded,
     latest_registration,
+    owner_of,
     owners_of,
     sharded_params_of,
 )
@@ -219,7 +220,8 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     params = params_in(optimizer)
     for param in params:
         tag, fqn = tag_of(param)
-        if tag in _NEVER_TRAINED:
+        # A parameter of ``replicate`` may have been replaced and put back, or swapped with another.
+        if tag in _NEVER_TRAINED and owner_of(param) is None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} would never train the model: it holds parameter "
                 f"{fqn!r} {_NEVER_TRAINED[tag]}, from module.parameters()."
