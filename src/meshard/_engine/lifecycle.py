@@ -383,7 +383,7 @@ class Lifecycle:
         """
         task, run = graph_task_id(), self.backward
         if run is not None and run.graph_task == task and not self.failure.marks:
-            return run
+            return run  # the usual case, in which there is nothing to begin and nothing to record
         if self.abort_if_failed() and early is not None:
             raise RefusedError(
                 self,
@@ -586,17 +586,13 @@ class Lifecycle:
 
     def post_gradient(self, unit: Unit, index: int) -> None:
         """Record the gradient of parameter ``index``. Reduce ``unit`` if it has all gradients."""
-        # This runs for every parameter. For speed it does what ``_ensure_backward`` and ``has_all``
-        # do in the usual case, and calls them in the others.
-        run = self.backward
-        if run is None or run.graph_task != graph_task_id() or self.failure.marks:
-            run = self._ensure_backward(unit, index)
+        run = self._ensure_backward(unit, index)
         run.accumulates = True
         step, group = unit.step, unit.group
         if not step.awaits_gradients:
             unit.await_gradients()
         step.arrived.add(index)
-        if len(step.arrived) >= group.num_trainable and step.has_all(group.num_trainable):
+        if step.has_all(group.num_trainable):
             # The unit stays unsharded here: nodes that are still to run may have saved a weight,
             # even if no gradient of the unit depends on them.
             self._on_last_gradient(run, unit)
