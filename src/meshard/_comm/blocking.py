@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import CommEvent, announce
-from meshard._comm.spans import clock_of, profiled
+from meshard._comm.communicator import announced
 from meshard._comm.stalls import Waiting, stall_seconds
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import all_gather_single
@@ -27,13 +26,16 @@ from meshard._torch.private import all_gather_single
 
 @contextlib.contextmanager
 def _waiting(
-    op: str, tensor: torch.Tensor, group: dist.ProcessGroup, label: str, event: CommEvent | None
+    op: str,
+    payload: torch.Tensor,
+    group: dist.ProcessGroup,
+    label: str,
+    *,
+    rows: int = 1,
+    numel: int | None = None,
 ) -> Iterator[None]:
-    """Profile the collective in the block, and warn if it takes too long.
-
-    ``event`` is what ``announce`` returned for the collective.
-    """
-    with profiled(op, label, clock_of(tensor.device), event), Waiting((op, label), group):
+    """Announce the collective in the block (see ``announced``), and warn if it takes too long."""
+    with announced(op, payload, group, label, rows=rows, numel=numel), Waiting((op, label), group):
         yield
 
 
@@ -46,8 +48,7 @@ def broadcast(
 ) -> None:
     """Overwrite ``buffer``, which is contiguous, with that of rank ``source`` of ``group``."""
     if group.size() > 1 and buffer.numel():
-        event = announce("broadcast", buffer, group, label)
-        with _waiting("broadcast", buffer, group, label, event):
+        with _waiting("broadcast", buffer, group, label):
             dist.broadcast(_bytes(buffer.view(-1)), group=group, group_src=source)
 
 
@@ -56,8 +57,7 @@ def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: st
     gathered = source.new_empty((group.size(), *source.shape))
     if group.size() == 1:
         return gathered.copy_(source)
-    event = announce("all_gather", gathered, group, label)
-    with _waiting("all_gather", source, group, label, event):
+    with _waiting("all_gather", gathered, group, label):
         all_gather_single(_bytes(gathered.view(-1)), _bytes(source.reshape(-1)), group=group)
     return gathered
 
@@ -69,8 +69,7 @@ def full_tensor(tensor: DTensor, *, label: str) -> torch.Tensor:
         for axis, placement in enumerate(tensor.placements):
             group = tensor.device_mesh.get_group(axis)
             if placement.is_shard() and group.size() > 1:
-                event = announce("all_gather", local, group, label, numel=numel)
-                stack.enter_context(_waiting("all_gather", local, group, label, event))
+                stack.enter_context(_waiting("all_gather", local, group, label, numel=numel))
                 numel //= group.size()  # an axis that comes later is gathered first
         return tensor.full_tensor()
 
@@ -131,8 +130,7 @@ def agree_on_max(
     """Replace ``value`` by its maximum over ``group``; None: the default group, if any."""
     group = dist.group.WORLD if group is None else group
     if group is not None and group.size() > 1:
-        event = announce("all_reduce", value, group, label)
-        with _waiting("all_reduce", value, group, label, event):
+        with _waiting("all_reduce", value, group, label):
             dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
 
 
@@ -142,8 +140,7 @@ def send_max(value: torch.Tensor, group: dist.ProcessGroup, label: str) -> None:
     Only the check of ``MESHARD_DEBUG=1`` waits for the other ranks.
     """
     if group.size() > 1:
-        event = announce("all_reduce", value, group, label)
-        with profiled("all_reduce", label, clock_of(value.device), event):
+        with announced("all_reduce", value, group, label):
             dist.all_reduce(value.clone(), op=dist.ReduceOp.MAX, group=group, async_op=True)
 
 
@@ -154,8 +151,7 @@ def gather_to(
     if group.size() == 1:
         return source.view(1, -1).clone()
     rows = source.new_empty(group.size(), source.numel()) if group.rank() == target else None
-    event = announce("gather", source, group, label, rows=group.size())
-    with _waiting("gather", source, group, label, event):
+    with _waiting("gather", source, group, label, rows=group.size()):
         received = None if rows is None else list(_bytes(rows))
         dist.gather(_bytes(source), received, group=group, group_dst=target)
     return rows
@@ -169,7 +165,6 @@ def scatter_from_first(
         assert rows is not None
         output.copy_(rows[0])
         return
-    event = announce("scatter", output, group, label, rows=group.size())
-    with _waiting("scatter", output, group, label, event):
+    with _waiting("scatter", output, group, label, rows=group.size()):
         sent = None if rows is None else list(_bytes(rows))
         dist.scatter(_bytes(output), sent, group=group, group_src=0)

@@ -2,7 +2,7 @@
 
 One call starts a collective, and returns an object for it, such as ``GatherInFlight``. The
 collective runs beside compute until the caller waits for this object (``wait`` or ``rows``). Just
-before a collective is issued, ``announce`` reports it to the check of ``MESHARD_DEBUG=1``, which
+before a collective is issued, ``announced`` reports it to the check of ``MESHARD_DEBUG=1``, which
 raises if the ranks differ, and to observers such as ``CommLedger``.
 """
 
@@ -23,9 +23,9 @@ import torch.distributed as dist
 
 from meshard._comm import spans
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
-from meshard._comm.spans import Clock, profiled
+from meshard._comm.spans import Clock, clock_of, profiled
 from meshard._comm.stalls import Collective, spoken
-from meshard._torch.private import backend_of
+from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
 
 # A matrix with one row per rank, in rank order, as a list of blocks. A block [k, n] has k rows.
@@ -198,13 +198,16 @@ class CommEvent:
         return passes * self.payload_bytes * (self.group_size - 1) // self.group_size
 
 
-# ``announce`` calls each observer before a collective. The third argument is
+# ``announced`` calls each observer before a collective. The third argument is
 # ``Communicator.identity``, or None for the collectives of blocking.py, which use no communicator.
 Observer = Callable[[CommEvent, dist.ProcessGroup, object | None], None]
 observers: list[Observer] = []
 
 
-def announce(
+_NOTHING = contextlib.nullcontext()
+
+
+def announced(
     op: str,
     payload: torch.Tensor,
     group: dist.ProcessGroup,
@@ -214,10 +217,10 @@ def announce(
     numel: int | None = None,
     sent_bytes: int | None = None,
     comm: Communicator | None = None,
-) -> CommEvent | None:
-    """Report a collective before it is issued: check that the ranks agree, and call observers.
+) -> contextlib.AbstractContextManager[Any]:
+    """Report a collective, and return a context in which to issue it.
 
-    Returns the reported event, or None if no check, observer or trace is active.
+    Checks that the ranks agree, and calls observers. A profiler or a trace records the context.
 
     ``payload`` is the larger buffer of the collective, or one of ``rows`` equal parts of it. If the
     size of the buffer differs between ranks, ``numel`` is the number of elements to report instead.
@@ -225,8 +228,8 @@ def announce(
     collectives.
     """
     is_checked = is_debugging() if comm is None else comm.is_checked
-    if not observers and not is_checked and spans.recorder is None:
-        return None
+    if not (observers or is_checked or spans.recorder is not None or is_profiling()):
+        return _NOTHING
     numel = rows * payload.numel() if numel is None else numel
     num_bytes = numel * payload.itemsize
     event = CommEvent(op, label, group.size(), num_bytes, payload.dtype, sent_bytes)
@@ -236,7 +239,8 @@ def announce(
         check_fingerprint(f"{spoken((op, label))} ({of_root}{numel} x {payload.dtype})", group)
     for observer in tuple(observers):
         observer(event, group, None if comm is None else comm.identity)
-    return event
+    clock = clock_of(payload.device) if comm is None else comm.clock
+    return profiled(op, label, clock, event)
 
 
 _logger = logging.getLogger("meshard")
@@ -405,8 +409,7 @@ class Communicator:
         """
         if self.is_alone(group):
             return Gathered([source.view(1, -1)], self.record(source))
-        event = announce("all_gather", source, group, label, rows=group.size(), comm=self)
-        with profiled("all_gather", label, self.clock, event):
+        with announced("all_gather", source, group, label, rows=group.size(), comm=self):
             custom = None if self._custom is None else self._custom.all_gather
             if custom is None:
                 in_own_memory = self._start_gather(source, group, label, receive)
@@ -447,8 +450,7 @@ class Communicator:
                 total.copy_(first.view(-1))
         if is_alone:
             return Reducing(self.record(*rows), rows, total)
-        event = announce("reduce_scatter", first, group, label, rows=len(rows), comm=self)
-        with profiled("reduce_scatter", label, self.clock, event):
+        with announced("reduce_scatter", first, group, label, rows=len(rows), comm=self):
             if custom is None:
                 pending = self._start_reduce_scatter(
                     total, rows, group, label, keep_signs=keep_signs
@@ -461,8 +463,7 @@ class Communicator:
         """Sum ``buffer`` over the ranks of ``group``, in place."""
         if self.is_alone(group):
             return DONE
-        event = announce("all_reduce", buffer, group, label, comm=self)
-        with profiled("all_reduce", label, self.clock, event):
+        with announced("all_reduce", buffer, group, label, comm=self):
             custom = None if self._custom is None else self._custom.all_reduce
             if custom is None:
                 return self._start_all_reduce(buffer, group, label)
@@ -488,10 +489,9 @@ class Communicator:
         if self.is_alone(group):
             return Exchanging(self.record(source), source)
         to_others = (source.numel() - sent[group.rank()]) * source.itemsize
-        event = announce(
+        with announced(
             "all_to_all", source, group, label, numel=numel, sent_bytes=to_others, comm=self
-        )
-        with profiled("all_to_all", label, self.clock, event):
+        ):
             output = source.new_empty(sum(received))
             work = dist.all_to_all_single(
                 output, source, received, sent, group=group, async_op=self.waits_block_host
