@@ -81,20 +81,13 @@ class GradientSync(enum.Enum):
     FULL = "full"
     """Reduce inside the shard group and across the replicas; ``.grad`` is set."""
 
-    @property
-    def reduces(self) -> bool:
-        """Whether gradients are reduced; if not, they are added up on each rank."""
-        return self is not GradientSync.NONE
-
-    @property
-    def over_replicas(self) -> bool:
-        """Whether gradients are reduced across the replicas too, after the shard group."""
-        return self is GradientSync.FULL
-
-    @property
-    def ends_window(self) -> bool:
-        """Whether the last backward ends the window: nothing is pending then, optimizers step."""
-        return self is GradientSync.FULL
+    def __init__(self, how: str) -> None:
+        #: Whether gradients are reduced; if not, they are added up on each rank.
+        self.reduces = how != "none"
+        #: Whether gradients are reduced across the replicas too, after the shard group.
+        self.over_replicas = how == "full"
+        #: Whether the last backward ends the window: nothing is pending then, optimizers step.
+        self.ends_window = how == "full"
 
 
 @dataclass(frozen=True)
