@@ -352,16 +352,16 @@ class Lifecycle:
         if not torch.is_grad_enabled():
             self._settle_host()  # after an evaluation the user may edit shards
         for unit in self.units():
-            if unit.step.modules_run:
+            if unit.step.modules_run and unit.group.state is not ParamState.SHARDED:
                 if unit.reshards_after_forward:
-                    # The unit may still be unsharded: for example, only some of its modules have
-                    # run, or the user called unshard() after its forward.
+                    # For example, only some modules of the unit have run, or the user called
+                    # unshard() after its forward.
                     unit.group.reshard(keep_post_forward=True)
                 elif torch.is_grad_enabled() and not unit.gradients.is_replicated:
                     unit.group.keep_installed()
                 else:  # replicate, or the end of an evaluation: users may now edit parameters
                     unit.group.install_sharded()
-                unit.step.modules_run.clear()
+            unit.step.modules_run.clear()
 
     # --- backward ---------------------------------------------------------------------
 
@@ -464,9 +464,7 @@ class Lifecycle:
         if spans.recorder is not None:
             self._enter_phase("backward", unit)
         self._reach(run, forward_pass)
-        self._begin_skipped(
-            run, forward_pass, lambda other: other.exit_position > call.exit_position
-        )
+        self._begin_skipped(run, forward_pass, call.exit_position + 1)
         self._begin_unit(run, unit, forward_pass, call)
         if not group.params:
             return None
@@ -476,11 +474,10 @@ class Lifecycle:
             # parameters from the modules, which must hold the unsharded ones.
             group.install_unsharded(read_flags=False)
             replacement = self.retained.on_backward(unit, gradient)
-        if unit.step.arrived and unit.step.has_all(group.num_trainable):
-            # This is for a unit that was called several times. If on this rank the first call used
-            # no parameter, all gradients came in the backwards of later calls. The reduction has
-            # waited for the backward of the first call (see ``has_all``), which begins now.
-            self._on_last_gradient(run, unit)
+        if unit.step.arrived and self._is_complete(run, unit):
+            # All gradients came in the backwards of later calls of the unit. The reduction has
+            # waited for the backward of the first call, which begins now.
+            self._post_backward(unit)
         return replacement
 
     def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
@@ -503,7 +500,7 @@ class Lifecycle:
 
         Other ranks may have reduced these units earlier, at their last gradient.
         """
-        self._begin_skipped(run, forward_pass, lambda _: True)
+        self._begin_skipped(run, forward_pass, 0)
         self._end_units_over(run, forward_pass, lambda _: True)
 
     def _ended_passes(self, run: BackwardRun) -> list[ForwardPass]:
@@ -543,17 +540,15 @@ class Lifecycle:
             )
             self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
 
-    def _begin_skipped(
-        self, run: BackwardRun, forward_pass: ForwardPass, is_next: Callable[[ForwardCall], bool]
-    ) -> None:
-        """Begin the backward of calls that autograd leaves out on this rank.
+    def _begin_skipped(self, run: BackwardRun, forward_pass: ForwardPass, first: int) -> None:
+        """Begin the backward of ``exits[first:]``, calls that autograd leaves out on this rank.
 
         Example: the loss of this rank does not use the output of an auxiliary head. Other ranks
         gather and reduce for these calls, so this rank must do so too. Nothing is done under
         ``torch.autograd.grad``, which accumulates nothing: it leaves out the same calls on all
         ranks.
         """
-        for call in forward_pass.pop_skipped(is_next) if run.accumulates else ():
+        for call in forward_pass.pop_skipped(first) if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is None or not unit.params or self._runs(unit):
                 continue
@@ -581,7 +576,7 @@ class Lifecycle:
         """
         forward_pass, backward = run.current_pass, self._num_backwards
         if forward_pass is not None:
-            self._begin_skipped(run, forward_pass, lambda call: call.began_at > node)
+            self._begin_skipped(run, forward_pass, forward_pass.num_begun_before(node))
             self._end_units_over(run, forward_pass, lambda first: first.is_over_at(node, backward))
 
     def post_gradient(self, unit: Unit, index: int) -> None:
@@ -592,10 +587,11 @@ class Lifecycle:
         if not step.awaits_gradients:
             unit.await_gradients()
         step.arrived.add(index)
-        if step.has_all(group.num_trainable):
+        # This method runs for every gradient, so it counts them before it calls ``_is_complete``.
+        if len(step.arrived) >= group.num_trainable and self._is_complete(run, unit):
             # The unit stays unsharded here: nodes that are still to run may have saved a weight,
             # even if no gradient of the unit depends on them.
-            self._on_last_gradient(run, unit)
+            self._post_backward(unit)
             if spans.recorder is not None:
                 around = unit.parent() if unit.parent is not None else None
                 self._enter_phase("backward", around or unit)
@@ -613,13 +609,23 @@ class Lifecycle:
         self._ensure_backward(unit).accumulates = True
         unit.await_gradients()
 
-    def _on_last_gradient(self, run: BackwardRun, unit: Unit) -> None:
+    def _is_complete(self, run: BackwardRun, unit: Unit) -> bool:
+        """Whether all gradients of ``unit`` came, and no rank expects more of them.
+
+        A unit that is not complete now is reduced when its backward is over.
+        """
+        step = unit.step
+        if len(step.arrived) < unit.group.num_trainable:
+            return False
+        # The unit may run several times. The backward of its first call comes last. If this rank
+        # used no parameter in that call, all its gradients come before that backward begins. Other
+        # ranks reduce only after that backward has begun, so this rank waits for it too.
+        if step.in_call is not None and not step.in_call.is_first:
+            return False
         # A reentrant checkpoint starts a nested run of the autograd engine (a graph task) inside
         # this backward. If a parameter is also used outside of the checkpoint, or in another one,
-        # the nested run brings only one of several gradients to add up. So from the first nested
-        # run on, a unit is not reduced at its last gradient, but when its backward is over.
-        if not run.has_nested and not self.schedule.runs_before(unit.step.in_pass, unit.number):
-            self._post_backward(unit)
+        # the nested run brings only one of several gradients to add up.
+        return not run.has_nested and not self.schedule.runs_before(step.in_pass, unit.number)
 
     def _end_unit(
         self, run: BackwardRun, unit: Unit, forward_pass: ForwardPass | None = None

@@ -392,7 +392,8 @@ class ParamGroup:
         With a ``post_forward_group``, also keep this rank's post-forward shard, if the gather may
         keep one. The next gather is then among the ranks of that group only.
         """
-        self.start_unshard()
+        if self.state is ParamState.SHARDED:
+            self.start_unshard()
         gather = self._gather
         if gather is None:
             return

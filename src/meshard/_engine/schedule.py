@@ -105,16 +105,27 @@ class ForwardPass:
             self.num_open -= 1
             yield self.first_entries[self.num_open].unit
 
-    def pop_skipped(self, is_next: Callable[[ForwardCall], bool]) -> Iterator[ForwardCall]:
-        """Iterate over calls whose backward autograd has left out on this rank, last first.
+    def pop_skipped(self, first: int) -> Iterator[ForwardCall]:
+        """Iterate over those calls of ``exits[first:]`` that autograd has left out, last first.
 
-        ``is_next`` tells whether the backward of a call should have begun by now.
+        The backward of these calls should have begun by now. Each comes once in a backward.
         """
-        while self.num_to_begin and is_next(self.exits[self.num_to_begin - 1]):
+        while self.num_to_begin > first:
             self.num_to_begin -= 1
             call = self.exits[self.num_to_begin]
             if call.reached_in != self.open_in and call.has_graph:
                 yield call
+
+    def num_begun_before(self, node: int) -> int:
+        """Return the ``first`` for ``pop_skipped`` when autograd runs ``node``, by its number.
+
+        The calls at the end of ``exits`` that began after the node was made come before it in
+        backward.
+        """
+        first = self.num_to_begin
+        while first and self.exits[first - 1].began_at > node:
+            first -= 1
+        return first
 
 
 class StepSchedule:

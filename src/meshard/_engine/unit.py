@@ -79,17 +79,6 @@ class UnitStep:
         self.are_complete = self.awaits_gradients = False
         self.arrived.clear()
 
-    def has_all(self, num_trainable: int) -> bool:
-        """Whether all gradients came, and the backward of every call of the unit has begun.
-
-        The backward of the first call comes last. If this rank used no parameter in that call, all
-        its gradients come before that backward begins. Other ranks reduce only after that backward
-        has begun, so this rank waits for it too.
-        """
-        if len(self.arrived) < num_trainable:
-            return False
-        return self.in_call is None or self.in_call.is_first
-
     def reset(self) -> None:
         """Reset to the state between two steps. A retained unit stays retained."""
         self.record_taken()
@@ -133,27 +122,22 @@ class Unit:
         # ``GradientAccumulator.settle``.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called ``on_reduced``
-        self.group: ParamGroup  # made by ``set_params``; it may have no parameters
+        self.params: Sequence[UnitParam]  # this and the next two are set by ``set_params``
+        self.gradients: GradientAccumulator
+        self.group: ParamGroup
         self.root: Root
 
     def set_params(self, unit_params: UnitParams) -> None:
         """Make ``unit_params`` the parameters of this unit, without gradients."""
         rules = GradientRules(unit_params, self._reduce_dtype, self._accumulate_dtype)
-        self.group = ParamGroup(unit_params, GradientAccumulator(unit_params, rules))
+        self.params, self.gradients = unit_params.params, GradientAccumulator(unit_params, rules)
+        self.group = ParamGroup(unit_params, self.gradients)
 
     @property
     def lifecycle(self) -> Lifecycle:
         """The lifecycle of the root of this unit, made when a unit of that root is first used."""
         lifecycle = self.root.lifecycle
         return lifecycle if lifecycle is not None else self.root.make_lifecycle()
-
-    @property
-    def gradients(self) -> GradientAccumulator:
-        return self.group.gradients
-
-    @property
-    def params(self) -> Sequence[UnitParam]:
-        return self.group.params
 
     @property
     def label(self) -> str:

@@ -254,9 +254,10 @@ class GradientAccumulator:
         return (index for index, param in enumerate(params) if param.sharded.grad is not None)
 
     def end_window(self) -> None:
-        """End the window. The next gradients open a new one."""
-        self.window.close()
-        self._release_if_settled()
+        """End the window, if one is open. The next gradients open a new one."""
+        if self.window.is_open:
+            self.window.close()
+            self._release_if_settled()
 
     def _release_if_settled(self) -> None:
         # After release_pending(), zero_grad() no longer calls ``clear``. An open window needs that
@@ -428,8 +429,8 @@ class GradientAccumulator:
         layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
         if not layout.indices:
             return None
-        self.window.divide(divide_factor, self.unit_params.label)
         self._open_window()
+        self.window.divide(divide_factor, self.unit_params.label)
         mesh_info = self.unit_params.spec.mesh_info
         publishes = over_replicas or mesh_info.replicate_group is None
         plan = self._plan(
