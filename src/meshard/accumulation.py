@@ -353,7 +353,7 @@ class _Report(enum.IntEnum):
     KEEPS = enum.auto()  # its backward has accumulated, and reduced nothing
     JOINS = enum.auto()  # it has no batch, and will take part in the reductions of the others
     LEFT = enum.auto()  # it had a batch, and has left the loop before any reduction
-    # Sent as an iteration begins, instead of the first two reports:
+    # Sent as an iteration begins, in place of NO_BATCH or HAS_BATCH:
     RAISED = enum.auto()  # its iterator over batches has raised an exception
 
 

@@ -306,7 +306,8 @@ class Reduced(NamedTuple):
     """The result of a reduction."""
 
     shard: torch.Tensor  # [shard_numel], in the accumulate dtype
-    # The parameters for which a rank that took part had a gradient, now or in its partial.
+    # The parameters of which any rank of this reduction had a gradient, in what it sent or in its
+    # partial. Parameters without elements always count.
     used: frozenset[int]
 
 
@@ -472,8 +473,9 @@ class Reduction:
 
     def _after_all_reduce(self) -> None:
         self._pending.wait()
-        # This does not replace self._unused, which must live until finish(): the scatter stream
-        # allocated it, and this stream reads it (rule 4 of _comm/streams.py).
+        # The result gets a name of its own, so that ``self._unused`` lives until ``finish``. The
+        # scatter stream allocated it, and ``_start_all_reduce`` reads it on the all-reduce stream
+        # (rule 4 of _comm/streams.py).
         self._unused_anywhere = self._marks.read(self._marked)
         self._reduced = self._wire.to(self._plan.accumulate_dtype)
         divide_(self._reduced, self._divisors.after_all_reduce)

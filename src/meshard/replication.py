@@ -204,11 +204,14 @@ class Buckets:
 
         **Collective:** all ranks of the mesh, if it does either.
         """
-        # has_reduced is the same on all ranks, even if some have raised an error.
+        # A rebuild is collective, so all ranks must decide alike. All ranks start the same
+        # reductions, so ``has_reduced`` is the same on all of them. An error on one rank does not
+        # reset it.
         has_reduced = any(unit.gradients.has_reduced for unit in self.units)
         is_late = not self._is_final and has_reduced
-        # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds buckets
-        # before the second backward, so hooks written for it expect no change after that one.
+        # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds its
+        # buckets before the second backward and never again. So once a hook has averaged in two
+        # backwards, it expects the buckets to stay as they are.
         is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
         if is_late and not any(map(_is_in_use, self.units)):
             without_modes(self._rebuild)

@@ -180,8 +180,9 @@ class CommEvent:
     op: str
     unit: str
     group_size: int
-    # Bytes of the larger buffer: all-gather output, reduce-scatter input or all-reduce buffer. For
-    # an all-to-all: the bytes that all ranks send together, including what each sends to itself.
+    # Bytes of the larger buffer, such as the output of an all-gather or the input of a
+    # reduce-scatter. For an all-to-all: the bytes that all ranks send together, including what each
+    # sends to itself.
     payload_bytes: int
     dtype: torch.dtype
     sent_bytes: int | None = None  # bytes that this rank sends to others; None: as in a ring
@@ -269,8 +270,9 @@ class CommSettings:
 
 def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
     """Whether the backend of ``group`` can allocate memory on ``device``."""
-    # torch does not document this method. No public method of torch allocates memory that NCCL
-    # sends without a copy.
+    # torch documents neither ``supports_tensor_alloc`` nor ``allocate_tensor``. They are called
+    # nevertheless, because no public method of torch allocates memory that NCCL sends without a
+    # copy.
     return bool(backend_of(group, device).supports_tensor_alloc(device))
 
 

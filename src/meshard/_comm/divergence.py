@@ -47,8 +47,8 @@ REMEDY = (
     "use."
 )
 
-# The key is the default process group, which may be destroyed and made again, on a new store. The
-# value says how many rounds have ended in an error on this rank.
+# By default process group: how many rounds (see above) have ended in an error on this rank. If the
+# user destroys that group and makes another one, which has a new store, the count begins at 0.
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round. All models count together.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -59,9 +59,10 @@ class HostCopies:
                 result.copy_(host, non_blocking=True)
                 result.add_(source)
             host.copy_(result, non_blocking=True)
-            # Two records of the same work, because the first wait for a record frees what that
-            # record keeps alive. The next store() waits for ``_writing``, perhaps before the caller
-            # waits. So another record, the caller's, keeps ``source`` alive.
+            # Two handles for the same work. The first wait for a handle drops the tensors that it
+            # keeps alive, and the next store() may wait for ``_writing`` before the caller has
+            # waited. So ``_writing`` keeps nothing, and the handle that the caller gets keeps
+            # ``source``.
             self._writing = comm.record()
             return comm.record(source)
 

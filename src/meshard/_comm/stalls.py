@@ -148,9 +148,10 @@ class WatchedStream:
         """Report the first collective that is not over, if none has ended for ``seconds``."""
         events = self._events
         with self._on_device():
-            # A query would invalidate a graph capture that is under way. Until the first ``add`` of
-            # the capture clears them, the events of the warm-up right before it are still here.
-            # They are recent, so events that are less than ``seconds`` old are not queried.
+            # A query during a graph capture would invalidate the capture. The first ``add`` inside
+            # a capture drops all events. Before that, events of the warm-up may still be here. So
+            # events younger than ``seconds`` are not queried, which is enough if the capture
+            # follows its warm-up at once.
             self._forget_if_over(now, most=_EVENTS, queued_by=now - seconds)
         if not events or now - max(events[0][1], self._moved_at) < seconds:
             return

@@ -84,9 +84,10 @@ class _EventInFlight:
 
     def __del__(self) -> None:
         if self._keep:
-            # The caller has dropped the work without a wait, for example by deleting the model.
-            # Rule 3 still requires that compute waits. ``_compute`` waits, not the current stream,
-            # because the garbage collector may call this while the current stream is captured.
+            # The caller has dropped this handle without a wait, for example by deleting the model.
+            # By rule 3 the stream from which the comm stream was entered, ``_compute``, must still
+            # wait. The current stream may be another one, which captures a graph while the garbage
+            # collector calls this: a wait there would invalidate the capture.
             self._order(self._compute)
 
 
@@ -102,7 +103,8 @@ class StreamCommunicator(Communicator):
         super().__init__()
         self._device_module = device_module
         # Copies (``with_custom``, ``shared_with``) are shallow: they share the containers and
-        # objects below. Only ``_entry`` and ``_compute`` are each copy's own.
+        # objects below. They may share the event ``_entry`` too, which can be recorded again (see
+        # ``on_stream``). Each copy sets its own ``_compute``.
         self._streams: dict[CommStream, Any] = {}
         self.clock = spans.StreamClock(device_module, self._streams)
         self._gather_after: list[Any] = []  # at most one event

@@ -275,8 +275,9 @@ class _Planner:
         self._default = mesh_info
         self._placement_fn = placement_fn
         self._policy = policy
-        # Plans are keyed by MeshInfo, which compares by identity. So these dicts keep one object
-        # per mesh to shard over, and one per mesh to replicate over.
+        # Plans are keyed by MeshInfo, which compares by identity. These dicts give all parameters
+        # on one mesh the same MeshInfo, so that they get into one plan: the first dict for sharded
+        # parameters, the second for replicated ones.
         self._sharding = {mesh_info.mesh: mesh_info}
         self._replicating: dict[MeshInfo, MeshInfo] = {}
 
@@ -345,7 +346,7 @@ def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
 def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
     if placement is None:
         return 0
-    # The exact class counts: _StridedShard and other subclasses do not mean what Shard means.
+    # isinstance would accept a subclass of Shard, which may cut a tensor in another way.
     if type(placement) is not Shard:
         raise ValueError(
             f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; return "
@@ -492,7 +493,9 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        # Under ``replicate`` the outermost bucket may be empty once the buckets were rebuilt.
+        # ``unit`` may be the first of the buckets of ``replicate``, which are siblings. It may have
+        # no parameters any more since the buckets were rebuilt. So take the first unit that has
+        # any.
         own = next((each for each in with_siblings(unit) if each.params), None)
         if own is None or own.lifecycle.is_inside(own):
             return original.forward(self, *args, **kwargs)

@@ -145,8 +145,9 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     for copied in copies:
         if copied.settings.unshard_on_access and copied.sibling_of is None:
             gather_on_access(copied)
-    # ``gather_on_access`` has replaced dicts of modules, and told only the units inside. A unit
-    # around them may have a tied parameter in such a module.
+    # ``gather_on_access`` has given modules of ``copied`` another ``_parameters`` dict, and only
+    # ``copied`` and the units inside it refer to these. A unit around ``copied`` may have a tied
+    # parameter in such a module. So let all units look up the dicts again.
     for param in [param for copied in copies for param in copied.params]:
         param.find_owner_dicts()
 

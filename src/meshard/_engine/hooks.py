@@ -647,7 +647,8 @@ class _LoadHook(UnitHook):
                 state_dict[prefix + name] = _fitting(param, given, device if is_assigned else None)
             elif held is param.unsharded:
                 state_dict[prefix + name] = _to_plain(param, given)
-                # torch writes to the unsharded copy only, which is freed later. Write to the shard.
+                # torch fills or replaces only the unsharded copy, which is dropped later. So write
+                # to the shard too.
                 with torch.no_grad():
                     shard = _fitting(param, given)
                     local_of(param.sharded).copy_(local_of(shard))
@@ -664,8 +665,9 @@ def _fitting(
     """
     if is_placed_like(given, param.sharded):
         return given
-    # If torch assigns the result, it must be a copy on the shard's device. For a tensor subclass,
-    # the assigned tensor becomes the shard. A view would then keep the unsharded tensor alive.
+    # With ``assigned_on``, torch assigns the result, so it must be on the shard's device. It must
+    # also be a copy: a tensor subclass becomes the shard as it is, and if it were a view of
+    # ``given``, it would keep the whole unsharded tensor alive.
     return param.shard_of(_to_plain(param, given), copied_to=assigned_on)
 
 

@@ -147,8 +147,8 @@ class Lifecycle:
         self.retained = RetainedUnits()
         # The divide factor of units for which the user has not set one. None: the number of ranks.
         self.usual_divide_factor: float | None = None
-        # ``meshard.uneven_batches`` sets this function. It is called before each reduction over all
-        # ranks (``FULL``), also on a mesh without replicas.
+        # ``meshard.uneven_batches`` sets this function during its loop. It is called before each
+        # reduction over all ranks (``FULL``).
         self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
@@ -528,10 +528,10 @@ class Lifecycle:
         if not unit.step.is_in_backward:
             unit.step.is_in_backward = True
             if unit.group.num_trainable:
-                # ``_reach`` does not do this under torch.autograd.grad, and an earlier backward
-                # through the same graph may have reduced the unit. A later backward of what
-                # autograd.grad returns may bring gradients of the unit on some ranks only, and then
-                # all ranks must reduce it.
+                # ``_reach`` does this too, but not under torch.autograd.grad. Example: a backward
+                # with retain_graph=True has reduced the unit. Then autograd.grad(create_graph=True)
+                # goes through the same graph for a gradient penalty. The backward of the penalty
+                # may bring gradients of the unit on some ranks only, but all must reduce the unit.
                 unit.await_gradients()
         if unit.settings.unshard_in_backward:
             # The prefetch is issued once per call, as ranks may use different numbers of outputs.
@@ -589,8 +589,9 @@ class Lifecycle:
         step.arrived.add(index)
         # This method runs for every gradient, so it counts them before it calls ``_is_complete``.
         if len(step.arrived) >= group.num_trainable and self._is_complete(run, unit):
-            # The unit stays unsharded here: nodes that are still to run may have saved a weight,
-            # even if no gradient of the unit depends on them.
+            # The unit stays unsharded here, because nodes that are still to run may have saved one
+            # of its weights. Example: its first layer is frozen, and the gradient of the unit's
+            # input goes through that layer.
             self._post_backward(unit)
             if spans.recorder is not None:
                 around = unit.parent() if unit.parent is not None else None
@@ -682,8 +683,8 @@ class Lifecycle:
                     )
                 else:
                     self._queue.accumulate(candidate.gradients, candidate.settings)
-            # The next unit around may contain other units that still get gradients. So for that
-            # unit, is_at_end is False.
+            # The unit around may contain other units that are not reduced yet: their turn in
+            # ``finish_backward`` comes later, or their backward does. So is_at_end is False for it.
             is_at_end = False
             candidate = candidate.parent() if candidate.parent is not None else None
 
@@ -764,7 +765,7 @@ class Lifecycle:
             if unit.number not in to_come:
                 self._end_unit(run, unit)
         if run.accumulates and self.finalization is None:
-            # A unit whose backward is still to come is reduced then.
+            # A unit whose backward is still to come is left out: that backward will reduce it.
             over = [u for u in units if u.number not in to_come or not u.step.awaits_gradients]
             self._publish(over)
         self._prefetcher.drop_unused()
@@ -907,7 +908,7 @@ class Lifecycle:
             with self._recorded_failure():
                 self._take_split_gradients()
         for unit in units:
-            # A unit whose backward is still to come stays unsharded.
+            # A unit whose backward is still to come stays as it is.
             is_over = not unit.step.awaits_gradients and not unit.step.is_retained
             if is_over and unit.settings.reshard_after_backward:
                 unit.group.reshard()

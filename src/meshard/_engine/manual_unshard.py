@@ -70,10 +70,11 @@ class InstalledParams:
         for param, before in zip(self._params, self._before, strict=True):
             unsharded, now = param.unsharded, plain_of(param.unsharded)
             if unsharded.requires_grad is not before.requires_grad:
-                # The user has changed the flag, and ``take_flags`` has carried it over. Put the old
-                # flag back, because the backward of an earlier forward may follow. It expects
-                # gradients by the flags of that forward. It finds what was frozen since by
-                # comparing the flags of the sharded and the unsharded parameter (``take_frozen``).
+                # ``take_flags`` has carried the user's flag over to the sharded parameter. Put the
+                # old flag back on the unsharded one, because the backward of an earlier forward may
+                # follow. That forward counted the parameters that get a gradient. If a parameter
+                # was frozen since, ``take_frozen`` sees two different flags, and corrects the
+                # count.
                 unsharded.requires_grad_(before.requires_grad)
             if now.data_ptr() != before.local.data_ptr() or now.dtype != before.local.dtype:
                 _restore(unsharded, before.local)

@@ -22,7 +22,9 @@ def gather_on_access(unit: Unit) -> None:
     params = [param for each in with_siblings(unit) for param in each.params]
     for module in dict.fromkeys(owner for param in params for owner, _ in param.owners):
         module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
-    # Such a module may hold a tied parameter of ``unit`` beside parameters of a unit inside.
+    # The loop has given modules another ``_parameters`` dict. Such a module may also hold
+    # parameters of a unit inside: its tied weight belongs to ``unit``, say, and its bias to the
+    # unit inside. So the units inside look up the dicts again.
     inside = [each for module in alive(unit.modules) for each in units_in(module)]
     for param in [param for each in inside for param in each.params]:
         param.find_owner_dicts()

@@ -67,7 +67,8 @@ class Prefetcher:
         is_cold = unit.group.state is ParamState.SHARDED
         if is_cold:
             _start_unshard(unit, in_forward=in_forward)
-            # Compute waits for this gather anyway, so the next gathers start before that wait.
+            # This gather was not started ahead, so compute has to wait for it below. Start the next
+            # gathers before that wait, so that they run meanwhile.
             self._start(up_next, in_forward=in_forward)
         unit.group.finish_unshard(unit.settings.post_forward_group if keep_shard else None)
         if not is_cold:
@@ -118,7 +119,8 @@ class RetainedUnits:
     def __init__(self) -> None:
         self._units: list[weakref.ref[Unit]] = []
         self._graphs: list[weakref.ref[_SecondOrder]] = []
-        # The number of passes in which a unit returned no tensor, and whose backward is to come.
+        # An estimate of how many passes in which a unit returned no tensor are still to have their
+        # backward. Each backward that frees its graph counts as that of one such pass.
         self._num_hidden = 0
         self._hidden_in: ForwardPass | None = None  # the last such pass
         self._making: _SecondOrder | None = None  # set while a create_graph=True backward runs

@@ -68,9 +68,9 @@ def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
     for value in arguments:
         given = value
         if type(value) is list:
-            # All layers may append to the same list, and the walk below would take longer with each
-            # layer. So leave out the tensors of earlier units, and tensors without grad. Tuples of
-            # tensors stay.
+            # All layers may append to the same list, and the search below would take longer with
+            # each layer. So leave out the outputs of earlier units, and tensors that do not require
+            # grad. Items of other types, such as tuples of tensors, are searched each time.
             given = [
                 each
                 for each in value

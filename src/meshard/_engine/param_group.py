@@ -85,9 +85,9 @@ class _Gather:
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
     # Whether this rank may keep a post-forward shard of the result. False if the user's unshard()
-    # uses this gather. Then wait() of its handle or a forward finishes the gather, and ranks may
-    # differ in which comes first. Only the forward would keep a shard, and the next gathers of
-    # these ranks would be over different groups.
+    # uses this gather. Then a forward may finish the gather on one rank, and wait() of the user's
+    # handle on another. The forward would keep a shard and wait() would not, so the next gathers of
+    # the two ranks would be over different groups.
     may_keep_shard: bool
 
 
@@ -170,8 +170,9 @@ class ParamGroup:
         # All optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
         # Under ``replicate`` also some that step parameters of other buckets.
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # Objects of optimizers that refer to the memory of the flat shard, or to unsharded values.
-        # ``offload`` makes them drop these references before it moves the shard.
+        # The objects of optimizers that keep views of the flat shard (flat.py), or unsharded values
+        # (owner_step.py). ``offload`` and ``onload`` make them drop these before they move the
+        # shard.
         self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
         # From the id of a sharded parameter to its index. Ids of replaced parameters stay in here,
         # and may belong to other tensors by now. So ``owner_of`` compares the tensor too.
@@ -223,8 +224,8 @@ class ParamGroup:
             return self.num_steps + version
         self.check_not_summoned("stepped, moved or gathered")
         before = [param.sharded for param in self.params]
-        # The next use may be an evaluation in inference mode, and the module may train later. So
-        # make no inference tensors.
+        # An evaluation in inference mode may be the first to see the replacement, and the module
+        # may train later. So the tensors made here must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             if self.unit_params.take_replacements():
                 pairs = enumerate(zip(self.params, before, strict=True))
@@ -288,7 +289,8 @@ class ParamGroup:
                 "reset_iter_state() does)."
             )
         grads = self.gradients
-        # While a backward runs, it hides every .grad of a replicated unit.
+        # For a replicated unit this says that its .grad are hidden: a backward runs, and has not
+        # put reduced gradients of this unit into .grad yet.
         if grads.is_replicated and grads.published.has_arrivals:
             raise RuntimeError(
                 f"an optimizer with parameters of unit {self.label!r}, which is replicated, was "
@@ -510,7 +512,8 @@ class ParamGroup:
         if present is not None and present.installed is None:
             self.manual_unshard = present  # it goes on: its handle was not waited for yet
             return present
-        # If there was a ``present``, modules held its parameters. It is over, and a new one begins.
+        # If there was an earlier unshard(), its handle was waited for, and ``forget_stale`` above
+        # has ended it. A new one begins.
         manual = self.manual_unshard = ManualUnshard(self.label, self.params)
         if present is not None and self.state is ParamState.INSTALLED:
             self.finish_manual_unshard(manual)  # the copy was not stale, and is still installed

@@ -46,11 +46,12 @@ class ForwardCall:
         """
         if self.began_at <= node:
             return False
-        # A call without a graph ran inside a reentrant checkpoint, whose own node is older than the
-        # call. So ``node`` may be that checkpoint, which is about to run the call again. But if the
-        # backward of the call has begun, the checkpoint has already run it again, and started a
-        # nested run of autograd. All nodes of the nested run are newer than the call, and ``node``
-        # is older. So the nested run has ended.
+        # A call without a graph ran under no_grad, maybe inside a reentrant checkpoint. The node of
+        # that checkpoint is older than the call. So ``node`` may be that checkpoint, which is about
+        # to run the call again: then the backward of the call is still to come. But if that
+        # backward has begun, the checkpoint has run already. It ran the call again with a graph,
+        # and the backward of that graph in a nested run of autograd, which ends before autograd
+        # goes on to an older node such as ``node``.
         return self.has_graph or self.reached_in == backward
 
 

@@ -73,8 +73,8 @@ class ManualFinalization:
         # Whether a backward of this step kept its graph. If so, a pipeline schedule may write
         # gradients of parameters later, outside of any backward.
         self.is_split = False
-        # The units whose window ends when the user calls wait() of the handle that
-        # finalize_backward returned. None: there is no handle to wait for.
+        # The units whose last reductions finalize_backward has started. wait() of its handle
+        # finishes them. None: nothing is to be waited for.
         self.started: list[weakref.ref[Unit]] | None = None
 
     @property

@@ -117,9 +117,9 @@ class Unit:
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # suffix of the label: mesh of a sibling, or bucket of replicate
         # Called with this unit once per window (the microbatches of one optimizer step), after the
-        # last reduction of the unit, in the same order on all ranks. The gradients are in .grad
-        # then. Under replicate, and if they live in host memory, they are there only after
-        # ``GradientAccumulator.settle``.
+        # last reduction of the unit, in the same order on all ranks. By then the gradients are in
+        # .grad, with two exceptions: under replicate, and if gradients live in host memory,
+        # ``GradientAccumulator.settle`` has to put them there.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called ``on_reduced``
         self.params: Sequence[UnitParam]  # this and the next two are set by ``set_params``
@@ -324,9 +324,9 @@ def joined(prefix: str, name: str) -> str:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # If the module has a unit, ``adopt_module`` has made its class, which is skipped here. That
-    # class has two bases: FSDPModule or ReplicateModule, which are no subclasses of nn.Module, and
-    # the original class.
+    # Skip the class that ``adopt_module`` has made for a module with a unit. The search then also
+    # passes over FSDPModule or ReplicateModule, which are no subclasses of nn.Module, and finds the
+    # original class.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 

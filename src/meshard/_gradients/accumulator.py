@@ -229,9 +229,10 @@ class GradientAccumulator:
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
-        # Two optimizers may each clear half of the parameters. U and Q become None only once all
-        # parameters of their layout are cleared. To clear those that this rank used is not enough:
-        # other ranks may have used more, and all ranks must agree on whether gradients are pending.
+        # zero_grad() of two optimizers may clear half of the parameters each, so add up what was
+        # cleared. U and Q become None once all parameters of their layout are cleared. It would not
+        # do to ask only for those that this rank used: other ranks may have used more, and all
+        # ranks must agree on whether gradients are pending.
         self._cleared_since_add |= gone
         for index in gone.intersection(self._missing_sums):
             del self._missing_sums[index]
@@ -260,8 +261,8 @@ class GradientAccumulator:
             self._release_if_settled()
 
     def _release_if_settled(self) -> None:
-        # After release_pending(), zero_grad() no longer calls ``clear``. An open window needs that
-        # call even when nothing is pending, because ``clear`` closes the window.
+        # zero_grad() calls ``clear`` only while some object is held. An open window needs that call
+        # even when nothing is pending, because ``clear`` closes the window. So it stays held.
         if not self.window.is_open and not self.num_in_flight and not self.is_pending:
             release_pending(self)
 
@@ -358,7 +359,8 @@ class GradientAccumulator:
             self._missing_sums[index] = missing
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
-            # plain_gradient() returns a sum over the other axes, so sum U over them too.
+            # plain_gradient() returns the complete gradient, but what ``U`` has of this parameter
+            # still lacks a sum over other mesh axes. So take that sum before the two are added.
             self._add_up(unreduced.layout, unreduced.flat, index)
         return param.plain_gradient(gradient)
 
@@ -466,10 +468,11 @@ class GradientAccumulator:
             label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
-        # In a large unit (``is_large``, on CPU only) gradients are packed one by one, and packing
-        # may also divide (``early_divisor``). In other units one operator packs most gradients, and
-        # cannot divide. Reduce hooks may ask for undivided values, and a communication hook
-        # (``average``) divides by itself. All ranks decide alike here, because layout, settings and
+        # Only a large unit (``is_large``, on CPU only) may divide while it packs
+        # (``early_divisor``), because it packs gradients one by one. Elsewhere one operator packs
+        # most gradients, and it cannot divide. With reduce hooks packing does not divide, because
+        # they may ask for undivided values. With a communication hook (``average``) it does not
+        # either, because that divides by itself. All ranks decide alike: layout, settings and
         # groups are the same on all of them.
         if layout.is_large and not settings.reduce_hooks and average is None:
             shard_count = plan.shard_group.size()
@@ -526,8 +529,8 @@ class GradientAccumulator:
         If gradients live in host memory, return the copy to the host. The caller waits for it.
         """
         self.num_in_flight -= 1
-        # If gradients live in host memory, zero_grad() must find this unit until the copies have
-        # ended. In that case ``settle`` releases the unit.
+        # Gradients that live in host memory are still being copied. zero_grad() must wait for these
+        # copies, and does so only while some unit is held. So this unit is held until ``settle``.
         if in_flight.publishes and self.unit_params.host_copies is None:
             self._release_if_settled()
         result = self._result_of(in_flight)

@@ -92,10 +92,10 @@ def in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradien
 
 def take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
     """Apply the user's edits of ``copy``, a copy of ``wide`` in any dtype, to ``wide``."""
-    # Edits are found by comparing values, because torch's foreach kernels change a DTensor without
-    # incrementing its version counter. So an edit that leaves the value in ``copy`` as it was is
-    # not seen. Example: a tiny ``wide`` is 0 in ``copy``, or a large one inf, and the user sets the
-    # same value again.
+    # torch's foreach kernels change a DTensor without incrementing its version counter. So values
+    # are compared, and an edit that does not change ``copy`` is not seen. For example, a tiny value
+    # of ``wide`` is 0 in ``copy``: if the user sets that element to 0, ``wide`` keeps the tiny
+    # value.
     wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 
@@ -130,7 +130,8 @@ class PublishedGrads:
     gradients are accumulated in the bucket, and sent from it.
     """
 
-    # A communication hook. Instead of the all-reduce, it averages a buffer over the replicas.
+    # The user's communication hook, which averages a buffer over the replicas. The all-reduce then
+    # sums only the marks of unused parameters. None: the all-reduce sums the buffer.
     average: Callable[[GradientLayout, torch.Tensor], None] | None = None
 
     def __init__(self, unit_params: UnitParams) -> None:
@@ -439,7 +440,8 @@ class HostGrads(PublishedGrads):
         """
         comm, label = self._unit_params.comm, self._unit_params.label
         if self._arriving is not None:
-            # Publish the earlier gradient first, as on a device: another order rounds differently.
+            # Put the earlier gradient into ``.grad`` first, as on a device. There is only one place
+            # for a gradient that is not shown yet, and sums in another order round differently.
             self.settle()
         sums = self._in_host_memory.extend(new)
         if sums is not None:

@@ -39,10 +39,10 @@ class TensorTag(enum.Enum):
 
     ORIGINAL = enum.auto()  # a parameter that fully_shard has replaced
     SHARD = enum.auto()  # the sharded parameter, or a copy of it
-    # A sharded parameter that a user has replaced by another tensor. Or a tensor that a user has
-    # assigned to a sharded unit, but that the unit does not use. First example: the unit keeps a
-    # copy of this rank's part of an unsharded tensor. Second example: two owners of a tied
-    # parameter got two tensors, and the unit uses one of them.
+    # A tensor that was replaced, or that never came into use. Three examples: a user has assigned
+    # another tensor in place of a sharded parameter; a user has assigned an unsharded tensor, and
+    # the unit has copied this rank's part of it; two owners of a tied parameter got two tensors,
+    # and the unit uses one of them.
     REPLACED_LATER = enum.auto()
     LEFT_OUT = enum.auto()  # no unit has it: it is in ignored_params, or a warning has named it
     UNSHARDED = enum.auto()  # the unsharded parameter, which modules hold in forward and backward
@@ -143,17 +143,17 @@ class _ParamsBySetattr:
         self.get = self._params.get
 
     def __setitem__(self, name: str, param: nn.Parameter) -> None:
-        # Done first: ``_before_registration`` of ``_engine`` refuses an unsharded parameter that
-        # the module does not hold yet.
+        # Before ``setattr``, because ``_before_registration`` (in _engine/hooks.py) raises if a
+        # module is given an unsharded parameter that is not in its dict.
         self._params[name] = param
         module = self._module()
         if module is not None:
-            # The dict of ``unshard_on_access`` notices reads, and its ``assign`` suspends that.
+            # Under ``unshard_on_access`` this dict gathers the unit when a parameter is read, and
+            # ``setattr`` reads it. The dict's own ``assign`` calls ``setattr`` without a gather.
             assign = getattr(self._params, "assign", setattr)
             assign(module, name, param)
 
 
-# The ``_parameters`` of a module, or what stands for it.
 ParamDict = dict[str, "nn.Parameter | None"] | _ParamsBySetattr
 
 
@@ -183,8 +183,8 @@ class UnitParam(abc.ABC):
         self.layout = layout
         self.keeps_dtype = keeps_dtype  # modules compute in its own dtype, not in param_dtype
         self._owners: list[tuple[weakref.ref[nn.Module], str]] = []  # several if it is tied
-        # For each owner its ``_parameters``, or what stands for it, and the attribute. Each step
-        # reads these often.
+        # For each owner the dict in which to set the parameter, and its key there. They are kept,
+        # because each step needs them often.
         self.owner_dicts: list[tuple[ParamDict, str]] = []
         for module, name in owners:
             self.add_owner(module, name)

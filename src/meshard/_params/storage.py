@@ -67,7 +67,8 @@ class FlatShard:
                 shape = layout.params[param_range.index].local_shape(shard_rank)
                 owned = flat.narrow(0, param_range.offset, shape.numel())
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
-        # The Python attributes of each view: none, until a user sets ``fsdp_pre_all_gather`` on it.
+        # The ``__dict__`` of each view. It is empty until a user sets ``fsdp_pre_all_gather`` on
+        # the view. Each forward looks here for that.
         self.attributes: list[dict[str, Any]] = [local.__dict__ for local in self.locals]
 
     @torch.no_grad()
