@@ -64,6 +64,12 @@ def second_backward_through_a_graph(model, rank, skipped):
     return sum(part for name, part in parts.items() if name != skipped or rank == 0)
 
 
+def frozen_before_its_backward(model, rank, skipped):
+    loss = loss_of(model, rank, skipped)
+    getattr(model, skipped).weight.requires_grad_(False)
+    return loss
+
+
 def window(model, rank, skipped, *, sync):
     numbers = range(3)
     if isinstance(model, meshard.FSDPModule):
@@ -80,10 +86,21 @@ def window(model, rank, skipped, *, sync):
         ((2,), {"reshard_after_forward": False}, loss_of),
         ((2,), {}, last_of_several_forwards),
         ((2,), {}, second_backward_through_a_graph),
+        ((2,), {}, frozen_before_its_backward),
+        ((2,), {"reshard_after_forward": False}, frozen_before_its_backward),
         ((2, 2), {}, functools.partial(window, sync=GradientSync.NONE)),
         ((2, 2), {}, functools.partial(window, sync=GradientSync.REDUCE_SCATTER)),
     ],
-    ids=["default", "kept", "last forward", "kept graph", "window", "window of partial sums"],
+    ids=[
+        "default",
+        "kept",
+        "last forward",
+        "kept graph",
+        "frozen",
+        "kept and frozen",
+        "window",
+        "window of partial sums",
+    ],
 )
 def test_a_unit_that_one_rank_leaves_out(mesh_shape, options, how, skipped):
     def run():

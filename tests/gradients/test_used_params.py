@@ -38,7 +38,10 @@ def test_a_module_may_be_frozen_between_forward_and_backward(apply, part):
             inputs.append(torch.ones(1, 4, requires_grad=True))
             loss = each(inputs[-1]).sum()
             (each[0].weight if part == "weight" else each[0]).requires_grad_(False)
-            loss.backward()
+            with meshard.CommLedger() as ledger:
+                loss.backward()
+            reduced = [event.unit for event in ledger.events if event.op != "all_gather"]
+            assert len(reduced) == len(set(reduced)), "a unit was reduced twice"
             each.requires_grad_(True)
         assert_same(inputs[-2].grad, inputs[-1].grad)
         assert_same(full_grads(model), full_grads(plain))

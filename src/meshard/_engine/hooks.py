@@ -79,9 +79,10 @@ def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
 
 
 @skip_dynamo
-def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, _: torch.Tensor) -> None:
+def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, param: torch.Tensor) -> None:
     unit = unit_ref()
-    if unit is not None:
+    # torch also calls this for a parameter that was frozen since the forward, and gets no gradient.
+    if unit is not None and param.requires_grad:
         unit.lifecycle.post_gradient(unit, index)
 
 

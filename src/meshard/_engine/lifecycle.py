@@ -554,6 +554,8 @@ class Lifecycle:
                 continue
             if call.is_watched or unit.group.num_trainable:
                 self._begin_unit(run, unit, forward_pass, call)
+                if unit.settings.unshard_in_backward:
+                    unit.group.count_out_frozen()  # as ``pre_backward`` does on other ranks
 
     def _end_units_over(
         self,

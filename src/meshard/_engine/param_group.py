@@ -465,13 +465,21 @@ class ParamGroup:
             self.num_trainable = take_flags(self.params)
         elif self.state is ParamState.INSTALLED:
             return  # modules hold them already
-        else:  # in a backward: a parameter that was frozen since its forward counts no longer
-            self.num_trainable -= take_frozen(self.params)
+        else:
+            self.count_out_frozen()
         if self.state is not ParamState.INSTALLED:
             # The state changes first. If what follows is interrupted, the clean-up sees from the
             # state what to undo.
             self._move(ParamState.INSTALLED)
         install_unsharded(self.params)
+
+    def count_out_frozen(self) -> None:
+        """In a backward: expect no gradient of parameters that were frozen since the forward.
+
+        If modules have held the unsharded parameters since, users have frozen these themselves.
+        """
+        if self.state is not ParamState.INSTALLED:
+            self.num_trainable -= take_frozen(self.params)
 
     def install_sharded(self) -> None:
         """Make modules hold the sharded parameters, unless the user's ``unshard()`` lasts."""

@@ -103,9 +103,6 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-_NO_TENSOR = torch.empty(0, device="cpu")
-
-
 def _arrived(
     param: ReplicatedParam, hook: GradientHook, _: object, gradients: Sequence[torch.Tensor | None]
 ) -> None:
@@ -118,7 +115,7 @@ def _arrived(
             "was reduced, so ranks would drift apart. To step in backward call "
             "meshard.overlap_optimizer; hooks may read .grad and change it in place."
         )
-    hook(_NO_TENSOR)
+    hook(param.unsharded)
 
 
 def _check_not_hooked(param: ReplicatedParam) -> None:
