@@ -168,6 +168,16 @@ def test_what_differs_may_be_large_and_of_any_shape(tmp_path):
 
 
 @on_ranks(2)
+def test_a_strided_tensor_that_is_equal_on_all_ranks_is_saved_once(tmp_path):
+    """It is compared by a copy, so large that reading it too late would be a segmentation fault."""
+    strided = torch.ones(1, 1).expand(1, 2**24)
+    checkpointer = Checkpointer(tmp_path)
+    checkpointer.save(1, nn.Linear(1, 1), x=strided)
+    assert "x" in checkpointer.manifest(1).tensors
+    assert torch.equal(checkpointer.load(nn.Linear(1, 1)).extra["x"], strided)
+
+
+@on_ranks(2)
 def test_extra_state_of_each_rank_comes_back_to_it(tmp_path):
     model, other, checkpointer = Odd(dist.get_rank()), Odd(9), Checkpointer(tmp_path)
     checkpointer.save(1, model)

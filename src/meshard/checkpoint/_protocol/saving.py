@@ -323,8 +323,8 @@ def _hashes(job: Job) -> dict[str, str]:
     own: dict[str, list[Any]] = {name: [] for name in job.others}
     for item, source in zip(job.items, job.sources, strict=True):
         if item.name in job.part_of:
-            crc = zlib.crc32(bytes_of(on_host(source)))
-            own[job.part_of[item.name]].append([*item, crc])
+            host = on_host(source)  # perhaps a copy, which must live until its bytes are read
+            own[job.part_of[item.name]].append([*item, zlib.crc32(bytes_of(host))])
     return {name: _hash([tree, own[name]]) for name, tree in job.others.items()}
 
 
