@@ -13,7 +13,6 @@ not there, 2 if the command is not understood.
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 from collections.abc import Callable, Sequence
@@ -29,11 +28,8 @@ from meshard.checkpoint._protocol.manifest import CheckpointError, TensorEntry
 from meshard.checkpoint._protocol.plain import names_in
 from meshard.checkpoint.checkpointer import Checkpointer
 from meshard.checkpoint.progress import progress_bar
-
-try:
-    from safetensors.torch import save_file as _save_file
-except ImportError:  # an extra
-    _save_file = None  # type: ignore[assignment]
+from meshard.checkpoint.weights_files import INDEX, FilePlan, index_text, plan_files, write_tensor
+from meshard.checkpoint.weights_layout import Weight
 
 _FILE_BYTES = 5 * 10**9  # of one exported file, as Hugging Face's libraries have it
 
@@ -191,8 +187,6 @@ def _prune(parsed: Any) -> int:
 
 
 def _export(parsed: Any) -> int:
-    if _save_file is None:
-        raise ImportError('export writes safetensors: pip install "meshard[checkpoint]".')
     checkpointer, out = Checkpointer(parsed.folder), Path(parsed.out)
     found = checkpointer.manifest(parsed.step)
     prefix = f"{parsed.part}."
@@ -204,10 +198,15 @@ def _export(parsed: Any) -> int:
     }
     if not entries:
         raise CheckpointError(f"step {found.step} has no part {parsed.part!r} with tensors.")
+    weights = [
+        Weight(name, torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta"))
+        for name, entry in entries.items()
+    ]
+    files = plan_files(weights, _FILE_BYTES, None)
     out.mkdir(parents=True)
     try:
         with checkpointer.reader(found.step) as reader:
-            _write(reader, entries, out)
+            _write(reader, files, entries, out)
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise
@@ -215,42 +214,20 @@ def _export(parsed: Any) -> int:
     return 0
 
 
-def _write(reader: Reader, entries: dict[str, TensorEntry], out: Path) -> None:
-    files = _files(entries)
+def _write(
+    reader: Reader, files: list[FilePlan], entries: dict[str, TensorEntry], out: Path
+) -> None:
     total = sum(chunk.blob.size for entry in entries.values() for chunk in entry.chunks)
     with _progress("export", total) as progress:
-        for file, names in files.items():
-            reader.expect(each.blob.span for name in names for each in entries[name].chunks)
-            tensors = {name: _read(reader, entries[name], progress) for name in names}
-            _save_file(tensors, out / file, metadata={"format": "pt"})
+        for file in files:
+            own = [entries[weight.fqn] for weight in file.weights]
+            reader.expect(chunk.blob.span for entry in own for chunk in entry.chunks)
+            with open(out / file.name, "wb") as output:
+                output.write(file.header())
+                for entry in own:
+                    write_tensor(output, _read(reader, entry, progress))
     if len(files) > 1:  # written last: a reader that finds no index knows that files are missing
-        index = {
-            "metadata": {"total_size": sum(map(_num_bytes, entries.values()))},
-            "weight_map": {name: file for file, names in files.items() for name in names},
-        }
-        (out / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _num_bytes(entry: TensorEntry) -> int:
-    return entry.numel * dtype_of(entry.dtype).itemsize
-
-
-def _files(entries: dict[str, TensorEntry]) -> dict[str, list[str]]:
-    """Return the tensors of each file, by the names that Hugging Face's readers expect."""
-    groups, room = list[list[str]](), 0
-    for name, entry in entries.items():
-        if not groups or _num_bytes(entry) > room:
-            groups.append([])
-            room = _FILE_BYTES
-        groups[-1].append(name)
-        room -= _num_bytes(entry)
-    if len(groups) == 1:
-        return {"model.safetensors": groups[0]}
-    count = len(groups)
-    return {
-        f"model-{number:05}-of-{count:05}.safetensors": names
-        for number, names in enumerate(groups, start=1)
-    }
+        (out / INDEX).write_text(index_text(files))
 
 
 def _read(reader: Reader, entry: TensorEntry, progress: Callable[[int], Any]) -> torch.Tensor:

@@ -70,13 +70,6 @@ class TensorEntry:
     placements: list[str]  # of the DTensor that was saved; empty for an ordinary tensor
     chunks: list[Chunk] = field(default_factory=list)
 
-    @property
-    def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
-
 
 @dataclass(slots=True)
 class Manifest:
