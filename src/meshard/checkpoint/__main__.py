@@ -16,7 +16,6 @@ import argparse
 import shutil
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,7 @@ from meshard.checkpoint.checkpointer import Checkpointer
 from meshard.checkpoint.progress import progress_bar
 from meshard.checkpoint.weights_files import INDEX, FilePlan, index_text, plan_files, write_tensor
 from meshard.checkpoint.weights_layout import Weight
+from meshard.diagnostics import aligned, readable_bytes
 
 _FILE_BYTES = 5 * 10**9  # of one exported file, as Hugging Face's libraries have it
 
@@ -75,22 +75,8 @@ def _parser() -> argparse.ArgumentParser:
 # --- tables --------------------------------------------------------------------------------
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    texts = [list(map(str, row)) for row in (head, *rows)]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
-    lines = [
-        "  ".join(text.ljust(width) for text, width in zip(row, widths, strict=True)).rstrip()
-        for row in texts
-    ]
-    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
-
-
-def _size(num_bytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if num_bytes < 1024:
-            return f"{num_bytes:.0f} {unit}" if unit == "B" else f"{num_bytes:.1f} {unit}"
-        num_bytes /= 1024
-    return f"{num_bytes:.1f} TiB"
+def _print_table(head: tuple[str, ...], rows: list[list[Any]]) -> None:
+    print(*aligned([head, *(tuple(map(str, row)) for row in rows)]), sep="\n")
 
 
 def _list(parsed: Any) -> int:
@@ -105,11 +91,17 @@ def _list(parsed: Any) -> int:
             continue
         about = found.about
         rows.append(
-            [step, _size(found.num_bytes), about["num_ranks"], about["torch"], about["saved_at"]]
+            [
+                step,
+                readable_bytes(found.num_bytes),
+                about["num_ranks"],
+                about["torch"],
+                about["saved_at"],
+            ]
         )
     if not rows:
         return _none_in(parsed.folder)
-    print(_table(("step", "size", "ranks", "torch", "saved at"), rows))
+    _print_table(("step", "size", "ranks", "torch", "saved at"), rows)
     return code
 
 
@@ -122,7 +114,7 @@ def _show(parsed: Any) -> int:
     found = Checkpointer(parsed.folder).manifest(parsed.step)
     for name, value in {"step": found.step, **found.about}.items():
         print(f"{name:10} {value}")
-    print(f"{'size':10} {_size(found.num_bytes)} in {len(found.files())} files")
+    print(f"{'size':10} {readable_bytes(found.num_bytes)} in {len(found.files())} files")
     own = {name for parts in found.rank_parts for name in parts}
     for name in sorted(own):
         print(f"{'per rank':10} {name}")
@@ -142,14 +134,10 @@ def _show(parsed: Any) -> int:
         for name, each in found.tensors.items()
     ]
     print()
-    print(_table(("tensor", "shape", "dtype", "placements", "chunks"), rows))
+    _print_table(("tensor", "shape", "dtype", "placements", "chunks"), rows)
     for name, tied in found.ties.items():
         print(f"{name} is tied to {tied}")
     return 0
-
-
-def _progress(title: str, num_bytes: int) -> AbstractContextManager[Callable[[int], None]]:
-    return progress_bar(title, num_bytes, wanted=None, is_first_rank=True)
 
 
 # --- verify, prune, export -----------------------------------------------------------------
@@ -168,14 +156,14 @@ def _verify(parsed: Any) -> int:
             num_bytes = checkpointer.manifest(step).num_bytes
         except CheckpointError:
             num_bytes = 0  # the command ``verify`` tells what is wrong
-        with _progress(f"step {step}", num_bytes) as progress:
+        with progress_bar(f"step {step}", num_bytes, wanted=None, is_first_rank=True) as progress:
             damages = checkpointer.verify(step, progress=progress)
         for damage in damages:
             print(f"step {step}: {damage.file} {damage.what}")
         if damages:
             code = 1
         else:
-            print(f"step {step}: all files are as they were written ({_size(num_bytes)})")
+            print(f"step {step}: all files are as they were written ({readable_bytes(num_bytes)})")
     return code
 
 
@@ -218,7 +206,7 @@ def _write(
     reader: Reader, files: list[FilePlan], entries: dict[str, TensorEntry], out: Path
 ) -> None:
     total = sum(chunk.blob.size for entry in entries.values() for chunk in entry.chunks)
-    with _progress("export", total) as progress:
+    with progress_bar("export", total, wanted=None, is_first_rank=True) as progress:
         for file in files:
             own = [entries[weight.fqn] for weight in file.weights]
             reader.expect(chunk.blob.span for entry in own for chunk in entry.chunks)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import meshard
+from meshard.diagnostics import aligned
 from meshard.planning.models import SHAPES, built_in
 from meshard.planning.plan import bytes_of, plan
 from meshard.planning.report import readable_size, readable_time, screen_of
@@ -205,24 +206,20 @@ def _table(rows: list[SweepRow], limit: str | None) -> str:
     keys = list(rows[0].settings)
     is_timed = any(row.plan is not None and row.plan.time for row in rows)
     heads = ["peak", "peak in", "sent", "between nodes", *(["step"] if is_timed else []), ""]
-    lines = [[*keys, *heads]]
+    lines: list[tuple[str, ...]] = [(*keys, *heads)]
     for row in rows:
         values = [str(row.settings[key]) for key in keys]
         if row.plan is None:
             error = row.error.partition("\n")[0][:60]
-            lines.append([*values, *[""] * (len(heads) - 1), error])
+            lines.append((*values, *[""] * (len(heads) - 1), error))
             continue
         sent = row.plan.wire_bytes, row.plan.wire_bytes_between_nodes
         sizes = map(readable_size, sent)
         verdict = "" if limit is None else "fits" if row.fits(limit) else "does not fit"
         peak = readable_size(row.plan.peak_bytes)
         time = [readable_time(row.plan.time.seconds)] if row.plan.time else []
-        lines.append([*values, peak, row.plan.peak_phase, *sizes, *time, verdict])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    )
+        lines.append((*values, peak, row.plan.peak_phase, *sizes, *time, verdict))
+    return "\n".join(aligned(lines))
 
 
 def _job_of(parsed: argparse.Namespace, settings: dict[str, Any]) -> MakeJob:
