@@ -397,7 +397,7 @@ class Checkpointer:
         folder, found = "", None
         try:
             if said["folder"] == "":
-                found = dcp_format.read_folder(self._storage, "")
+                found = dcp_format.read_folder(self._storage)
             else:
                 step_folder = StepFolder(*said["folder"])
                 folder = step_folder.name

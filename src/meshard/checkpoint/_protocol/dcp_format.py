@@ -207,9 +207,9 @@ class _Unpickler(pickle.Unpickler):
         raise _refused(f"{module}.{name}")
 
 
-def read_folder(storage: Storage, folder: str) -> Manifest:
+def read_folder(storage: Storage) -> Manifest:
     """Return a manifest for what ``dcp.save`` has written. It has no checksums."""
-    metadata = _read_metadata(storage, folder)
+    metadata = _read_metadata(storage)
     infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
     for index, info in metadata.storage_data.items():
         check_file_name(str(info.relative_path), f"{storage.root}/{METADATA}")
@@ -217,7 +217,7 @@ def read_folder(storage: Storage, folder: str) -> Manifest:
         infos[index.fqn, None if offset is None else tuple(offset)] = info
     paths = getattr(metadata, "planner_data", None) or {}
     tensors, nested, unreadable = dict[str, TensorEntry](), dict[Any, Any](), list[str]()
-    with contextlib.closing(_Blobs(storage, folder)) as blobs:
+    with contextlib.closing(_Blobs(storage)) as blobs:
         for name, entry in metadata.state_dict_metadata.items():
             path = paths.get(name, (name,))
             if hasattr(entry, "chunks"):
@@ -231,10 +231,9 @@ def read_folder(storage: Storage, folder: str) -> Manifest:
     return _as_manifest(tensors, nested, unreadable)
 
 
-def _read_metadata(storage: Storage, folder: str) -> Any:
+def _read_metadata(storage: Storage) -> Any:
     try:
-        text = storage.read(f"{folder}/{METADATA}".lstrip("/"))
-        metadata = _Unpickler(io.BytesIO(text)).load()
+        metadata = _Unpickler(io.BytesIO(storage.read(METADATA))).load()
         assert isinstance(metadata.state_dict_metadata, dict)
         assert isinstance(metadata.storage_data, dict)
     except (pickle.UnpicklingError, AttributeError, EOFError, IndexError, AssertionError) as error:
@@ -307,13 +306,13 @@ def _dtype_of(properties: Any) -> torch.dtype:
 class _Blobs:
     """Reads blobs of torch: see ``blobs``."""
 
-    def __init__(self, storage: Storage, folder: str) -> None:
-        self._storage, self._folder = storage, folder
+    def __init__(self, storage: Storage) -> None:
+        self._storage = storage
         self._sources: dict[str, Source] = {}
 
     def _source(self, file: str) -> Source:
         if file not in self._sources:
-            self._sources[file] = self._storage.open(f"{self._folder}/{file}".lstrip("/"))
+            self._sources[file] = self._storage.open(file)
         return self._sources[file]
 
     def value_of(self, info: Any) -> Any:
