@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+import meshard
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import dtype_of, torch_version
 from meshard.checkpoint._protocol import parts
@@ -109,14 +108,6 @@ def _add_other(job: Job, name: str, kind: str, state: Any) -> dict[str, torch.Te
     return tensors
 
 
-@functools.cache
-def _own_version() -> str:
-    try:
-        return metadata.version("meshard")
-    except metadata.PackageNotFoundError:  # meshard runs from its sources
-        return "unknown"
-
-
 def _about(model: nn.Module) -> dict[str, Any]:
     meshes = {
         (tuple(param.device_mesh.shape), param.device_mesh.mesh_dim_names)
@@ -124,7 +115,7 @@ def _about(model: nn.Module) -> dict[str, Any]:
         if isinstance(param, DTensor)
     }
     return {
-        "meshard": _own_version(),
+        "meshard": meshard.__version__,
         "torch": torch_version(),
         "meshes": sorted(
             ({"shape": list(shape), "names": list(names or ())} for shape, names in meshes),
