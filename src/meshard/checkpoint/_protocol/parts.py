@@ -12,7 +12,7 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from meshard._engine.unit import without_compile
+from meshard._torch.dtensor import place_like, plain_of
 from meshard.checkpoint._protocol.blobs import copied_bytes
 from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.plain import Path, embedded, encode, reference
@@ -266,32 +267,16 @@ def placed_like(
     """
     if tensor is None or shape != tuple(tensor.shape):
         return torch.empty(shape, dtype=dtype, device="cpu")
-    if not isinstance(tensor, DTensor):
-        return torch.empty(shape, dtype=dtype, device=tensor.device)
-    present = tensor.to_local()
+    present = plain_of(tensor)
     local = torch.empty(present.shape, dtype=dtype, device=present.device)
-    return DTensor.from_local(
-        local,
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    ).detach()
+    return place_like(tensor, local) if isinstance(tensor, DTensor) else local
 
 
 # --- what users pass along -----------------------------------------------------------------
 
 
-class Stateful(Protocol):
-    """A scheduler, a scaler, a data loader, an average of the model."""
-
-    def state_dict(self) -> Any: ...
-
-    def load_state_dict(self, state_dict: Any) -> Any: ...
-
-
 def is_stateful(value: object) -> bool:
+    """Whether it is such as a scheduler, a scaler, a data loader, or an average of the model."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
