@@ -321,7 +321,11 @@ class Restoring:
         state, of_others = {}, frozenset(self._filled)
         for fqn, each in encoded["state"].items():
             if fqn in own:
-                state[fqn] = self._decoded(each, _Placement(present, own[fqn]).of, of_others)
+
+                def like(name: str, param: torch.Tensor = own[fqn]) -> torch.Tensor:
+                    return present.get(name, param)
+
+                state[fqn] = self._decoded(each, like, of_others)
         referred = Counter(each for group in encoded["param_groups"] for each in names_in(group))
         twice = next((each for each, count in referred.items() if count > 1), None)
         if twice is not None:
@@ -441,13 +445,3 @@ def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:
 
 def _begin_of(tensor: torch.Tensor) -> int:
     return plain_of(tensor).data_ptr()
-
-
-class _Placement(NamedTuple):
-    """What loaded tensors of an optimizer are placed like: the present ones, or parameters."""
-
-    present: dict[str, torch.Tensor]
-    param: torch.Tensor
-
-    def of(self, name: str) -> torch.Tensor:
-        return self.present.get(name, self.param)

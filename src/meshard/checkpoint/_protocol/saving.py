@@ -109,7 +109,10 @@ class Saver:
                 with contextlib.suppress(Exception):
                     manifest.remove(self.storage, folder)
             else:
-                late = _error_of(tidy)
+                try:
+                    tidy()
+                except Exception as error:  # under ``-W error`` a warning
+                    late = error
         self._refuse_if(job, self.ranks.broadcast(problem))
         if late is not None:  # last, once other ranks know of the commit
             raise late
@@ -303,15 +306,6 @@ class Saver:
 
 def _joined(problems: Iterable[str]) -> str:
     return "\n".join(dict.fromkeys(each for each in problems if each))
-
-
-def _error_of(call: Callable[[], None]) -> Exception | None:
-    """Return what a call raises. Under ``-W error`` that may be a warning."""
-    try:
-        call()
-    except Exception as error:
-        return error
-    return None
 
 
 def _hash(value: Any) -> str:
