@@ -83,7 +83,6 @@ class Manifest:
     objects: list[Blob] = field(default_factory=list)  # read by torch's ``dcp.load`` only
     about: dict[str, Any] = field(default_factory=dict)  # versions, ranks, mesh, date
     unreadable: list[str] = field(default_factory=list)  # of torch: needs classes of its own
-    format_version: int = VERSION
 
     def blobs(self) -> list[Blob]:
         """Return all ranges of files. They cover each file, each byte once."""
@@ -121,7 +120,7 @@ def to_text(manifest: Manifest) -> bytes:
 
     content = {
         "format": FORMAT,
-        "format_version": manifest.format_version,
+        "format_version": VERSION,
         "step": manifest.step,
         "about": manifest.about,
         "files": files,
@@ -226,7 +225,6 @@ def _from_content(content: dict[str, Any]) -> Manifest:
         ties=content["ties"],
         objects=[blob(row) for row in content["objects"]],
         about=content["about"],
-        format_version=content["format_version"],
     )
 
 
