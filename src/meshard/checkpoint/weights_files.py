@@ -21,6 +21,7 @@ import torch
 
 from meshard._mesh.boxes import Box
 from meshard.checkpoint._protocol.blobs import bytes_of, on_host
+from meshard.checkpoint._protocol.storage import sync
 from meshard.checkpoint.weights_gather import sent_dtype, unsharded_bytes
 from meshard.checkpoint.weights_layout import Weight, own_rank
 
@@ -156,11 +157,7 @@ def index_text(files: Sequence[FilePlan]) -> str:
 def sync_folder(folder: Path) -> None:
     """Make renames in ``folder`` survive a crash of the machine, where the system can."""
     if os.name == "posix":
-        descriptor = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(folder)
 
 
 # --- reading ---------------------------------------------------------------------------------

@@ -95,6 +95,15 @@ def storage_at(folder: str | os.PathLike[str]) -> Storage:
 # --- a folder ------------------------------------------------------------------------------
 
 
+def sync(path: Path) -> None:
+    """Return when a file, or the names in a folder, survive a loss of power."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class FolderStorage:
     """A folder on a file system that all ranks see."""
 
@@ -174,11 +183,7 @@ class FolderStorage:
             assert to is not None
             os.replace(path, to)
         else:
-            descriptor = os.open(path, os.O_RDONLY)
-            try:
-                os.fsync(descriptor)
-            finally:
-                os.close(descriptor)
+            sync(path)
 
     def write(self, file: Any, data: bytes | memoryview) -> None:
         file.write(data)
