@@ -123,9 +123,7 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         meshes = meshes_of(module, weights)
         self._agreement = Agreement(meshes, f"({_CALLER})")
         ranks = ranks_of_meshes(meshes)
-        self._must_agree = not self._agreement.is_alone
-        if self._must_agree:
-            self._agreement.check_same_tensors(weights, with_names=rank0_only)
+        self._agreement.check_same_tensors(weights, with_names=rank0_only)
         if rank0_only:
             self._agreement.check_copies(weights, len(ranks))
         first = ranks[0] if meshes else 0  # without a mesh, all ranks may hold the module
@@ -182,7 +180,7 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
             return
         self._is_over = True
         self._ready.clear()
-        if self._must_agree and self._batches:
+        if self._batches:
             self._agreement.reach(intent)
 
     def _gather_next(self) -> None:
@@ -190,13 +188,12 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
         self._is_over = True  # stays so if anything below raises
         batch = self._batches[0]
         packed, error = self._pack(batch)
-        if self._must_agree:
-            verdict = self._agreement.reach(Intent.GO_ON if error is None else Intent.FAIL)
-            if error is None and verdict.intent is not Intent.GO_ON:
-                self._end_because_of(verdict, batch[0])
-                return
+        verdict = self._agreement.reach(Intent.GO_ON if error is None else Intent.FAIL)
         if error is not None:
             raise error
+        if verdict.intent is not Intent.GO_ON:
+            self._end_because_of(verdict, batch[0])
+            return
         self._batches.popleft()
         found: dict[str, Unsharded] = {}
         if self._target in (None, own_rank()):

@@ -64,11 +64,6 @@ class Agreement:
         self._device = device_of_weights(meshes)
         self._label = label
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether there is no other rank."""
-        return not self._groups
-
     def reach(self, intent: Intent) -> Verdict:
         """Return what the ranks do. **Collective:** all ranks of the meshes."""
         # One number for both. Its maximum belongs to the lowest rank among those with the largest
@@ -85,11 +80,10 @@ class Agreement:
         **Collective:** all ranks of the meshes, with as many numbers.
         """
         own = torch.tensor(numbers, dtype=torch.int64, device=self._device)
-        largest, smallest = own.clone(), -own
+        both = torch.stack([own, -own])
         for group in self._groups:
-            agree_on_max(largest, group, self._label)
-            agree_on_max(smallest, group, self._label)
-        return (largest == -smallest).tolist()
+            agree_on_max(both, group, self._label)
+        return (both[0] == -both[1]).tolist()
 
     def check_same_tensors(self, weights: list[Weight], *, with_names: bool) -> None:
         """Raise if other ranks have other tensors, as with experts on meshes of their own.
@@ -128,27 +122,18 @@ class Agreement:
                 "rank0_only, or give each its own name, and save by Checkpointer."
             )
 
-    def check(self, error: Exception | None, what: str) -> None:
-        """Raise ``error``, or a RuntimeError if another rank has one.
-
-        **Collective:** all ranks of the meshes.
-        """
-        verdict = self.reach(Intent.GO_ON if error is None else Intent.FAIL)
-        if error is not None:
-            raise error
-        if verdict.intent is not Intent.GO_ON:
-            raise RuntimeError(f"{what} failed on rank {verdict.rank}; see the error there.")
-
 
 @contextlib.contextmanager
 def agreed(agreement: Agreement, what: str) -> Iterator[None]:
     """Raise on all ranks if the block raises on one. **Collective:** all ranks, at its end."""
-    error = None
     try:
         yield
-    except Exception as caught:
-        error = caught
-    agreement.check(error, what)
+    except Exception:
+        agreement.reach(Intent.FAIL)
+        raise
+    verdict = agreement.reach(Intent.GO_ON)
+    if verdict.intent is not Intent.GO_ON:
+        raise RuntimeError(f"{what} failed on rank {verdict.rank}; see the error there.")
 
 
 @torch.no_grad()
@@ -263,16 +248,14 @@ class Packed:
             if rows is None:
                 return {}
             gathered = rows.view(-1)
-        places = self._places_of_rows(own)
+        # Of the ranks that the rows came from, in order.
+        places = [
+            place for place in self._places if all(place[axis] == own[axis] for axis in others)
+        ]
         return {
             weight.fqn: _Assembly(weight, slot, gathered.view(len(places), -1), places, self._dtype)
             for weight, slot in zip(self.weights, self._slots, strict=True)
         }
-
-    def _places_of_rows(self, own: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """Return the coordinates of the ranks that the rows came from, in order."""
-        others = [axis for axis in range(self._mesh.ndim) if axis not in self._axes]
-        return [place for place in self._places if all(place[axis] == own[axis] for axis in others)]
 
 
 @dataclass(frozen=True, slots=True)
