@@ -207,8 +207,7 @@ class Buckets:
         # A rebuild is collective, so all ranks must decide alike. All ranks start the same
         # reductions, so ``has_reduced`` is the same on all of them. An error on one rank does not
         # reset it.
-        has_reduced = any(unit.gradients.has_reduced for unit in self.units)
-        is_late = not self._is_final and has_reduced
+        is_late = not self._is_final and any(unit.gradients.has_reduced for unit in self.units)
         # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds its
         # buckets before the second backward and never again. So once a hook has averaged in two
         # backwards, it expects the buckets to stay as they are.
