@@ -38,6 +38,14 @@ def check_int(name: str, value: object) -> None:
         raise TypeError(f"{name} must be an int, got {value!r}.")
 
 
+def check_positive(name: str, value: object) -> None:
+    """Raise unless ``value`` is a number above zero."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}.")
+    if not value > 0:
+        raise ValueError(f"{name} must be positive, got {value!r}.")
+
+
 def check_iterable(name: str, values: object) -> None:
     """Raise a TypeError unless ``for`` can run over ``values``."""
     # ``iter(values)`` would tell more, but may have effects: a DataLoader starts its workers.

@@ -50,7 +50,7 @@ from meshard.api import (
 from meshard.fsdp_module import GradientSetters
 from meshard.initialization import overwrite_by_first_rank
 from meshard.optim.hooks import watch_optimizers
-from meshard.policies import MixedPrecisionPolicy, check_bool
+from meshard.policies import MixedPrecisionPolicy, check_bool, check_positive
 
 _FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
 
@@ -400,7 +400,7 @@ def replicate(
     tensor([1.])
     """
     check_module(module, "replicate")
-    _check_cap(bucket_cap_mb)
+    check_positive("bucket_cap_mb", bucket_cap_mb)
     check_bool("gradient_as_bucket_view", gradient_as_bucket_view)
     check_bool("broadcast_buffers", broadcast_buffers)
     check_bool("init_sync", init_sync)
@@ -453,13 +453,6 @@ def replicate(
 
 
 # --- checks --------------------------------------------------------------------------------
-
-
-def _check_cap(cap: object) -> None:
-    if isinstance(cap, bool) or not isinstance(cap, (int, float)):
-        raise TypeError(f"bucket_cap_mb must be a number, got {cap!r}.")
-    if not cap > 0:
-        raise ValueError(f"bucket_cap_mb must be positive, got {cap}.")
 
 
 def _check_parameters(found: list[Collected], device: torch.device) -> None:

@@ -46,7 +46,7 @@ from meshard.optim.owner_step import (
     check_holds,
     placeholder_for,
 )
-from meshard.policies import check_bool
+from meshard.policies import check_bool, check_positive
 
 Select = Callable[[str, torch.Tensor], bool]
 Cost = Callable[[str, torch.Tensor], float]
@@ -469,7 +469,10 @@ def owner_optimizer(
     """
     _check_functions(optimizer, select, cost)
     _check_fallback(fallback, fallback_kwargs)
-    _check_sizes(bucket_mb, gradient_dtype)
+    check_positive("bucket_mb", bucket_mb)
+    is_dtype = isinstance(gradient_dtype, torch.dtype) and gradient_dtype.is_floating_point
+    if gradient_dtype is not None and not is_dtype:
+        raise ValueError(f"gradient_dtype must be a floating torch.dtype, got {gradient_dtype!r}.")
     check_bool("keep_values", keep_values)
     for unit in require_units(module):
         unit.lifecycle.check_between_steps(unit, "owner_optimizer")
@@ -519,16 +522,6 @@ def _check_fallback(fallback: object, fallback_kwargs: object) -> None:
         raise TypeError(f"fallback_kwargs must be a dict or None, got {fallback_kwargs!r}.")
     if fallback is None and fallback_kwargs:
         raise ValueError("fallback_kwargs are given, and fallback=None; pass a fallback, or none.")
-
-
-def _check_sizes(bucket_mb: object, gradient_dtype: object) -> None:
-    if isinstance(bucket_mb, bool) or not isinstance(bucket_mb, (int, float)):
-        raise TypeError(f"bucket_mb must be a number, got {bucket_mb!r}.")
-    if not bucket_mb > 0:
-        raise ValueError(f"bucket_mb must be positive, got {bucket_mb!r}.")
-    is_dtype = isinstance(gradient_dtype, torch.dtype) and gradient_dtype.is_floating_point
-    if gradient_dtype is not None and not is_dtype:
-        raise ValueError(f"gradient_dtype must be a floating torch.dtype, got {gradient_dtype!r}.")
 
 
 def _selected(module: nn.Module, select: Select | None) -> tuple[Chosen, list[torch.Tensor]]:
