@@ -41,7 +41,7 @@ from meshard.optim.flat import (
     Params,
     StateOnRead,
     are_same,
-    check_is_no_instance,
+    check_makes_optimizers,
     list_params,
     objects_in,
 )
@@ -572,11 +572,7 @@ def overlap_optimizer(
     _check_deferred(clip, max_norm, is_changed=change is not None)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
-    check_is_no_instance("overlap_optimizer", optimizer)
-    if not callable(optimizer) or isinstance(optimizer, nn.Module):
-        raise TypeError(
-            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
-        )
+    check_makes_optimizers("overlap_optimizer", optimizer)
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
     template = make(list_params(module, param_groups))
     _check_template(template)

@@ -31,9 +31,11 @@ from meshard.optim.flat import (
     POINTWISE,
     FlatStepper,
     LeftOut,
+    MakeOptimizer,
     StateOnRead,
     are_same,
     check_is_no_instance,
+    check_makes_optimizers,
     objects_in,
 )
 from meshard.optim.hooks import find_overlapped
@@ -41,7 +43,6 @@ from meshard.optim.owner_state import load_states, states_as_shards
 from meshard.optim.owner_step import (
     Bucket,
     BucketStep,
-    MakeInner,
     OwnedParam,
     check_holds,
     placeholder_for,
@@ -73,7 +74,7 @@ class OwnerOptimizer(StateOnRead):
         self,
         groups: list[dict[str, Any]],
         members: Sequence[OwnedParam],
-        make: MakeInner,
+        make: MakeOptimizer,
         fallback: Any,  # a class of POINTWISE
         *,
         name: str,
@@ -499,11 +500,7 @@ def owner_optimizer(
 
 
 def _check_functions(optimizer: object, select: object, cost: object) -> None:
-    check_is_no_instance("owner_optimizer", optimizer)
-    if not callable(optimizer) or isinstance(optimizer, nn.Module):
-        raise TypeError(
-            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
-        )
+    check_makes_optimizers("owner_optimizer", optimizer)
     for name, function in {"select": select, "cost": cost}.items():
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function or None, got {function!r}.")
@@ -625,7 +622,9 @@ def _mesh_of(param: torch.Tensor) -> DeviceMesh:
     return group.spec.mesh_info.mesh
 
 
-def _template(make: MakeInner, members: Sequence[OwnedParam], *, is_fused: bool) -> dict[str, Any]:
+def _template(
+    make: MakeOptimizer, members: Sequence[OwnedParam], *, is_fused: bool
+) -> dict[str, Any]:
     """Return the param group of ``optimizer`` with the selected parameters."""
     # Some optimizers make their state at once. On the meta device it takes no memory, but fused
     # optimizers refuse that device.

@@ -19,8 +19,7 @@ from meshard._engine.param_group import owner_of as param_group_of
 from meshard._torch.dtensor import is_placed_like, plain_of
 from meshard._torch.private import DispatchMode, version_of
 from meshard.optim.exchange import ExchangeInFlight, Layout, MeshRanks, Route
-
-MakeInner = Callable[[list[dict[str, Any]]], Optimizer]
+from meshard.optim.flat import MakeOptimizer
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,7 +47,7 @@ class Bucket:
     shows whether this rank's shards are as the last step left them, both by position.
     """
 
-    def __init__(self, number: int, members: Sequence[OwnedParam], make: MakeInner) -> None:
+    def __init__(self, number: int, members: Sequence[OwnedParam], make: MakeOptimizer) -> None:
         self.label = f"(owners, bucket {number})"
         self.ranks = members[0].ranks
         self.members = members
