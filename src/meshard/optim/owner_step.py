@@ -83,7 +83,7 @@ class Bucket:
         assert group is not None  # OwnerOptimizer has checked it
         return group.comm
 
-    def route(self, positions: Sequence[int], *, times: int = 1, to_owners: bool) -> Route:
+    def route(self, positions: Sequence[int], *, times: int, to_owners: bool) -> Route:
         """Return the route of some members.
 
         With ``times=2``, tensor ``i`` of the route is a value, and ``len(positions) + i`` is its
