@@ -95,14 +95,15 @@ def microbatches(
     if not isinstance(until_last, GradientSync):
         raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
     check_iterable("batches", batches)
-    return _microbatches(module, batches, until_last, require_units(module))
+    return _microbatches(batches, until_last, require_units(module))
 
 
 def _microbatches(
-    module: nn.Module, batches: Iterable[Batch], until_last: GradientSync, units: list[Unit]
+    batches: Iterable[Batch], until_last: GradientSync, units: list[Unit]
 ) -> Iterator[Batch]:
     lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
+    modes_before = [unit.settings.sync for unit in units]
     for lifecycle in lifecycles:
         abort_if_interrupted(lifecycle)  # a failure before this loop does not count
     voided_before = [lifecycle.failure.num_voided for lifecycle in lifecycles]
@@ -114,8 +115,9 @@ def _microbatches(
             is_last = following is _END
             for lifecycle in lifecycles:
                 lifecycle.is_last_backward = is_last
-            with gradient_sync(module, GradientSync.FULL if is_last else until_last):
-                yield batch
+            for unit in units:
+                unit.settings.sync = GradientSync.FULL if is_last else until_last
+            yield batch
             if _has_dropped(lifecycles, voided_before):
                 raise RuntimeError(
                     "a forward or backward in this loop over microbatches() raised (or "
@@ -129,6 +131,8 @@ def _microbatches(
             window.is_in_loop = False
         for lifecycle, was_last in zip(lifecycles, before, strict=True):
             lifecycle.is_last_backward = was_last
+        for unit, mode in zip(units, modes_before, strict=True):
+            unit.settings.sync = mode
 
 
 def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> bool:
