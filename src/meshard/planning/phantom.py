@@ -44,10 +44,6 @@ def submit_inline(_: Executor, function: Callable[..., Any], *args: Any) -> Futu
     return done
 
 
-class UnknownShapeError(RuntimeError):
-    """An operator has no implementation on the meta device, and is too large to run."""
-
-
 def _reserve(num_bytes: int) -> torch.UntypedStorage:
     """Return a storage of ``num_bytes`` zeros that take no memory until they are written to."""
     if num_bytes <= mmap.PAGESIZE:
@@ -102,14 +98,6 @@ class KernelMode(DispatchMode):  # type: ignore[misc]  # an Any
         if func.namespace != "c10d" and not _schema_of(func).is_view:
             self._on_kernel(func, args, kwargs, result)
         return result
-
-
-class _Stored(NamedTuple):
-    """The form of a tensor, which stands for it in a key."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
 
 
 class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
@@ -203,7 +191,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         except (NotImplementedError, RuntimeError) as error:
             most = max((leaf.numel() for leaf in leaves if _is_tensor(leaf)), default=0)
             if most > _RUNS_FOR_REAL:
-                raise UnknownShapeError(
+                raise RuntimeError(
                     f"the shape of what {func} returns is not known: it depends on values, as with "
                     "masks, or the operator has no implementation on the meta device. Its tensors "
                     f"of {most:,} elements are too large to run it. For an operator of your own "
@@ -280,7 +268,7 @@ def _to_meta(leaf: Any) -> Any:
 
 def _form_of(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return _Stored(leaf.shape, leaf.stride(), leaf.dtype)
+        return leaf.shape, leaf.stride(), leaf.dtype
     return type(leaf), leaf  # 1, 1.0 and True are one key, and give other dtypes
 
 
