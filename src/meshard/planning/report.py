@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
+import textwrap
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from meshard.planning.memory import KINDS
 
@@ -86,7 +88,9 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
     yield ""
     yield "not known:"
     for sentence in plan.not_known:
-        yield from _wrapped(sentence)
+        yield from textwrap.wrap(
+            sentence, WIDTH, initial_indent="  - ", subsequent_indent="    ", break_on_hyphens=False
+        )
 
 
 def _bar(plan: Plan) -> str:
@@ -133,50 +137,31 @@ def _short(label: str) -> str:
     return label if len(label) <= 23 else f"...{label[-20:]}"
 
 
-def _wrapped(sentence: str) -> Iterator[str]:
-    line = "  -"
-    for word in sentence.split():
-        if len(line) + 1 + len(word) > WIDTH:
-            yield line
-            line = "   "
-        line += f" {word}"
-    yield line
-
-
-class _Change(NamedTuple):
-    """Something that a user can change, with the bytes that it frees at the peak."""
-
-    frees: int
-    text: str
-
-
 def advice_for(plan: Plan, unit: PlannedUnit) -> str:
     """Return the change that frees most of what a unit takes at the peak, with its cost."""
-    best = max(_changes(plan, unit), key=lambda change: change.frees)
-    return f"-{readable_size(best.frees)}: {best.text}" if best.frees else "nothing"
+    frees, text = max(_changes(plan, unit), key=operator.itemgetter(0))
+    return f"-{readable_size(frees)}: {text}" if frees else "nothing"
 
 
-def _changes(plan: Plan, unit: PlannedUnit) -> Iterator[_Change]:
+def _changes(plan: Plan, unit: PlannedUnit) -> Iterator[tuple[int, str]]:
+    """Iterate over what a user can change, with the bytes that it frees at the peak."""
     kinds, is_running = unit.bytes_by_kind, unit.label == plan.peak_unit
     # Of what backward has computed, the rest are gradients of activations.
     of_params = min(kinds["grads"], unit.unsharded_bytes if is_running else unit.shard_bytes)
     activations = kinds["activations"] + kinds["grads"] - of_params
-    yield _Change(activations // 2, "half the microbatch: twice as many of them")
+    yield activations // 2, "half the microbatch: twice as many of them"
     # A checkpoint of the unit that runs would compute them again right now.
     if not is_running and not unit.is_recomputed and unit.label != "(root)":
-        yield _Change(kinds["activations"], "checkpoint it: costs its forward once more")
+        yield kinds["activations"], "checkpoint it: costs its forward once more"
     if not is_running and not unit.is_resharded:
         gathered = readable_size(unit.unsharded_bytes)
-        yield _Change(kinds["unsharded"], f"reshard_after_forward=True: {gathered} more to gather")
+        yield kinds["unsharded"], f"reshard_after_forward=True: {gathered} more to gather"
     if not is_running and unit.input_buffers > 1:
-        yield _Change(
-            kinds["communication"],
-            "set_reduce_scatter_max_input_buffers(1): hides less",
-        )
+        yield kinds["communication"], "set_reduce_scatter_max_input_buffers(1): hides less"
     moving = kinds["communication"] + (kinds["unsharded"] + of_params if is_running else 0)
-    yield _Change(moving // 2, "two units of half its size: twice as many collectives")
+    yield moving // 2, "two units of half its size: twice as many collectives"
     state = kinds["params"] + min(kinds["grads"], unit.shard_bytes) + kinds["optimizer"]
     if plan.device_type != "cpu" and not plan.host_bytes:
         sent = readable_size(2 * unit.shard_bytes)
-        yield _Change(state, f"CPUOffloadPolicy: {sent} more between host and device")
-    yield _Change(state // 2, "twice as many shard ranks: smaller messages, more of them")
+        yield state, f"CPUOffloadPolicy: {sent} more between host and device"
+    yield state // 2, "twice as many shard ranks: smaller messages, more of them"
