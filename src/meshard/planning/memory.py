@@ -242,10 +242,6 @@ class MemoryLog:
             if number >= first:
                 yield usage
 
-    def steps(self) -> range:
-        """Return the numbers of the steps."""
-        return range(len(self.step_begins))
-
     def host_peak(self) -> int:
         """Return the most bytes that were alive in host memory of a rank with a device."""
         on_host = (c.num_bytes if c.allocation.is_on_host else 0 for c in self.changes)

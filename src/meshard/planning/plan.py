@@ -347,7 +347,8 @@ def _is_device_type(name: str) -> bool:
 def _plan_of(machine: Machine, profile: Profile | None) -> Plan:
     log = machine.log
     setup, *peaks = (
-        max((usage.total for usage in log.history(n)), default=0) for n in (-1, *log.steps())
+        max((usage.total for usage in log.history(step)), default=0)
+        for step in range(-1, len(log.step_begins))
     )
     peak = max(setup, *peaks)
     if not peak:
