@@ -333,8 +333,7 @@ def _host_location(
     global _has_warned_of_pinning
     if not isinstance(policy, TorchCPUOffloadPolicy):
         return None
-    if not isinstance(policy.pin_memory, bool):
-        raise TypeError(f"pin_memory must be a bool, got {policy.pin_memory!r}.")
+    check_bool("pin_memory", policy.pin_memory)
     host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
     if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
         _has_warned_of_pinning = True
