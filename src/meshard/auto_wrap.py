@@ -131,7 +131,7 @@ def fully_shard_units(
         refuse_meta([*params, *model.named_buffers()], mesh_info)
         for module, found in planned.items():
             _take_values_of_first_rank(found, calls[module])
-        take_values_of_first_rank(model.named_buffers(), mesh_info)
+        take_values_of_first_rank(model.buffers(), mesh_info)
     _warn_about_narrow(planned)
     with hoisting({each.param: module for module, found in planned.items() for each in found}):
         for modules in modules_of_units:
@@ -179,8 +179,7 @@ def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]
     mesh_info = resolve_mesh_info(arguments["mesh"], arguments.get("dp_mesh_dims"))
     for each in plan(found, mesh_info, arguments.get("shard_placement_fn")):
         # Over the mesh of these parameters only: other ranks may hold other experts.
-        named = [(own.fqn, own.param) for own in each.found]
-        take_values_of_first_rank(named, each.mesh_info)
+        take_values_of_first_rank([own.param for own in each.found], each.mesh_info)
 
 
 # --- the model as a graph --------------------------------------------------------------------

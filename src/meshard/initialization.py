@@ -348,14 +348,12 @@ def refuse_meta(named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo) 
 
 
 @torch.no_grad()
-def take_values_of_first_rank(
-    named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo
-) -> None:
+def take_values_of_first_rank(tensors: Iterable[torch.Tensor], mesh_info: MeshInfo) -> None:
     """Overwrite tensors by those of the first rank of the mesh, one at a time.
 
-    **Collective:** all ranks of the mesh, with the same names.
+    **Collective:** all ranks of the mesh, with the same tensors.
     """
-    for _, tensor in named:
+    for tensor in tensors:
         overwrite_by_first_rank(plain_of(tensor).detach(), mesh_info, label="(sync_init)")
 
 
