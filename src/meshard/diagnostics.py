@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
 from meshard._comm.communicator import CommEvent, observers
+from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, alive, joined, units_in
 from meshard._params.sharded_param import tag_left_out, tag_of
@@ -118,11 +119,10 @@ def _stray_warning(module: nn.Module, left: set[int]) -> Iterator[str]:
         if id(param) in left and param.requires_grad and tag_of(param)[0] is None
     ]
     if names:
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
         yield (
-            f"warning: {', '.join(map(repr, names[:3]))}{more} are trainable and in no unit: each "
-            "rank would train them apart. Apply fully_shard to the module around them too, or "
-            "name them in ignored_params."
+            f"warning: {listed(names)} are trainable and in no unit: each rank would train them "
+            "apart. Apply fully_shard to the module around them too, or name them in "
+            "ignored_params."
         )
 
 

@@ -17,6 +17,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import nn
 
+from meshard._engine.manual_unshard import listed
 from meshard._engine.unit import own_class
 from meshard._torch.user_line import warn_user
 from meshard.checkpoint.progress import progress_bar
@@ -429,8 +430,8 @@ def load_pretrained(
     missing, unexpected = plan.report.missing, plan.report.unexpected
     if is_first and missing and unexpected:
         warn_user(
-            f"load_pretrained left {_some(missing)} as before, and did not read "
-            f"{_some(unexpected)}. If these are the same weights under other names, pass rename=. "
+            f"load_pretrained left {listed(missing)} as before, and did not read "
+            f"{listed(unexpected)}. If these are the same weights under other names, pass rename=. "
             "A function may return None there for what is not to be read."
         )
     return plan.report
@@ -516,26 +517,20 @@ def _plan(
     without = [weight.fqn for weight in weights if weight.local.is_meta and weight.fqn in missing]
     if strict and (missing or unexpected):
         raise ValueError(
-            f"the names do not fit: missing {_some(missing)}; unexpected {_some(unexpected)}. Pass "
-            "rename=, which maps names in the files to names in the module, or strict=False. If "
-            "transformers itself changes these weights when it loads them, as it stacks experts, "
-            "rewrite the files once: save_pretrained(Model.from_pretrained(old), new)."
+            f"the names do not fit: missing {listed(missing) or 'none'}; unexpected "
+            f"{listed(unexpected) or 'none'}. Pass rename=, which maps names in the files to "
+            "names in the module, or strict=False. If transformers itself changes these weights "
+            "when it loads them, as it stacks experts, rewrite the files once: "
+            "save_pretrained(Model.from_pretrained(old), new)."
         )
     if without:
         raise ValueError(
-            f"{_some(without)} are on the meta device and not in the files, so they would have no "
+            f"{listed(without)} are on the meta device and not in the files, so they would have no "
             "values; call meshard.materialize(module) before load_pretrained."
         )
     fqns = {by_fqn[fqn].name: fqn for fqn in chosen}
     sources = [by_fqn[fqn] for fqn in chosen]
     return _Plan(sources, fqns, LoadReport(loaded, missing, unexpected))
-
-
-def _some(names: list[str]) -> str:
-    if not names:
-        return "none"
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(map(repr, names[:5])) + more
 
 
 def _check_fits(weight: Weight, stored: StoredTensor) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import sharded_params
 from meshard._engine.unit import joined, own_class, units_in
 from meshard.checkpoint.weights_layout import fqn_without_wrappers
@@ -88,9 +89,9 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     if left:
         raise ValueError(
             f"{len(left)} buffers are on the meta device and in no file, because they are not "
-            f"persistent: {', '.join(map(repr, left[:8]))}{', ...' if len(left) > 8 else ''}. "
-            "Build the model inside meshard.checkpoint.meta_parameters() instead of "
-            'torch.device("meta"), or call meshard.materialize(module) before load_pretrained.'
+            f"persistent: {listed(left)}. Build the model inside "
+            'meshard.checkpoint.meta_parameters() instead of torch.device("meta"), or call '
+            "meshard.materialize(module) before load_pretrained."
             + "".join(f" ({cause}.)" for cause in causes)
         )
     return found
