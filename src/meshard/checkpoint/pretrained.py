@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -137,8 +137,8 @@ def save_pretrained(
         save,
         progress_bar("saving", total, wanted=progress, is_first_rank=is_first) as advance,
     ):
-        for together in _chunks(files, len(ranks)):
-            save.write_together(together, dtype, advance)
+        for begin in range(0, len(files), len(ranks)):
+            save.write_together(files[begin : begin + len(ranks)], dtype, advance)
         save.commit(module, dtype)
 
 
@@ -162,10 +162,6 @@ def _without_ties(weights: list[Weight]) -> list[Weight]:
     for weight in weights:
         first.setdefault(id(weight.tensor), weight)
     return list(first.values())
-
-
-def _chunks(files: list[FilePlan], count: int) -> list[list[FilePlan]]:
-    return [files[begin : begin + count] for begin in range(0, len(files), count)]
 
 
 class _Save:
@@ -216,7 +212,8 @@ class _Save:
                 mine = self._gather_each(pairs, dtype)
                 with self._agree():
                     while mine:
-                        write_tensor(_present(output), mine.pop(0)())
+                        assert output is not None  # only ranks that write get tensors
+                        write_tensor(output, mine.pop(0)())
                 advance(sum(unsharded_bytes(w, dtype) for _, batch in pairs for w in batch))
             with self._agree():
                 if output is not None:
@@ -300,11 +297,6 @@ class _Save:
         for path in folder.iterdir():
             if UNFINISHED.fullmatch(path.name):  # left by a save that was killed
                 path.unlink()
-
-
-def _present(output: IO[bytes] | None) -> IO[bytes]:
-    assert output is not None  # only ranks that write get tensors
-    return output
 
 
 def _write_configs(module: Any, folder: Path, dtype: torch.dtype | None) -> None:
@@ -423,10 +415,16 @@ def load_pretrained(
                 f"the ranks see different files at {path}: other names, shapes or dtypes. It must "
                 "be the same on all ranks."
             )
-        with agreed(agreement, "load_pretrained"), _saying_that_it_is_partial():
-            device = device_of_weights(meshes) if meshes else torch.get_default_device()
-            leave_meta_device(module, device, buffers)
-            _fill(weights_of(module, "load_pretrained"), plan, advance)
+        with agreed(agreement, "load_pretrained"):
+            try:
+                device = device_of_weights(meshes) if meshes else torch.get_default_device()
+                leave_meta_device(module, device, buffers)
+                _fill(weights_of(module, "load_pretrained"), plan, advance)
+            except Exception as error:
+                raise RuntimeError(
+                    f"load_pretrained failed while it was reading, after everything had been "
+                    f"checked ({error}); the module is filled in part. Load it again."
+                ) from error
     missing, unexpected = plan.report.missing, plan.report.unexpected
     if is_first and missing and unexpected:
         warn_user(
@@ -435,17 +433,6 @@ def load_pretrained(
             "A function may return None there for what is not to be read."
         )
     return plan.report
-
-
-@contextlib.contextmanager
-def _saying_that_it_is_partial() -> Iterator[None]:
-    try:
-        yield
-    except Exception as error:
-        raise RuntimeError(
-            f"load_pretrained failed while it was reading, after everything had been checked "
-            f"({error}); the module is filled in part. Load it again."
-        ) from error
 
 
 @dataclass(frozen=True, slots=True)
