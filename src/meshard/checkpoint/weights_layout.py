@@ -127,8 +127,15 @@ def unchecked_weights(module: nn.Module) -> list[Weight]:
 
     All ranks have its meshes, so that they can tell each other of what one of them refuses.
     """
-    tensors = (*module.parameters(), *module.buffers(), *shards_of(module).values())
-    return [Weight("", tensor) for tensor in tensors]
+    return [Weight("", tensor) for tensor in held_tensors(module)]
+
+
+def held_tensors(module: nn.Module) -> list[torch.Tensor]:
+    """Return parameters and buffers, and the sharded parameters while modules hold unsharded ones.
+
+    A tensor may be there twice.
+    """
+    return [*module.parameters(), *module.buffers(), *shards_of(module).values()]
 
 
 def shards_of(module: nn.Module) -> dict[int, nn.Parameter]:
@@ -186,9 +193,7 @@ def held_box(fqn: str, tensor: torch.Tensor) -> Box | None:
 
 def check_are_held(module: nn.Module, weights: Iterable[Weight]) -> None:
     """Raise if a hook of ``state_dict()`` has made a weight: writing to it changes nothing."""
-    held = [*module.parameters(), *module.buffers()]
-    held += [param.sharded for unit in units_in(module) for param in sharded_params(unit.group)]
-    ids = {id(tensor) for tensor in held}
+    ids = {id(tensor) for tensor in held_tensors(module)}
     for weight in weights:
         if id(weight.tensor) not in ids:
             raise NotImplementedError(

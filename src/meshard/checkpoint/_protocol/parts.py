@@ -25,7 +25,7 @@ from meshard._torch.dtensor import place_like, plain_of
 from meshard.checkpoint._protocol.blobs import copied_bytes
 from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.plain import Path, embedded, encode, reference
-from meshard.checkpoint.weights_layout import fqn_without_wrappers, shards_of
+from meshard.checkpoint.weights_layout import fqn_without_wrappers, held_tensors
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
 RESERVED = (MODEL, OPTIMIZER, RANDOM, "step", "strict", "cast", "verify")
@@ -94,8 +94,7 @@ def model_state(module: nn.Module) -> ModelState:
     by_id: dict[int, str] = {}
     module = without_ddp(module)
     state = module.state_dict(keep_vars=True)
-    own = {id(each) for each in (*module.parameters(), *module.buffers())}
-    own |= {id(each) for each in shards_of(module).values()}
+    own = {id(each) for each in held_tensors(module)}
     for raw, value in state.items():
         name = fqn_without_wrappers(raw)
         if id(value) not in own:
