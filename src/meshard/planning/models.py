@@ -163,8 +163,6 @@ def built_in(
         owners: Step the matrices of blocks with Muon, each on one rank.
         device: The type of device of the ranks.
     """
-    if name not in SHAPES:
-        raise ValueError(f"there is no model {name!r}; there are {', '.join(SHAPES)}.")
     shape, world_size = SHAPES[name], torch.distributed.get_world_size()
     counts = {"replicas": replicas, "batch": batch, "length": length, "microbatches": microbatches}
     for key, value in counts.items():

@@ -145,8 +145,7 @@ def _row_of(job: MakeJob, settings: dict[str, Any], *, world_size: int, **option
 def _rank_of(row: SweepRow, limit: str | float | None) -> tuple[Any, ...]:
     if row.plan is None:
         return True, True, 0, 0, 0
-    does_not_fit = limit is not None and row.plan.peak_bytes > bytes_of(limit)
-    if does_not_fit:
+    if not row.fits(limit):
         return False, True, row.plan.peak_bytes, 0, 0
     if row.plan.time is not None:
         return False, False, row.plan.time.seconds, 0, 0
