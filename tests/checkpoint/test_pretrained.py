@@ -17,7 +17,9 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import meshard
+import meshard.checkpoint.__main__ as command
 from meshard.checkpoint import (
+    Checkpointer,
     load_pretrained,
     meta_parameters,
     pretrained,
@@ -113,6 +115,24 @@ def test_a_plain_module_is_saved_without_a_process_group(folder):
     assert ends[0][0] == 0 and ends[-1][1] == num_bytes
     assert all(one[1] == two[0] for one, two in itertools.pairwise(ends))
     assert os.listdir(folder) == ["model.safetensors"]
+
+
+@pytest.mark.parametrize("most", [5 * 10**9, 300])
+def test_the_command_exports_a_checkpoint_as_such_files(most, tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "_FILE_BYTES", most)
+    plain = seeded(nn.Sequential(nn.Linear(9, 9), nn.BatchNorm1d(9), nn.Linear(9, 1).bfloat16()))
+    optimizer = torch.optim.SGD(plain.parameters())
+    Checkpointer(tmp_path / "run").save(1, plain, optimizer, x=torch.ones(2))
+    assert command.main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert ("model.safetensors.index.json" in contents(tmp_path / "out")) is (most == 300)
+    found = read_all(tmp_path / "out")
+    assert_same(
+        {name: found[name] for name in plain.state_dict()}, plain.state_dict(), bitwise=True
+    )
+    loaded = copy.deepcopy(plain)
+    spoil(loaded)
+    assert load_pretrained(loaded, tmp_path / "out").missing == []
+    assert_same(loaded.state_dict(), plain.state_dict(), bitwise=True)
 
 
 @on_ranks(2)
