@@ -36,7 +36,8 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     return command.run
 
 
-# Each adds its arguments to a parser, and returns what runs it. Its docstring is the help.
+# Each function adds the arguments of one command to a parser, and returns the function that runs
+# the command. Its docstring is the help text.
 _COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
     "plan": _add_plan,
     "timeline": _add_timeline,

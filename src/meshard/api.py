@@ -357,9 +357,10 @@ def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:
 
 # --- the default mesh ----------------------------------------------------------------------
 
-# The default mesh of each default group. A mesh looks up its group by name, and default groups made
-# one after the other have the same name, so each group needs a mesh of its own. Both references are
-# weak, because a mesh keeps its group alive, with the group's threads and sockets.
+# The default mesh of each default group. After ``destroy_process_group`` and another
+# ``init_process_group``, the new group has the name of the old one. A mesh looks up its group by
+# name, so a mesh of the old group would use the new one, which may have another size. Both
+# references are weak, because a mesh keeps its group alive, with the group's threads and sockets.
 _default_meshes: weakref.WeakKeyDictionary[dist.ProcessGroup, weakref.ref[DeviceMesh]]
 _default_meshes = weakref.WeakKeyDictionary()
 

@@ -178,7 +178,8 @@ def _unit_names(model: nn.Module) -> list[str]:
 def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]) -> None:
     mesh_info = resolve_mesh_info(arguments["mesh"], arguments.get("dp_mesh_dims"))
     for each in plan(found, mesh_info, arguments.get("shard_placement_fn")):
-        # Over the mesh of these parameters only: other ranks may hold other experts.
+        # Only the ranks of these parameters' own mesh take the values of its first rank. Ranks
+        # outside of that mesh may hold other experts.
         take_values_of_first_rank([own.param for own in each.found], each.mesh_info)
 
 
@@ -297,8 +298,9 @@ def _free_parameters(
             if param is not None and param not in ignored and (module, name) not in owned:
                 new = Collected(joined(fqn, name), param, [])
                 found.setdefault(param, new).owners.append((module, name))
-    # Parameters whose owners are all in existing units are left out. No unit has them, because an
-    # earlier fully_shard was told to ignore them.
+    # A parameter is left out if all modules that hold it are inside modules that are sharded
+    # already. An earlier fully_shard has not sharded it: it was told to ignore it, or the parameter
+    # was added to the module later.
     free = _outside(TorchFSDPModule, holders)
     return [each for each in found.values() if any(owner in free for owner, _ in each.owners)]
 

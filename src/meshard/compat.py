@@ -11,9 +11,9 @@ from meshard._torch.patches import unpatch_zero_grad
 
 _FUNCTIONS = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
 _NAMES = (*_FUNCTIONS, "GradientReductionHandle", "UnshardHandle")
-# By module, the names that are replaced in it: the public module, those that were public before
-# torch 2.6, and the private ones. In the last module only functions are replaced, because torch's
-# own code in it makes instances of the handles.
+# The keys are modules of torch: the public one, two that were public before torch 2.6, and two
+# private ones. The values are the names that are replaced in that module. In the last one the
+# handle classes stay torch's, because torch's own code there makes handles.
 _MODULES = {
     "torch.distributed.fsdp": _NAMES,
     "torch.distributed._composable.fsdp": _NAMES,
@@ -50,7 +50,8 @@ def patch_torch() -> TorchPatch:
     True
     """
     patch = TorchPatch()
-    # Before anything is replaced: a module that is imported later keeps ours after ``undo``.
+    # Import all modules before any name is replaced. Some of them import names from another: if
+    # that happened later, they would get ours, and undo() would not know what to put back.
     modules = [(_import(path), names) for path, names in _MODULES.items()]
     for module, names in modules:
         for name in names:

@@ -58,7 +58,7 @@ def describe(module: nn.Module) -> str:
     units = list(units_in(module))
     groups = [unit.group for unit in units if unit.params]
     sharded = {id(param.sharded) for group in groups for param in group.params}
-    # While a unit is unsharded, its modules hold other parameters in their place.
+    # While a unit is unsharded, its modules hold other parameters instead of the sharded ones.
     held = {id(each) for group in groups for param in group.params for each in param.installed()}
     held |= sharded
     left = [param for param in module.parameters() if id(param) not in held]
@@ -259,8 +259,9 @@ class CommLedger:
         # What is recorded: all collectives of these communicators, and in these process groups the
         # blocking collectives, which belong to no communicator. None: everything.
         self._recorded: set[object] | None = None
-        # Units outside of the module whose collectives have the same sources, and are left out: by
-        # communicator or process group, and label.
+        # What is left out, as (communicator or process group, label of a unit). Units outside of
+        # the module may share a communicator or group with units inside; only the label tells them
+        # apart.
         self._left_out: set[tuple[object, str]] = set()
         if module is not None and not isinstance(module, nn.Module):
             raise TypeError(f"CommLedger takes the module to record, or nothing, got {module!r}.")

@@ -549,8 +549,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
         shards = [param.sharded for group in groups for param in group.params]
         chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
-        # torch swaps DTensors with new ones, which drops grad_dtype, and then may refuse the .grad.
-        # So .grad is taken away here, and both are set again below.
+        # torch replaces a DTensor by a new one, which lacks the user's grad_dtype. Then torch may
+        # refuse a .grad of another dtype than the parameter's. So .grad is taken away here, and
+        # both are set again below.
         for param, *_ in chosen:
             param.grad = None
         with watching_buffers(self, fn, recurse=recurse):

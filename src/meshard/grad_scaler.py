@@ -168,8 +168,9 @@ class ShardedGradScaler(torch.amp.GradScaler):
                 unscale_each(grads, found[device], inv_scale.to(device))
             for other in found.values():
                 found_inf.copy_(torch.maximum(found_inf, other.to(found_inf.device)))
-            # ``found_inf`` is sent from the device of the mesh. Its own device may be the host, if
-            # shards are there, and the process group may have no backend for that.
+            # ``found_inf`` is on the device of the first loss, or on that of the scaler if this
+            # rank had no loss. That may be the host, for which the process group may have no
+            # backend. So it is sent from the device of the mesh.
             meshes = [param.device_mesh for param in params if isinstance(param, DTensor)]
             sent = found_inf.to(device_of(meshes[0]) if meshes else found_inf.device)
             agree_on_max(sent, self._process_group)

@@ -73,7 +73,8 @@ def _unsharded_copy(param: ShardedParam, device: torch.device, *, is_new: bool) 
     sharded = param.sharded
     like = torch.empty(sharded.shape, dtype=sharded.dtype, device="meta")
     if param.extent is not None and param.dtensor_placement is None:
-        # Random numbers are drawn in the order of memory, so it is that of before fully_shard.
+        # Random numbers are drawn in the order of memory. So use the strides from before
+        # fully_shard.
         stride = param.extent.stride
         like = torch.empty_strided(like.shape, stride, dtype=like.dtype, device="meta")
     value = torch.empty_like(like, device=device)

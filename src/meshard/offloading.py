@@ -114,8 +114,8 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         torch.get_device_module(kind).empty_cache()  # for other processes
 
 
-# By optimizer: the state tensors that offload has moved to the host, by id. Held weakly, because
-# load_state_dict replaces them.
+# For each optimizer, the state tensors that offload() has moved to the host, by their ids. The
+# references are weak, so that tensors which load_state_dict has replaced are freed.
 _Tensors = weakref.WeakValueDictionary[int, torch.Tensor]
 _moved: weakref.WeakKeyDictionary[Optimizer, _Tensors] = weakref.WeakKeyDictionary()
 

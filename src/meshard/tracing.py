@@ -458,7 +458,8 @@ def _do_all_leave(group: dist.ProcessGroup, *, has_raised: bool) -> bool:
         if not has_raised:
             if store.add(f"{key}/left", 1) == group.size():
                 agree_on(_ALL_LEFT)
-            # If a rank comes too late, it must not wait for this one afterwards.
+            # If this wait times out, go on and write a verdict below. A rank that comes later finds
+            # it, and does not wait for this rank.
             with contextlib.suppress(RuntimeError), Waiting("end of a trace", group):
                 store.wait([f"{key}/verdict"], timeout_of(group, torch.device("cpu")))
         return agree_on(_RAISED) == _ALL_LEFT

@@ -233,13 +233,15 @@ class SummonedUnit:
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
         self._had_hooks = False
-        # The tags of what is installed, not the tensors: what the user replaces is freed at once.
-        # And no weak references: torch cannot swap a tensor that has one (``load_state_dict``).
+        # The tags of the installed parameters, for ``close``. References to the tensors would keep
+        # alive what the user replaces. Weak references would not do either: torch cannot swap a
+        # tensor that has one, as ``load_state_dict`` may.
         self._tags: list[list[str | None]] = []
         self.group.summon(options)
         try:
-            # A summoned module may be pickled, as a plain one. Modules of units leave their hooks
-            # out of the pickle. Outside hooks are on other modules, which would pickle them.
+            # A summoned module may be pickled like a plain one. The modules of a unit leave their
+            # hooks out of the pickle. But modules inside that are in no unit would pickle theirs
+            # (see ``register_outside_hooks``). So these hooks are removed until ``close``.
             self._had_hooks = remove_outside_hooks(unit)
             self._install(unsharded)
             register_manually_unsharded(self.group)
@@ -303,7 +305,8 @@ class SummonedUnit:
         """Install the shards again. Does not communicate."""
         forget_summoned(self.group)
         for tag, param in zip(self._tags, self.params, strict=False):
-            # An optimizer that was built inside may hold the tensor.
+            # The user may have built an optimizer in the block. By this tag its step can say why it
+            # would never train the model.
             tag[:] = TensorTag.SUMMONED.name, param.fqn
         for param in self.params:
             # Take over requires_grad from the unsharded parameter, where the user may have set it.

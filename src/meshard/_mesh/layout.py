@@ -221,7 +221,9 @@ class FlatLayout:
         if not self.is_of_bytes:
             return [buffer]
         return [
-            # torch cannot view an empty range in a wider dtype. Such a segment gets a new tensor.
+            # torch views bytes in a wider dtype only if the offset and the strides are multiples of
+            # its size, even if the range is empty: a buffer ``[2, 6]`` has no view in float32. So
+            # an empty segment gets a new tensor.
             buffer.narrow(-1, segment.byte_offset, segment.num_bytes).view(segment.dtype)
             if segment.num_bytes
             else buffer.new_empty((*buffer.shape[:-1], 0), dtype=segment.dtype)

@@ -147,8 +147,8 @@ def pg_of_one() -> dist.ProcessGroup:
 
 
 _GroupKey = tuple[str, tuple[int, ...]]  # a name and the ranks
-# The process groups that meshard makes. The key is a group of the mesh for which they were made.
-# They cannot be attributes of the mesh, because a mesh is pickled with its DTensors.
+# The groups that ``_extra_pg`` has made, by the group of a mesh for which they were made. They are
+# not attributes of the mesh, because a mesh is pickled with its DTensors, and groups cannot be.
 _extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist.ProcessGroup]] = (
     weakref.WeakKeyDictionary()
 )

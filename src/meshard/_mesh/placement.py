@@ -127,7 +127,7 @@ def _check_composable(placed: GlobalPlacement, mesh_info: MeshInfo) -> None:
     """Raise a ValueError if a DTensor parameter cannot be sharded again."""
     mesh, full = placed.mesh, mesh_info.full
     for axis, placement in enumerate(placed.placements):
-        # Not isinstance: subclasses of Shard place elements in other ways.
+        # Not isinstance: a subclass of Shard may place elements in another way.
         if type(placement) not in (Shard, Replicate):
             raise ValueError(
                 f"it has placement {placement} on axis {axis} of {mesh}; only Shard and Replicate "

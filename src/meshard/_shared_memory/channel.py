@@ -383,14 +383,16 @@ def open_channel(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Channel
     if len(segments) == group.size():
         with contextlib.suppress(OSError):
             channel = Channel(segments, processes, group)
-    # All ranks or none: one that opened a channel alone would wait for the others for ever.
+    # All ranks or none: a rank with a channel would wait there for messages that the others send
+    # through sockets.
     is_open = exchange_numbers([int(channel is not None)], group, cpu, purpose=_OPENING)
     return channel if all(own for (own,) in is_open) else None
 
 
 def _open(process: int, descriptor: int, token: int) -> Segment | None:
     """Return the segment of another rank; None if it cannot be opened or has another token."""
-    # If the rank is on another host, these numbers may name any file here, even one too short.
+    # If the rank is on another host, ``process`` and ``descriptor`` may by chance name some file of
+    # this host. That file may be too short to contain a token.
     with contextlib.suppress(OSError, ValueError, IndexError, TypeError):
         segment = Segment.open(process, descriptor)
         if segment.words(8 * _TOKEN_WORD, 1)[0] == token:

@@ -25,10 +25,10 @@ if sys.platform == "linux":
 ALIGNMENT = 64  # bytes: a cache line
 _STEP = 2**24  # minimal bytes of a new file; only pages that are touched take memory
 
-# Why ranks cannot share memory on this machine; empty if they can. A sender writes the data before
-# the number of the message. So a process that sees the number must also see the data. On x86-64 it
-# does, because stores become visible in order. Other processors need fences, which Python lacks, so
-# there all ranks send through gloo.
+# Why ranks cannot share memory on this machine; empty if they can. A sender writes first the data,
+# then the number of the message. Another process may read the data once it sees the number, so the
+# two writes must become visible in this order. x86-64 guarantees that. Other processors need
+# fences, which Python lacks, so there all ranks send through gloo.
 WHY_UNSUPPORTED = ""
 if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
     WHY_UNSUPPORTED = "this system has no memfd_create or no pidfd_open (Linux has them)"
@@ -88,7 +88,7 @@ class Segment:
                 os.ftruncate(self.descriptor, grow_to)
             self._map = mmap.mmap(self.descriptor, os.fstat(self.descriptor).st_size)
         except OSError as error:
-            # No fallback to sockets: the other ranks wait for this message in shared memory.
+            # No fallback to sockets: the other ranks have begun this collective in shared memory.
             raise RuntimeError(
                 f"shared memory of {end} bytes between ranks could not be "
                 f"{'allocated' if grow_to else 'mapped'} ({error.strerror}): raise the limit of "

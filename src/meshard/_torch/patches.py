@@ -137,7 +137,9 @@ class _Witness:
 
 
 def _versions(tensor: Any) -> tuple[int, int]:
-    # An edit of a DTensor raises only its own version. Foreach kernels on DTensors raise neither.
+    # An edit in place of a DTensor raises only the version of the DTensor, and an edit of its local
+    # tensor only that of the local tensor. Foreach kernels on DTensors raise neither, so their
+    # edits go unnoticed.
     return tensor._version, plain_of(tensor)._version
 
 

@@ -108,7 +108,8 @@ queue_backward_callback: Callable[[Callable[[], None]], None] = _or_error(
 )
 # The id of the graph task (run of the autograd engine) of this thread; -1 outside of a backward.
 graph_task_id: Callable[[], int] = _or_error("torch._C._current_graph_task_id")
-# Whether the backward that is running has ``retain_graph`` or ``create_graph``.
+# Whether the backward that is running keeps its graph: its ``retain_graph``, which defaults to
+# ``create_graph``.
 keeps_graph: Callable[[], bool] = _or_error("torch._C._autograd._get_current_graph_task_keep_graph")
 # The sequence number that the next autograd node of this thread will get. Numbers count up.
 next_node: Callable[[], int] = _or_error("torch._C._autograd._get_sequence_nr")
@@ -290,7 +291,8 @@ def has_backward_optimizer(param: torch.Tensor) -> bool:
 
 def is_reduced_by_ddp(module: nn.Module) -> bool:
     """Whether a running DistributedDataParallel contains ``module`` and reduces all parameters."""
-    # If several threads run DDP, torch may leave a DDP here whose forward is over.
+    # If several threads run DDP, ``_active_ddp_module`` may be a DDP whose forward is over. Unless
+    # it contains ``module``, the last line ignores it.
     ddp = getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
     if ddp is None or ddp.parameters_to_ignore:
         return False
@@ -378,12 +380,13 @@ without_torch_function: Callable[[], AbstractContextManager[None]] = (
 )
 # A context that sees every operator that is called inside, collectives too.
 DispatchMode: Any = _or_error("torch.utils._python_dispatch.TorchDispatchMode")
-# One kernel for lists of tensors: ``target.copy_(source)`` for each.
+# Calls ``target.copy_(source)`` for each pair of two lists, in one call of an operator.
 foreach_copy_ = _or_error("torch._foreach_copy_")
 # ``tensor.mul_(factor)`` for each, in a fifth of the time that single calls take.
 foreach_mul_ = _or_error("torch._foreach_mul_")
-# Views each tensor as ``[num_chunks, -1]`` and concatenates these along dim 1. The size of dim 0
-# must be a multiple of num_chunks.
+# ``chunk_cat(tensors, 0, num_chunks)`` views each tensor as ``[num_chunks, -1]`` and concatenates
+# these along dim 1, if each size of dim 0 is a multiple of num_chunks. Others torch pads with
+# zeros.
 chunk_cat = _or_error("torch._chunk_cat")
 # Multiplies plain tensors by ``inv_scale`` in place. Sets ``found_inf`` to 1 if one was not finite.
 unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")

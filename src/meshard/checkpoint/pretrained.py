@@ -282,7 +282,8 @@ class _Save:
         numbered = [path for path in folder.iterdir() if NUMBERED.fullmatch(path.name)]
         former = [path for path in (folder / INDEX, *numbered) if path.exists()]
         if names != {SINGLE} or beside or former:  # replacing one file by another is atomic
-            # Removes former files, first those that readers prefer. Some read any file they find.
+            # Remove the files of an earlier save, because some readers read every file that they
+            # find. The files that readers prefer go first: the single file, then the index.
             for path in (folder / SINGLE, *former):
                 path.unlink(missing_ok=True)
         pairs = [(folder / file.unfinished, folder / file.name) for file in self._files]
@@ -409,7 +410,8 @@ def load_pretrained(
             total = sum(source.num_bytes for source in plan.sources)
             bar = progress_bar("loading", total, wanted=progress, is_first_rank=is_first)
             advance = stack.enter_context(bar)
-        # Of the files, not of the plans: ranks may have different experts, and read these.
+        # The fingerprint is that of the files and not of the plan, because ranks with different
+        # experts read different tensors.
         if not all(agreement.are_same([_fingerprint(files)])):
             raise ValueError(
                 f"the ranks see different files at {path}: other names, shapes or dtypes. It must "

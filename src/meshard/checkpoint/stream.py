@@ -115,7 +115,8 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
     ) -> None:
         self._is_over = True  # so that __del__ does nothing if a check below raises
         module = without_wrappers(module)
-        # Replicated modules agree too, though they gather nothing: other ranks may hold more.
+        # Ranks with replicated modules agree too, though they gather nothing, because other ranks
+        # of the mesh may hold further tensors. ``check_same_tensors`` then raises on all of them.
         meshes = meshes_of(module, unchecked_weights(module))
         with agreed(Agreement(meshes, f"({_CALLER})"), _CALLER):
             weights = weights_of(module, _CALLER)

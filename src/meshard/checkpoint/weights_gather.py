@@ -66,8 +66,8 @@ class Agreement:
 
     def reach(self, intent: Intent) -> Verdict:
         """Return what the ranks do. **Collective:** all ranks of the meshes."""
-        # One number for both. Its maximum belongs to the lowest rank among those with the largest
-        # intent.
+        # Intent and rank are sent as one number. Its maximum has the largest intent, and the lowest
+        # of the ranks with that intent.
         value = torch.tensor(intent * 2**32 + 2**31 - own_rank(), device=self._device)
         for group in self._groups:
             agree_on_max(value, group, self._label)

@@ -92,8 +92,8 @@ class _Piece(NamedTuple):
     box: Box  # where it lies in the whole tensor
 
 
-# Returns the tensor of a number. One end of a route has the whole tensors that this rank owns, the
-# other has this rank's shards of all tensors.
+# A function that returns tensor number n of a route. For one end of the route these are the whole
+# tensors that this rank owns, for the other this rank's shards of all tensors.
 TensorOf = Callable[[int], torch.Tensor]
 
 

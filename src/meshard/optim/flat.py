@@ -109,8 +109,9 @@ class FlatStepper:
         self._state = state
         if self._inner is None or not are_same(self._objects_in(optim_groups), self._planned):
             self._plan(optim_groups)
-        # Look again after each plan. It may also join parameters whose step counts have become
-        # equal since the last plan, and one of these may lack a gradient.
+        # Parameters without a gradient are set apart from their slices by a new plan. Then check
+        # again: the new plan may also join parameters whose step counts have become equal, and one
+        # of these may lack a gradient.
         while lacking := [param for each in self.slices for param in each.take_gradient()]:
             self._apart.update(map(id, lacking))
             self._plan(optim_groups)

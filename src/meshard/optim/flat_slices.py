@@ -159,9 +159,9 @@ class FlatSlice:
             or not all(map(torch.Tensor.is_contiguous, owned))
         ):
             return None
-        # The addresses fit. The tensors are views of one tensor if one storage covers all of them.
-        # The storage of an exposed state ends with that state (``with_own_storage``). So look in
-        # ``exposed`` for the tensor that the state is a part of.
+        # The distances fit, but these are views of one tensor only if one storage covers all of
+        # them. The storage of an exposed state covers no more than that state
+        # (``with_own_storage``). So look in ``exposed`` for the flat tensor of which it is a part.
         whole = exposed.get((start, numel), first)
         storage = whole.untyped_storage()
         begin = start - storage.data_ptr()

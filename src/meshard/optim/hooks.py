@@ -51,8 +51,9 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import modules_of_callers, warn_user
 
-# A cache. For each optimizer: a key, and weak references to the ParamGroups of its parameters. They
-# are valid while the key is the same: the registration token, and the ids in each param group.
+# A cache. For each optimizer: a key, and weak references to the ParamGroups of its parameters. The
+# references are valid while the key is the same. It consists of ``latest_registration()``, which
+# changes with what optimizers may hold, and of the ids in each param group.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
 # The optimizers of overlap_optimizer that are not detached, in the order in which they were made;
@@ -220,7 +221,8 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     params = params_in(optimizer)
     for param in params:
         tag, fqn = tag_of(param)
-        # A parameter of ``replicate`` may have been replaced and put back, or swapped with another.
+        # The tag may be out of date: a parameter of ``replicate`` may have been replaced and put
+        # back, or swapped with another. So raise only if no unit has the parameter now.
         if tag in _NEVER_TRAINED and owner_of(param) is None:
             raise RuntimeError(
                 f"this {type(optimizer).__name__} would never train the model: it holds parameter "

@@ -144,7 +144,8 @@ class OverlappedOptimizer(StateOnRead):
         else:
             self._fresh_steppers()
             for unit, stepper in self._steppers.items():
-                # After a further backward, another window has begun.
+                # If another backward has run since this unit was stepped, a gradient belongs to the
+                # next window. Then it is no late one, and is stepped below.
                 if stepper in stepped and unit.lifecycle.backward_number <= unit.reduced_in + 1:
                     stepper.refuse_gradient()
             for stepper in self._steppers.values():

@@ -144,7 +144,8 @@ def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_count
     _exchange(bucket, items, shards, whole, to_owners=True)
     bucket.written = {}
     if not any(states):
-        # Some optimizers make their state when they are made. So the next step makes this one anew.
+        # There is no state to load. Some optimizers make an initial state in their constructor, so
+        # the next step makes a new optimizer; clearing the state of this one would lose it.
         bucket.inner = None
         return
     bucket.make_inner()

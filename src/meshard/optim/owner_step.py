@@ -256,7 +256,8 @@ class BucketStep:
 def _mark_of(param: torch.Tensor) -> tuple[int, int, int]:
     """Return numbers that change if an edit of ``param`` raises its version counter."""
     shard = plain_of(param)
-    # Operations on a DTensor raise its own version, and those on its ``to_local()`` the other.
+    # An operation on a DTensor raises the version of the DTensor, one on its ``to_local()`` that of
+    # the shard.
     return shard.data_ptr(), version_of(shard), version_of(param)
 
 

@@ -46,7 +46,8 @@ class UnshardedStep(Optimizer):
                 unsharded.data, unsharded.grad = _gathered(param), _gathered(param.grad)
                 self._inner.state.pop(unsharded, None)  # the user may have dropped it
                 if self.state[param]:
-                    # Loaded state of the shape of the parameter is sharded like it (``cut_like``).
+                    # State is unsharded, but load_state_dict shards what has the shape of the
+                    # parameter (``cut_like``). So gather it again.
                     state = {key: _gathered(each) for key, each in self.state[param].items()}
                     self._inner.state[unsharded] = state
             self._inner.step()

@@ -123,7 +123,8 @@ def _run(parsed: argparse.Namespace) -> int:
             job, values, limit=parsed.limit, world_size=parsed.world, on_row=on_row, **options
         )
     if parsed.json:
-        # As text what JSON does not have: a setting may be any literal of Python.
+        # A setting may be any literal of Python. What JSON does not have, such as a set, is written
+        # as text.
         print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1, default=str))
     else:
         print(_table(rows, parsed.limit))

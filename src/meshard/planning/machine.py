@@ -67,7 +67,8 @@ class Machine:
         self.log, self.tape = MemoryLog(), Tape()
         self._recorder = WorkRecorder(self.tape.work)
         self.phantom = PhantomMode(self.log.add, self._recorder.kernel)
-        # Outermost modules that ran, and those of root units of which a part ran; a set in order.
+        # An ordered set: the outermost modules that ran and, if such a module is a part of a root
+        # unit, the modules of that root.
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[nn.Module] = []
@@ -112,10 +113,12 @@ class Machine:
             stack.enter_context(self._watching())
             stack.enter_context(_OnThisDevice(self.device_type))
             stack.enter_context(self.phantom)
-            # Host memory is on the CPU, as everything is here.
+            # A plan has all tensors on the CPU. So the warning that host memory is not pinned,
+            # because there is no device, would say nothing about the job.
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", r"CPUOffloadPolicy\(pin_memory=True\)")
-            # Here no tensor has values.
+            # Kernels on large tensors are skipped, so a buffer may look as if nothing had written
+            # to it.
             warnings.filterwarnings("ignore", "this forward computes with buffers that hold no")
             yield
 
@@ -161,7 +164,9 @@ class Machine:
     # --- what stands in for torch's own ----------------------------------------------------
 
     def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
-        # A job may make its process group as it does in training, by any name that it has for it.
+        # A job may make its process group as in training, and call the function by a name of its
+        # own, as after ``from torch.distributed import init_process_group``. So replace every such
+        # name.
         for name in ("init_process_group", "destroy_process_group"):
             own = getattr(dist, name)
             for loaded in tuple(sys.modules.values()):
@@ -184,7 +189,7 @@ class Machine:
             return nbytes(storage) if size is None else size
 
         def step_in_log(worker: Worker, *args: Any) -> Any:
-            # Its time counts as if compute waited for it at once.
+            # The worker's step runs here at once, so its time counts as if compute waited for it.
             with log.making("optimizer", is_on_host=self.has_device):
                 return submit_inline(worker, *args)
 
@@ -374,7 +379,7 @@ class _OnThisDevice(TorchFunctionMode):
             return args[0]
         kwargs.pop("pin_memory", None)
         if kwargs.get("device") is None:
-            # torch puts it in only after this mode.
+            # torch adds the default device only after this mode has run. So add it here.
             default = default_device_of(func)
             if default is not None and default.type == self._type:
                 kwargs["device"] = default

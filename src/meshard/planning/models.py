@@ -41,8 +41,9 @@ def _llama(width: int, depth: int, heads: int, hidden: int) -> Shape:
     return Shape(width, depth, heads, 8, hidden, 128256, is_tied=False, is_gated=True)
 
 
-# GPT: table 2.1 of Brown et al., 2020 (13b has width 5140 there, which 40 heads of 128 do not fill)
-# and, of 1t, table 1 of Narayanan et al., 2021. Llama 3.1: table 3 of Grattafiori et al., 2024.
+# GPT: table 2.1 of Brown et al., 2020, where 13b has width 5140, which 40 heads of 128 do not fill.
+# GPT 1t: table 1 of Narayanan et al., 2021. Llama 3.1: table 3 of Grattafiori et al., 2024. The
+# vocabularies of 13b, 175b and Llama are those of the released tokenizers.
 SHAPES = {
     "gpt:13b": _gpt(5120, 40, 40),
     "gpt:175b": _gpt(12288, 96, 96),

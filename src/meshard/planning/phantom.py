@@ -20,12 +20,13 @@ import torch
 
 from meshard._torch.private import DispatchMode, is_faking, tree_flatten, tree_unflatten
 
-# Operators whose tensors have at most this many elements each run for real. Integers are ranks,
-# positions and masks, on which programs depend more often.
+# An operator runs for real if each of its tensors has at most this many elements. The limit of
+# integers is higher, because programs often read them: ranks, positions, masks.
 _SMALL, _SMALL_INTEGERS = 2**12, 2**22
 # What is not known on the meta device runs for real if its tensors have at most this many elements.
 _RUNS_FOR_REAL = 2**26
-# Linux reserves such memory without asking whether the machine has it. Python has no name for it.
+# This is MAP_NORESERVE, for which Python before 3.13 has no name. With it Linux reserves memory
+# without asking whether the machine has so much.
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 OnStorage = Callable[[torch.UntypedStorage], None]
@@ -57,7 +58,8 @@ class _Schema(NamedTuple):
     """What the schema of an operator says."""
 
     is_view: bool  # or changes what a tensor is a view of
-    # For each result the name and position of the argument that it is; None: a new tensor.
+    # For each result: if the operator writes to an argument and returns it, the name and position
+    # of that argument; otherwise None.
     returned: tuple[tuple[str, int] | None, ...]
     takes_device: bool
 

@@ -146,7 +146,8 @@ def advice_for(plan: Plan, unit: PlannedUnit) -> str:
 def _changes(plan: Plan, unit: PlannedUnit) -> Iterator[tuple[int, str]]:
     """Iterate over what a user can change, with the bytes that it frees at the peak."""
     kinds, is_running = unit.bytes_by_kind, unit.label == plan.peak_unit
-    # Of what backward has computed, the rest are gradients of activations.
+    # ``kinds["grads"]`` counts all that backward has computed. What is more than the gradients of
+    # parameters take are gradients of activations.
     of_params = min(kinds["grads"], unit.unsharded_bytes if is_running else unit.shard_bytes)
     activations = kinds["activations"] + kinds["grads"] - of_params
     yield activations // 2, "half the microbatch: twice as many of them"

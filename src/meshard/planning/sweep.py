@@ -133,7 +133,8 @@ def _sizes_below(world_size: int) -> Iterator[int]:
 
 
 def _row_of(job: MakeJob, settings: dict[str, Any], *, world_size: int, **options: Any) -> SweepRow:
-    # Any exception: a setting that the job refuses is an answer, as replicas that do not divide.
+    # Catch any exception: that a job refuses a setting is a result too, for example if the number
+    # of ranks cannot be divided by that of replicas.
     try:
         made: Any = partial(job, **settings)
         planned = plan(made, world_size=world_size, **options)

@@ -23,8 +23,8 @@ _DATA = "archive/data/0"
 _CENTRAL_HEADER = 46  # bytes before the name of a file in the directory at the end of a zip
 _CRC_IN_LOCAL, _CRC_IN_CENTRAL = 14, 16  # bytes from the beginning of either header
 
-# Makes a memoryview of an address. torch can share memory with Python only through NumPy, which may
-# not be installed.
+# Makes a memoryview of the memory at an address. torch itself shows the memory of a tensor to
+# Python only as a NumPy array, and NumPy may not be installed.
 _WRITABLE = 0x200  # PyBUF_WRITE
 _memory_at: Any = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_int

@@ -62,7 +62,8 @@ class Flat(NamedTuple):
     paths: dict[str, Any]  # the keys that lead to each object or tensor
 
 
-# Stands for each tensor whose values are in a chunk.
+# The value in a tree of ``_nested`` for each tensor whose values are in chunks. ``flattened`` skips
+# it, because it writes only objects that are no tensors.
 _STORED = torch.empty(0, device="cpu")
 
 

@@ -58,7 +58,7 @@ class Job:
     ties: dict[str, str] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)  # ranks may have different parts
     others: dict[str, Any] = field(default_factory=dict)  # may differ between ranks
-    # By name of an ordinary tensor in ``others``: the name of its part.
+    # Maps the name of each ordinary tensor in ``others`` to the name of the part that has it.
     part_of: dict[str, str] = field(default_factory=dict)
     random: Any = None  # the states of this rank's random number generators
     about: dict[str, Any] = field(default_factory=dict)

@@ -43,7 +43,8 @@ class Read(NamedTuple):
     target: torch.Tensor  # a view of the part
 
 
-# How other parts begin in the file of a rank: see ``jobs`` and ``Saver._write_file``.
+# The first bytes, in the file of a rank, of a part that is no plain value. ``_add_other`` in
+# ``jobs`` makes the part, and ``Saver._write_file`` writes it as JSON.
 _NO_VALUE = (b'{"kind": "stateful"', b'{"kind": "module"')
 
 

@@ -240,7 +240,8 @@ def load_optimizer(optimizer: Optimizer, numbered: dict[str, Any], keep: set[int
     params = [param for group in optimizer.param_groups for param in group["params"]]
     for number, saved in numbered["state"].items():
         if number in keep:
-            # An OwnerOptimizer has the state of a parameter on one rank, and casts none.
+            # An OwnerOptimizer keeps the state of each parameter on one rank, so ``present`` is
+            # empty on the others. It has not cast that state, so nothing is to be restored.
             present = optimizer.state[params[number]]
             if present:
                 present.update({key: _uncast(present[key], each) for key, each in saved.items()})

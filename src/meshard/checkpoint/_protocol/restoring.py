@@ -41,13 +41,14 @@ class Loaded(NamedTuple):
 
     step: int | None  # None: saved by torch, without a step
     extra: dict[str, Any]  # plain values, and tensors that `load` was not given, by name
-    # Names that were asked for and are not in the checkpoint, and texts about plain values that
-    # differ between as many ranks as are not here.
+    # Names that were asked for and are not in the checkpoint, or are in ``unreadable``. Also texts
+    # about parts that each rank saved for itself, if there are now more or fewer ranks than then:
+    # for example "loader was saved by each of 4 ranks for itself, and there are 2 here".
     missing: list[str]
     unexpected: list[str]  # names in the parts that were asked for, and not here
     random: str  # "restored", "derived" (from states of other ranks) or "absent"
-    # Names of what ``torch.distributed.checkpoint.save`` has written and only other classes can
-    # read.
+    # Names of objects that ``torch.distributed.checkpoint.save`` has written, and that were not
+    # read, because unpickling them needs classes that ``load`` refuses.
     unreadable: list[str]
 
 
@@ -184,7 +185,8 @@ class Restoring:
         saved = self._manifest.rank_parts
         has_own = len(saved) == self._ranks.size
         own = saved[self._ranks.rank if has_own else 0] if saved else {}
-        # Other parts that were not asked for are not read: they may be large, or damaged.
+        # A plain value is read even if it was not asked for. Any other part that was not asked for
+        # is not read, because it may be large, or damaged.
         values = [
             name
             for name, blob in own.items()
@@ -193,7 +195,8 @@ class Restoring:
         if not has_own:
             self._left_out = [self._other_ranks_had(each) for each in values if each not in extra]
         for name in (*self._manifest.parts, *(values if has_own else ())):
-            # What has taken the part already: an object, or a tensor.
+            # True if the code above has given the part to an optimizer, a module, an object with a
+            # state, or a tensor in ``extra``.
             is_filled = isinstance(extra.get(name), torch.Tensor) or (
                 name in extra and name not in given
             )
@@ -262,7 +265,9 @@ class Restoring:
         """Return the trees of what was saved of a module beside its tensors."""
         part = self._part(name) or {}
         found = encoded_items(part.get("tree")) if part.get("kind") in ("module", "value") else {}
-        # A state dict that was saved as a value, as torch saves all, has the module's tensors too.
+        # A module's state dict may have been saved as a plain value:
+        # ``torch.distributed.checkpoint.save`` tells no modules from dicts. Then the tree has the
+        # module's tensors too, which are left out here.
         tensors = self._manifest.tensors if part.get("kind") == "value" else {}
         return {key: each for key, each in found.items() if join(name, key) not in tensors}
 
@@ -336,7 +341,8 @@ class Restoring:
             return
         others = {key: each for key, each in encoded.items() if key != "state"}
         tree = {**self._decoded(others, lambda _: None), "state": state}
-        # In a folder of torch, hyperparameters may be tensors. They are read now, to be compared.
+        # Hyperparameters may be tensors that are stored apart from the tree, as dcp.save does. They
+        # are read now, before the other tensors, because ``numbered`` compares hyperparameters.
         names_here = names_in(encoded["param_groups"])
         fill(self._reader, reads_of(self._manifest, {n: self._targets[n] for n in names_here}))
         saved = {fqn for group in tree["param_groups"] for fqn in group["params"]}
@@ -403,8 +409,10 @@ class Restoring:
             own = own_name(self._ranks.rank, name)
             name = own if own in self._manifest.tensors else name
             entry = self._manifest.tensors[name]
-            # Not in place if another part has the same memory, as an average that begins as
-            # ``param.data``: the values of one would be lost. In a part, a tensor may be shared.
+            # A present tensor is not filled in place if another part fills the same memory. For
+            # example, an optimizer's average may begin as ``param.data``. Loaded in place, the
+            # average and the parameter would overwrite each other. Tensors of one part may share
+            # memory.
             if (
                 made is None
                 or isinstance(made, nn.Parameter)

@@ -22,7 +22,7 @@ except ImportError:  # torch requires it, but does not need it to run
     url_to_fs = None
 
 
-# From this byte of a file to that, which is not part of it.
+# A range of bytes in a file: where it begins, and where it ends (exclusive).
 Range = tuple[int, int]
 
 
