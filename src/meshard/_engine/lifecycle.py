@@ -38,7 +38,6 @@ from meshard._engine.param_group import ParamGroup, ParamState, refuse_backward_
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.step_state import (
     BackwardRun,
-    ForwardRun,
     ManualFinalization,
     Phase,
 )
@@ -136,7 +135,10 @@ class Lifecycle:
     """
 
     def __init__(self, root: Root) -> None:
-        self.forward: ForwardRun | None = None  # None: no forward runs
+        # The calls that have begun and not ended, outermost first. None: no forward runs. The list
+        # is empty when a forward begins, and stays empty if an interrupt comes before the first
+        # call is recorded.
+        self.forward: list[tuple[Unit, ForwardCall]] | None = None
         self.backward: BackwardRun | None = None  # a backward may run inside a forward
         self.failure = root.failure  # shared with the parameter groups
         self.is_last_backward = True
@@ -188,7 +190,7 @@ class Lifecycle:
     @property
     def running(self) -> list[tuple[Unit, ForwardCall]]:
         """The calls that have begun and not ended, outermost first. Recomputations are left out."""
-        return [] if self.forward is None else self.forward.calls
+        return [] if self.forward is None else self.forward
 
     @property
     def present_pass(self) -> ForwardPass:
@@ -212,7 +214,7 @@ class Lifecycle:
             self._refuse_other_reductions()
             # Set before the rest, so that a second thread, and the clean-up after an interrupt, see
             # that a forward runs.
-            self.forward = ForwardRun()
+            self.forward = []
             self.retained.begin_forward()
             self.comm.begin_phase(StepPhase.FORWARD)
             self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
@@ -226,7 +228,8 @@ class Lifecycle:
             if len(unit.step.modules_run) == len(unit.modules):
                 unit.step.modules_run.clear()  # all have run: the unit runs a second time
             call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
-            self.forward.begin(unit, call)
+            self.forward.append((unit, call))
+            unit.step.num_running += 1
         if spans.recorder is not None:
             self._enter_phase("forward" if in_forward else "recompute", unit)
         if not group.params:
@@ -294,10 +297,12 @@ class Lifecycle:
                 # ``post_forward`` was not called for an inner unit. Usually a KeyboardInterrupt has
                 # ended the inner forward: after that torch calls no hooks. The forward of ``unit``
                 # has caught it, and ends now.
-                inner = running[-1][0]
-                self.schedule.exit(self.forward.end())
+                inner, cut_off = running.pop()
+                inner.step.num_running -= 1
+                self.schedule.exit(cut_off)
                 inner.group.reshard(keep_post_forward=True)
-            call = self.forward.end()
+            _, call = running.pop()
+            unit.step.num_running -= 1
             self.schedule.exit(call)
             if spans.recorder is not None:
                 self._enter_phase_around()

@@ -1,7 +1,7 @@
 """The state of a step: what runs, what waits for ``finalize_backward``, and what was cut off.
 
-A ``ForwardRun`` exists while a forward runs, a ``BackwardRun`` while a backward runs, and a
-``ManualFinalization`` while ``set_manual_backward_finalization(True)`` is in force.
+A ``BackwardRun`` exists while a backward runs, and a ``ManualFinalization`` while
+``set_manual_backward_finalization(True)`` is in force.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshard._torch.private import BackwardCall
 
 if TYPE_CHECKING:  # circular at run time
-    from meshard._engine.schedule import ForwardCall, ForwardPass
+    from meshard._engine.schedule import ForwardPass
     from meshard._engine.unit import Unit
 
 
@@ -24,25 +24,6 @@ class Phase(enum.Enum):
     IDLE = enum.auto()
     FORWARD = enum.auto()
     BACKWARD = enum.auto()
-
-
-@dataclass(eq=False, slots=True)
-class ForwardRun:
-    """A forward of a root, or of a part that the user called by itself, while it runs."""
-
-    # The calls that have begun and not ended, outermost first. The list is empty when the forward
-    # begins, and stays empty if an interrupt comes before the first call is recorded.
-    calls: list[tuple[Unit, ForwardCall]] = field(default_factory=list)
-
-    def begin(self, unit: Unit, call: ForwardCall) -> None:
-        self.calls.append((unit, call))
-        unit.step.num_running += 1
-
-    def end(self) -> ForwardCall:
-        """Remove the innermost call and return it."""
-        unit, call = self.calls.pop()
-        unit.step.num_running -= 1
-        return call
 
 
 @dataclass(eq=False, slots=True)
