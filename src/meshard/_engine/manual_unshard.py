@@ -11,6 +11,7 @@ undone, with an error after ``unshard()``, and a warning after a forward.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -103,28 +104,11 @@ class _Before(NamedTuple):
     requires_grad: bool
 
 
+@dataclass(eq=False, slots=True)
 class ManualUnshard:
     """One ``unshard()`` by the user, until it ends."""
 
-    def __init__(self, label: str, params: Sequence[UnitParam]) -> None:
-        self._label = label
-        self._params = params
-        self.installed: InstalledParams | None = None  # None: the gather was not waited for yet
-
-    def record_installed(self, shard_version: int) -> None:
-        if self.installed is None:  # several calls of unshard() may share this record
-            self.installed = InstalledParams(self._label, self._params, shard_version, "unshard()")
-
-    def end(self, shard_version: int) -> str:
-        """End the record. Return the text of an error; empty if nothing is wrong."""
-        replaced = [] if self.installed is None else self.installed.end(shard_version)
-        if not replaced:
-            return ""
-        return (
-            f"parameter(s) {listed(replaced)} of unit {self._label!r} were cast, moved or given "
-            "other data after unshard(), which changes a copy only; call reshard() before "
-            "module.to(...), and edit unsharded parameters inside meshard.unsharded_params(module)."
-        )
+    installed: InstalledParams | None = None  # None: the gather was not waited for yet
 
 
 def listed(names: list[str]) -> str:

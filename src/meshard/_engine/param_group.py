@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, log_event
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
-from meshard._engine.manual_unshard import InstalledParams, ManualUnshard
+from meshard._engine.manual_unshard import InstalledParams, ManualUnshard, listed
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
@@ -522,7 +522,7 @@ class ParamGroup:
             return present
         # If there was an earlier unshard(), its handle was waited for, and ``forget_stale`` above
         # has ended it. A new one begins.
-        manual = self.manual_unshard = ManualUnshard(self.label, self.params)
+        manual = self.manual_unshard = ManualUnshard()
         if present is not None and self.state is ParamState.INSTALLED:
             self.finish_manual_unshard(manual)  # the copy was not stale, and is still installed
         return manual
@@ -533,7 +533,10 @@ class ParamGroup:
             self.finish_unshard()
             self._end_kept()  # from here on ``manual`` records what modules hold
             self.install_unsharded()
-            manual.record_installed(self.version)
+            if manual.installed is None:  # several calls of unshard() may share this record
+                manual.installed = InstalledParams(
+                    self.label, self.params, self.version, "unshard()"
+                )
             register_manually_unsharded(self)
 
     def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
@@ -548,10 +551,15 @@ class ParamGroup:
         manual, self.manual_unshard = self.manual_unshard, None
         if self._kept is None:  # otherwise ``zero_grad()`` must still find this group
             release_pending(self)
-        wrong = manual.end(self.version)
-        if wrong and refuse:
+        replaced = [] if manual.installed is None else manual.installed.end(self.version)
+        if replaced and refuse:
             self.reshard()
-            raise RuntimeError(wrong)
+            raise RuntimeError(
+                f"parameter(s) {listed(replaced)} of unit {self.label!r} were cast, moved or given "
+                "other data after unshard(), which changes a copy only; call reshard() before "
+                "module.to(...), and edit unsharded parameters inside "
+                "meshard.unsharded_params(module)."
+            )
         if voids_graphs and manual.installed is not None:
             increment_version([plain_of(param.unsharded) for param in self.params])
 
