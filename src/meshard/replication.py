@@ -29,7 +29,6 @@ from meshard._engine.build import (
     collect,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
-from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in, with_siblings
 from meshard._gradients.comm_hook import CommHook
 from meshard._mesh.mesh_info import MeshInfo, device_of
@@ -193,9 +192,9 @@ class Buckets:
     def before_forward(self, module: nn.Module, _: Any) -> None:
         """Call ``prepare`` if the forward records a graph. This hook runs before those of units."""
         lifecycle = self.units[0].lifecycle
-        lifecycle.abort_if_failed()  # otherwise ``phase`` may be that of a backward that has raised
+        lifecycle.abort_if_failed()  # otherwise ``backward`` may be one that has raised
         # A forward inside a backward recomputes an earlier one, with the same buckets and buffers.
-        is_in_backward = lifecycle.phase is Phase.BACKWARD
+        is_in_backward = lifecycle.backward is not None
         if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
             self.prepare(module)
 

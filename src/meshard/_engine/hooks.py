@@ -44,7 +44,6 @@ from meshard._engine.outputs import (
 )
 from meshard._engine.param_group import sharded_params
 from meshard._engine.schedule import ForwardCall, ForwardPass
-from meshard._engine.step_state import Phase
 from meshard._engine.unit import (
     Unit,
     alive,
@@ -150,7 +149,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """
     for unit in units_of(module):
         abort_if_interrupted(unit.lifecycle)
-        if unit.lifecycle.phase is Phase.IDLE:
+        if unit.lifecycle.is_idle:
             unit.group.install_sharded()  # a forward may have left unsharded parameters installed
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
@@ -159,7 +158,7 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
 def abort_if_interrupted(lifecycle: Lifecycle) -> None:
     """Clean up after a backward that raised, or after a forward that no thread runs any more."""
     lifecycle.abort_if_failed()
-    if lifecycle.phase is Phase.FORWARD:
+    if lifecycle.forward is not None and lifecycle.backward is None:
         outermost = [unit for unit, _ in lifecycle.running[:1]]
         frames = current_frames().values()
         if not any(_num_calls_of(unit, frame) for unit in outermost for frame in frames):
@@ -296,12 +295,12 @@ class ModuleHooks(UnitHook):
             group.summoned_by.check_may_run(group)
             return None
         lifecycle = unit.lifecycle
-        phase = lifecycle.phase
-        if phase is not Phase.IDLE:
+        was_idle = lifecycle.is_idle
+        if not was_idle:
             running = lifecycle.running
-            if phase is Phase.BACKWARD:
+            if lifecycle.backward is not None:
                 lifecycle.abort_if_failed()
-                if lifecycle.phase is Phase.BACKWARD:
+                if lifecycle.backward is not None:
                     lifecycle.check_recomputes(unit)
             elif not running or _is_cut_off(running[0][0], unit):
                 if _runs_elsewhere(running[0][0] if running else unit):
@@ -312,7 +311,7 @@ class ModuleHooks(UnitHook):
         if is_more_than_tensor and call is not None and torch.is_grad_enabled():
             call.may_collect = may_collect((*args, *kwargs.values()))
         dtype, device = unit.input_dtype, unit.group.spec.device
-        if device.type != "cpu" and (phase is Phase.IDLE or unit.is_root):
+        if device.type != "cpu" and (was_idle or unit.is_root):
             args, kwargs = moved_from_host(args, device), moved_from_host(kwargs, device)
         elif dtype is None:
             return None
@@ -406,7 +405,7 @@ class _OutsideHook(UnitHook):
         if unit is None or not has_raised(module):
             return
         lifecycle = unit.root.lifecycle
-        if lifecycle is None or lifecycle.phase is Phase.IDLE:
+        if lifecycle is None or lifecycle.is_idle:
             explain_outside(sys.exc_info()[1], alive(unit.root.units))
 
 
@@ -629,7 +628,7 @@ class _LoadHook(UnitHook):
         unit = self._unit()
         if unit is None:
             return
-        if unit.lifecycle.phase is Phase.IDLE:
+        if unit.lifecycle.is_idle:
             unit.group.install_sharded()  # after the load, a copy that a forward has left is stale
         unit.group.finish_copies()
         unit.group.finish_pending_step()

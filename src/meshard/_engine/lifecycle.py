@@ -39,7 +39,6 @@ from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.step_state import (
     BackwardRun,
     ManualFinalization,
-    Phase,
 )
 from meshard._engine.unit import Root, Unit, alive, buckets_in
 from meshard._engine.unwritten import warn_about_unwritten
@@ -182,10 +181,9 @@ class Lifecycle:
         return [unit.group for unit in self.units()]
 
     @property
-    def phase(self) -> Phase:
-        if self.backward is not None:
-            return Phase.BACKWARD
-        return Phase.IDLE if self.forward is None else Phase.FORWARD
+    def is_idle(self) -> bool:
+        """Whether no forward and no backward runs."""
+        return self.forward is None and self.backward is None
 
     @property
     def running(self) -> list[tuple[Unit, ForwardCall]]:
@@ -979,7 +977,7 @@ class Lifecycle:
     def check_between_steps(self, unit: Unit, caller: str) -> None:
         """Raise if a forward or backward of the model runs. Clean up a step that has failed."""
         self.abort_if_failed()
-        if self.phase is not Phase.IDLE:
+        if not self.is_idle:
             raise RuntimeError(
                 f"{caller} was called inside the forward or backward of unit {unit.label!r}; call "
                 "it between steps, after reset_iter_state() on the root if a step was interrupted. "

@@ -12,7 +12,6 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-from meshard._engine.step_state import Phase
 from meshard._engine.unit import Unit, alive, units_in, with_siblings
 from meshard._torch.private import skip_dynamo, without_modes
 
@@ -63,7 +62,7 @@ class _NoticedReads(dict[str, Any]):
 def _read(unit: Unit) -> None:
     """Gather ``unit`` if a reader runs. The reader's ``post_forward`` ends the call of ``unit``."""
     lifecycle = unit.lifecycle
-    if lifecycle.phase is Phase.BACKWARD:
+    if lifecycle.backward is not None:
         # Activation checkpointing recomputes the reader's forward. The lifecycle reshards ``unit``
         # when the backward of ``unit`` is over.
         without_modes(lifecycle.pre_forward, unit)

@@ -6,7 +6,6 @@ A ``BackwardRun`` exists while a backward runs, and a ``ManualFinalization`` whi
 
 from __future__ import annotations
 
-import enum
 import weakref
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,14 +15,6 @@ from meshard._torch.private import BackwardCall
 if TYPE_CHECKING:  # circular at run time
     from meshard._engine.schedule import ForwardPass
     from meshard._engine.unit import Unit
-
-
-class Phase(enum.Enum):
-    """What a root, or a part of it, is doing."""
-
-    IDLE = enum.auto()
-    FORWARD = enum.auto()
-    BACKWARD = enum.auto()
 
 
 @dataclass(eq=False, slots=True)
