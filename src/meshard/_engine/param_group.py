@@ -29,7 +29,7 @@ from meshard._params.sharded_param import (
 )
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
-from meshard._torch.patches import hold_pending, release_pending
+from meshard._torch.patches import pending_holders
 from meshard._torch.private import has_backward_optimizer, is_in_transform
 from meshard._torch.user_line import warn_user
 
@@ -501,7 +501,7 @@ class ParamGroup:
     def _end_kept(self) -> None:
         kept, self._kept = self._kept, None
         if kept is not None:
-            release_pending(self)
+            pending_holders.discard(self)
             replaced = kept.end(self.version)
             if replaced:
                 warn_user(kept.loss_of(replaced))
@@ -550,7 +550,7 @@ class ParamGroup:
             return
         manual, self.manual_unshard = self.manual_unshard, None
         if self._kept is None:  # otherwise ``zero_grad()`` must still find this group
-            release_pending(self)
+            pending_holders.discard(self)
         replaced = [] if manual.installed is None else manual.installed.end(self.version)
         if replaced and refuse:
             self.reshard()
@@ -621,9 +621,9 @@ def register_manually_unsharded(owner: ParamGroup) -> None:
     for held, _ in _unsharded_of(owner):
         _manually_unsharded[id(held)] = owner
     # While modules hold unsharded parameters, module.zero_grad() finds only these. meshard's patch
-    # of zero_grad() clears .grad of the sharded ones too, but only while there is an object for
-    # which ``hold_pending`` was called.
-    hold_pending(owner)
+    # of zero_grad() clears .grad of the sharded ones too, but only while ``pending_holders`` is not
+    # empty.
+    pending_holders.add(owner)
 
 
 def forget_summoned(owner: ParamGroup) -> None:
@@ -632,7 +632,7 @@ def forget_summoned(owner: ParamGroup) -> None:
     _latest = object()  # an optimizer of what modules have held is of no use from now on
     for held, _ in _unsharded_of(owner):
         _manually_unsharded.pop(id(held), None)
-    release_pending(owner)
+    pending_holders.discard(owner)
 
 
 def _unsharded_of(owner: ParamGroup) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:

@@ -44,7 +44,7 @@ from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import MissingSum
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
-from meshard._torch.patches import hold_pending, release_pending
+from meshard._torch.patches import pending_holders
 from meshard.foreach_reduce import ReducePlan, Reduction, early_divisor, is_narrowed_late
 
 _MAX_LAYOUTS = 64
@@ -264,7 +264,7 @@ class GradientAccumulator:
         # zero_grad() calls ``clear`` only while some object is held. An open window needs that call
         # even when nothing is pending, because ``clear`` closes the window. So it stays held.
         if not self.window.is_open and not self.num_in_flight and not self.is_pending:
-            release_pending(self)
+            pending_holders.discard(self)
 
     def settle(self) -> None:
         """Wait for copies to host memory, and put everything that was published into ``.grad``."""
@@ -274,7 +274,7 @@ class GradientAccumulator:
     def _open_window(self) -> None:
         self.window.is_open = True
         self._cleared_since_add = frozenset()
-        hold_pending(self)
+        pending_holders.add(self)
 
     def abandon(self, *, is_void: bool) -> None:
         """Drop gradients that have arrived or are in flight.

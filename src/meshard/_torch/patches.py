@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from meshard._torch.dtensor import gradient_dtype, place_like, plain_of
 from meshard._torch.private import skip_dynamo
 
-_holders: weakref.WeakSet[Any] = weakref.WeakSet()  # may have pending gradients
+# The objects that have, or may have, pending gradients for ``zero_grad()`` to clear.
+pending_holders: weakref.WeakSet[Any] = weakref.WeakSet()
 _finish_copies: Callable[[list[torch.Tensor]], None] | None = None
 _clear: Callable[[list[torch.Tensor]], None] | None = None
 _replaced: dict[type, tuple[Any, Any]] = {}  # by class: its original zero_grad, and ours
@@ -50,16 +51,6 @@ def unpatch_zero_grad() -> None:
         if vars(owner).get("zero_grad") is ours:
             setattr(owner, "zero_grad", own)  # noqa: B010  # mypy refuses the assignment
     _replaced.clear()
-
-
-def hold_pending(holder: object) -> None:
-    """Record that ``holder`` has, or may have, pending gradients."""
-    _holders.add(holder)
-
-
-def release_pending(holder: object) -> None:
-    """Record that ``zero_grad()`` has nothing to clear in ``holder`` any more."""
-    _holders.discard(holder)
 
 
 def params_in(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -92,7 +83,7 @@ def _replace(
     @functools.wraps(own)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = own.__get__(self)  # binds a function as well as a partialmethod
-        if not _holders or _clear is None or _finish_copies is None:
+        if not pending_holders or _clear is None or _finish_copies is None:
             return call(*args, **kwargs)
         params = list(params_of(self))
         _finish_copies(params)
