@@ -458,7 +458,17 @@ class Communicator:
                     total, rows, group, label, keep_signs=keep_signs
                 )
             else:
-                pending = self._start_custom_reduce_scatter(total, rows, group, label, custom)
+                (source,) = rows
+                received, then = total, None
+                if total.dtype != source.dtype:
+                    received = custom.allocate(
+                        total.shape, dtype=source.dtype, device=source.device
+                    )
+                    then = functools.partial(total.copy_, received)
+                op = dist.ReduceOp.SUM
+                work = custom(received, source.view(-1), group, op, self.waits_block_host)
+                collective = "reduce_scatter", label
+                pending = self._in_flight(work, collective, group, source, received, then=then)
         return Reducing(pending, rows, total)
 
     def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> InFlight:
@@ -544,23 +554,6 @@ class Communicator:
         keep_signs: bool,
     ) -> InFlight:
         raise NotImplementedError
-
-    def _start_custom_reduce_scatter(
-        self,
-        output: torch.Tensor,
-        rows: Rows,
-        group: dist.ProcessGroup,
-        label: str,
-        custom: ReduceScatter,
-    ) -> InFlight:
-        (source,) = rows
-        received, then = output, None
-        if output.dtype != source.dtype:
-            received = custom.allocate(output.shape, dtype=source.dtype, device=source.device)
-            then = functools.partial(output.copy_, received)
-        work = custom(received, source.view(-1), group, dist.ReduceOp.SUM, self.waits_block_host)
-        collective = "reduce_scatter", label
-        return self._in_flight(work, collective, group, source, received, then=then)
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
