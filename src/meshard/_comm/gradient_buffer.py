@@ -106,15 +106,10 @@ class GradientLayout:
     def _first_columns(self) -> torch.Tensor:
         return _sent_to(self.device, [each.offset for each in self._all_ranges])
 
-    def part_of(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the range of a parameter, ``[numel]``, in a ``buffer`` of one row."""
-        place = self.ranges[index]
-        return buffer.view(-1).narrow(0, place.offset, place.numel)
-
     def range_of(self, buffer: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the range of a parameter, ``[shard_count, numel]``, in a ``buffer``."""
+        """Return the range of a parameter, ``[..., numel]``, in ``buffer [..., shard_numel]``."""
         place = self.ranges[index]
-        return buffer.narrow(1, place.offset, place.numel)
+        return buffer.narrow(-1, place.offset, place.numel)
 
     def allocate(self, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised buffer ``[shard_count, shard_numel]``."""

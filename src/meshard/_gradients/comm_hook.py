@@ -53,7 +53,7 @@ class GradBucket:
         # parameter the view has the right shape, but its elements are in another order than in the
         # parameter. DDP does the same.
         pairs = zip(self._layout.ranges, self.parameters(), strict=True)
-        return [self._layout.part_of(self._buffer, i).view(param.shape) for i, param in pairs]
+        return [self._layout.range_of(self._buffer, i).view(param.shape) for i, param in pairs]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of the buffer."""

@@ -42,12 +42,9 @@ class _Received:
     """The large gradients of a backward, which are put into the bucket as they arrive."""
 
     layout: GradientLayout
-    bucket: torch.Tensor
+    row: torch.Tensor  # the bucket, as its only row ``[n]``
     divisor: int  # by which the gradients in the bucket are divided
     params: set[int] = field(default_factory=set)  # whose gradients are in the bucket
-
-    def part_of(self, index: int) -> torch.Tensor:
-        return self.layout.part_of(self.bucket, index)
 
 
 class ReplicatedGrads(PublishedGrads):
@@ -78,7 +75,7 @@ class ReplicatedGrads(PublishedGrads):
             bucket = self._bucket = layout.allocate(dtype)
             self._layout = layout
             self._parts = {
-                index: self._params[index].shaped(layout.part_of(bucket, index))
+                index: self._params[index].shaped(layout.range_of(bucket[0], index))
                 for index in layout.packed_early
             }
         return bucket
@@ -157,7 +154,7 @@ class ReplicatedGrads(PublishedGrads):
     def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
         bucket = self.free_memory(layout, dtype)
         if bucket is not None:
-            self._received = _Received(layout, bucket, divisor)
+            self._received = _Received(layout, bucket[0], divisor)
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
         param, received = self._params[index], self._received
@@ -170,7 +167,7 @@ class ReplicatedGrads(PublishedGrads):
                 gradient = gradient.to_dense()
             if unreduced is not None:  # unused ranges hold -0.0, which changes no sum
                 own = param.plain_gradient(gradient)
-                unreduced.layout.part_of(unreduced.flat, index).add_(own)
+                unreduced.layout.range_of(unreduced.flat, index).add_(own)
                 return unreduced._replace(used=unreduced.used | {index})
             assert received is not None
             if index in received.params:
@@ -185,7 +182,7 @@ class ReplicatedGrads(PublishedGrads):
         if received is None:
             return
         for index in received.params:
-            part, last = received.part_of(index), gradients[index]
+            part, last = received.layout.range_of(received.row, index), gradients[index]
             if last is not None:
                 part.add_(last, alpha=1 / received.divisor)
             gradients[index] = part
@@ -194,10 +191,10 @@ class ReplicatedGrads(PublishedGrads):
         received, self._received = self._received, None
         if received is None:
             return frozenset()
-        is_in_place = rows[0].data_ptr() == received.bucket.data_ptr()
+        is_in_place = rows[0].data_ptr() == received.row.data_ptr()
         factor = received.divisor / (divisor if is_in_place else 1)
         for index in received.params if factor != 1 else ():
-            received.part_of(index).mul_(factor)
+            received.layout.range_of(received.row, index).mul_(factor)
         return received.params if is_in_place else frozenset()
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
@@ -217,7 +214,7 @@ class ReplicatedGrads(PublishedGrads):
             old.flat.add_(new.flat)  # unused ranges hold -0.0, which changes no sum
             total = old._replace(used=old.used | new.used)
         for index in taken:
-            part = total.layout.part_of(total.flat, index)
+            part = total.layout.range_of(total.flat, index)
             part.add_(self._params[index].plain_gradient(self._foreign.pop(index)))
         self._published = total
         if not was_hidden:
@@ -279,4 +276,4 @@ class ReplicatedGrads(PublishedGrads):
         """Return the range of a parameter in the published sums; None if it has none there."""
         if self._published is None or index not in self._published.used:
             return None
-        return self._published.layout.part_of(self._published.flat, index)
+        return self._published.layout.range_of(self._published.flat, index)
