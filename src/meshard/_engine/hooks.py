@@ -556,14 +556,6 @@ def _num_calls_of(unit: Unit, frame: FrameType) -> int:
     return sum(any(each is module for module in modules) for each in called)
 
 
-def _is_inside(unit: Unit) -> bool:
-    """Whether the present call of a module of ``unit`` was made inside another such call.
-
-    A module may call itself, or another module of the list that was given to ``fully_shard``.
-    """
-    return _num_calls_of(unit, sys._getframe()) > 1
-
-
 def _is_cut_off(outermost: Unit, unit: Unit) -> bool:
     """Whether the recorded forward of ``outermost`` had ended when that of ``unit`` began.
 
@@ -573,7 +565,9 @@ def _is_cut_off(outermost: Unit, unit: Unit) -> bool:
     ``outermost`` is not.
     """
     if outermost is unit:
-        return not _is_inside(unit)
+        # There are two calls if this one was made inside another: a module may call itself, or
+        # another module of the list that was given to ``fully_shard``.
+        return _num_calls_of(unit, sys._getframe()) < 2
     return unit.is_root and not outermost.is_root and not _num_calls_of(outermost, sys._getframe())
 
 

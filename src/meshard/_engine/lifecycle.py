@@ -369,11 +369,6 @@ class Lifecycle:
     # --- backward ---------------------------------------------------------------------
 
     @property
-    def _ends_window(self) -> bool:
-        """Whether the backward that runs ends the window of the units that it reduces fully."""
-        return self.is_last_backward and self.finalization is None
-
-    @property
     def backward_number(self) -> int:
         """The number of the backward that runs, or of the next one."""
         return self._num_backwards + (self.backward is None)
@@ -416,7 +411,8 @@ class Lifecycle:
             accumulates=early is not None or self._will_accumulate(first),
         )
         if self.finalization is not None:
-            self.finalization.record_backward(run)
+            self.finalization.is_due = True
+            self.finalization.is_split |= run.keeps_graph
         self.failure.backward_call = BackwardCall()
         self._queue.begin_backward()
         patch_new_optimizers()
@@ -681,10 +677,11 @@ class Lifecycle:
                 candidate.step.record_taken()
                 sync = candidate.settings.sync
                 if sync.reduces:
+                    ends_window = self.is_last_backward and self.finalization is None
                     self._start_reduction(
                         candidate,
                         over_replicas=sync.over_replicas,
-                        ends_window=sync.ends_window and self._ends_window,
+                        ends_window=sync.ends_window and ends_window,
                     )
                 else:
                     self._queue.accumulate(candidate.gradients, candidate.settings)
@@ -879,9 +876,12 @@ class Lifecycle:
     def set_manual(self, enabled: bool) -> None:
         """Let ``finalize_backward`` end windows if ``enabled``, and otherwise the last backward."""
         self.abort_if_failed()
-        if enabled is (self.finalization is not None):
+        finalization = self.finalization
+        if enabled is (finalization is not None):
             return
-        is_unfinished = self.finalization is not None and self.finalization.is_unfinished
+        is_unfinished = finalization is not None and (
+            finalization.is_due or finalization.started is not None
+        )
         if is_unfinished or graph_task_id() >= 0 or self.before_reduction is not None:
             raise RuntimeError(
                 "set_manual_backward_finalization cannot change the mode during a backward, "

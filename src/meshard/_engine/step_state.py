@@ -49,15 +49,6 @@ class ManualFinalization:
         # finishes them. None: nothing is to be waited for.
         self.started: list[weakref.ref[Unit]] | None = None
 
-    @property
-    def is_unfinished(self) -> bool:
-        """Whether a backward is still to be finalized, or a finalization to be waited for."""
-        return self.is_due or self.started is not None
-
-    def record_backward(self, run: BackwardRun) -> None:
-        self.is_due = True
-        self.is_split |= run.keeps_graph
-
 
 class Failure:
     """Whether a step of a root was cut off. If so, the next use of the root cleans up first.
