@@ -219,6 +219,8 @@ def ranks_of_whole_mesh(mesh: DeviceMesh) -> list[int]:
 
 def joined_mesh(parts: list[DeviceMesh]) -> DeviceMesh:
     """Return one mesh with the axes of all ``parts``, in this order, and their process groups."""
+    if len(parts) == 1:
+        return parts[0]
     try:
         joined = concatenate_meshes(parts)
     except (AssertionError, RuntimeError, TypeError):  # a TypeError if axes have no names
@@ -270,7 +272,7 @@ def mesh_info_of_named_axes(
     shard_mesh = _flat(mesh, shard) if shard else None
     replicate_mesh = _flat(mesh, replicate) if replicate else None
     return MeshInfo(
-        mesh=_join(list(itertools.compress(parts, is_data))),
+        mesh=joined_mesh(list(itertools.compress(parts, is_data))),
         shard_axis=data_origins.index(None) if shard else None,
         # Without shard axes every rank is a shard group of its own.
         shard_group=shard_mesh.get_group() if shard_mesh else pg_of_one(),
@@ -280,7 +282,7 @@ def mesh_info_of_named_axes(
         replicate_count=replicate_mesh.size() if replicate_mesh else 1,
         full=FullMesh(
             mesh=mesh,
-            flattened=mesh if len(shard) < 2 else _join(parts),
+            flattened=mesh if len(shard) < 2 else joined_mesh(parts),
             origins=tuple(origins),
             data_axes=data_axes,
         ),
@@ -311,7 +313,3 @@ def _check_names(
 
 def _flat(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
     return mesh[names[0]] if len(names) == 1 else flatten_mesh(mesh[names])
-
-
-def _join(parts: list[DeviceMesh]) -> DeviceMesh:
-    return parts[0] if len(parts) == 1 else joined_mesh(parts)

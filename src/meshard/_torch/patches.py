@@ -108,7 +108,7 @@ class _Witness:
     """
 
     def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._param = min(params, key=_local_numel, default=None)
+        self._param = min(params, key=lambda each: plain_of(each).numel(), default=None)
         if self._param is None:
             return
         self._is_lent = self._param.grad is None
@@ -132,10 +132,6 @@ def _versions(tensor: Any) -> tuple[int, int]:
     # tensor only that of the local tensor. Foreach kernels on DTensors raise neither, so their
     # edits go unnoticed.
     return tensor._version, plain_of(tensor)._version
-
-
-def _local_numel(tensor: torch.Tensor) -> int:
-    return plain_of(tensor).numel()
 
 
 def _zero_grad_of(param: torch.Tensor) -> torch.Tensor:
