@@ -121,9 +121,7 @@ class GradientRules:
         if self.reduce_dtype is not None:
             return self.reduce_dtype
         dtypes = self._unit_params.compute_dtypes
-        if self._unit_params.is_one_dtype:
-            return dtypes[0]
-        return functools.reduce(torch.promote_types, (dtypes[index] for index in layout.indices))
+        return functools.reduce(torch.promote_types, {dtypes[index] for index in layout.indices})
 
 
 @dataclass(slots=True)

@@ -62,7 +62,6 @@ class UnitParams(abc.ABC):
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
-    is_one_dtype: bool  # whether compute_dtypes are all the same
     host_copies: HostCopies | None = None  # None if shards live on the device
     is_partly_meta: bool = False  # some shards have memory, others are on the meta device
     is_offloaded: bool = False  # meshard.offload has moved the shards away
@@ -70,7 +69,6 @@ class UnitParams(abc.ABC):
 
     def _read_dtypes(self) -> None:
         self.compute_dtypes = [param.unsharded.dtype for param in self.params]
-        self.is_one_dtype = len(set(self.compute_dtypes)) == 1
 
     @abc.abstractmethod
     def start_gather(self, comm: Communicator) -> GatherInFlight:
