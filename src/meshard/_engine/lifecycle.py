@@ -19,11 +19,10 @@ before it touches shards or gradients (``ParamGroup.settle``, ``ParamGroup.finis
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -844,7 +843,7 @@ class Lifecycle:
         are the same on all ranks. The units in which the schedule wrote gradients may differ.
         """
         self.abort_if_failed()
-        with self._recorded_failure():
+        with self.failure.recorded():
             self._take_split_gradients()
             self.finish_backward(BackwardRun())
 
@@ -856,7 +855,7 @@ class Lifecycle:
     def start_flush(self, units: Sequence[Unit]) -> None:
         """Start reducing pending gradients of ``units`` over all ranks, which ends their window."""
         self.abort_if_failed()
-        with self._recorded_failure():
+        with self.failure.recorded():
             for unit in reversed(units):
                 self._flush(unit, ends_window=True)
 
@@ -910,7 +909,7 @@ class Lifecycle:
         if not self._num_backwards:
             return None
         if finalization.is_split:
-            with self._recorded_failure():
+            with self.failure.recorded():
                 self._take_split_gradients()
         for unit in units:
             # A unit whose backward is still to come stays as it is.
@@ -945,7 +944,7 @@ class Lifecycle:
 
     def finish_reductions(self) -> None:
         self.abort_if_failed()
-        with self._recorded_failure():
+        with self.failure.recorded():
             self._queue.finish_all()
             self._settle_host()
 
@@ -956,15 +955,6 @@ class Lifecycle:
                 group.settle()
 
     # --- failures ---------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _recorded_failure(self) -> Iterator[None]:
-        """Record a failure if the body raises. It reduces gradients, and some are lost then."""
-        try:
-            yield
-        except BaseException:
-            self.failure.marks.append("cut off")
-            raise
 
     def record_failure(self) -> None:
         """Record that a backward raised. Communicate nothing: other ranks may not have failed."""
@@ -1006,7 +996,7 @@ class Lifecycle:
         pending = (group.gradients for group in self.groups())
         is_void = bool(self.failure.marks)
         if keeps_window and not is_void:
-            with self._recorded_failure():
+            with self.failure.recorded():
                 self._queue.finish_all()
         else:
             is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)

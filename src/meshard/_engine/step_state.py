@@ -6,7 +6,9 @@ A ``BackwardRun`` exists while a backward runs, and a ``ManualFinalization`` whi
 
 from __future__ import annotations
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +78,15 @@ class Failure:
 
     def has_happened(self) -> bool:
         return bool(self.marks) or self.has_backward_returned()
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Set a mark if the body raises. The body finishes gradients, and some are lost then."""
+        try:
+            yield
+        except BaseException:
+            self.marks.append("cut off")
+            raise
 
     def clear(self) -> None:
         """Clear all marks, after cleaning up. Raises the recorded interrupt, if there is one."""
