@@ -71,9 +71,6 @@ class ReplicatedParam(UnitParam):
             gradient = ordered.copy_(gradient)
         return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
 
-    def missing_sum_of(self, gradient: torch.Tensor) -> None:
-        """Return None: only the gradient of a DTensor can lack a sum."""
-
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """Return ``flat [numel]`` in the parameter's shape and the order of ``plain_gradient``.
 

@@ -199,12 +199,12 @@ class UnitParam(abc.ABC):
     def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the unsharded parameter as the plain tensor to be reduced."""
 
-    @abc.abstractmethod
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
         """Return the sum over mesh axes that ``plain_gradient`` would compute.
 
         Returns None if it would compute no sum, or change placements in other ways too.
         """
+        return None
 
     @abc.abstractmethod
     def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
