@@ -244,8 +244,7 @@ def check_may_pickle(unit: Unit | None) -> None:
         group.check_nothing_is_pending()
         if not group.params or isinstance(group.unit_params, ReplicatedParams):
             return
-        is_first = group.spec.mesh_info.is_first_rank
-        if group.is_summoned and (is_first or not group.summoned_by.rank0_only):
+        if group.is_summoned and group.summoned_by.unshards_here(group):
             return
     raise TypeError(
         f"a module of {name} cannot be pickled here: this rank has shards of its parameters. "
