@@ -951,8 +951,7 @@ class Lifecycle:
     def _settle_host(self) -> None:
         """Wait for copies to and from host memory. Put gradients copied there into ``.grad``."""
         for group in self.groups():
-            if group.unit_params.host_copies is not None:
-                group.settle()
+            group.settle()
 
     # --- failures ---------------------------------------------------------------------
 
