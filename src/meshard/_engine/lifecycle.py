@@ -683,7 +683,7 @@ class Lifecycle:
                         ends_window=sync.ends_window and ends_window,
                     )
                 else:
-                    self._queue.accumulate(candidate.gradients, candidate.settings)
+                    candidate.gradients.accumulate(candidate.settings)
             # The unit around may contain other units that are not reduced yet: their turn in
             # ``finish_backward`` comes later, or their backward does. So is_at_end is False for it.
             is_at_end = False
@@ -850,7 +850,7 @@ class Lifecycle:
     def _take_split_gradients(self) -> None:
         for unit in self.units():
             if unit.gradients.is_unreduced:
-                self._queue.accumulate(unit.gradients, unit.settings)
+                unit.gradients.accumulate(unit.settings)
 
     def start_flush(self, units: Sequence[Unit]) -> None:
         """Start reducing pending gradients of ``units`` over all ranks, which ends their window."""

@@ -36,7 +36,7 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.communicator import InFlight, Rows
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._gradients.published import HostGrads, PublishedGrads, ShardedGrads
+from meshard._gradients.published import HostGrads, PublishedGrads, ShardedGrads, unrecorded
 from meshard._gradients.replicated_grads import ReplicatedGrads
 from meshard._gradients.settings import ReduceSettings, TensorHook
 from meshard._mesh.layout import FlatLayout
@@ -371,23 +371,24 @@ class GradientAccumulator:
 
     def accumulate(self, settings: ReduceSettings) -> None:
         """Add the arrived gradients to ``U``, once hooks have seen them."""
-        hooks = _on_arrived(settings)
-        arrived = self._take(may_lack_sums=not hooks)  # hooks must see complete sums
-        layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
-        if not layout.indices:
-            return
-        self._open_window()
-        if self._unreduced is not None:
-            self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
-            return
-        dtype = self.rules.accumulate_dtype(layout)
-        flat = None if self.num_in_flight else self.published.free_memory(layout, dtype)
-        flat = layout.allocate(dtype) if flat is None else flat
-        layout.reduce_scatter_copy_in(
-            [flat], arrived.gradients, packed=self.published.place_received([flat], 1)
-        )
-        layout.run_hooks(hooks, flat, arrived.used)
-        self._unreduced = FlatGradients(layout, flat, arrived.used)
+        with unrecorded():
+            hooks = _on_arrived(settings)
+            arrived = self._take(may_lack_sums=not hooks)  # hooks must see complete sums
+            layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
+            if not layout.indices:
+                return
+            self._open_window()
+            if self._unreduced is not None:
+                self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
+                return
+            dtype = self.rules.accumulate_dtype(layout)
+            flat = None if self.num_in_flight else self.published.free_memory(layout, dtype)
+            flat = layout.allocate(dtype) if flat is None else flat
+            layout.reduce_scatter_copy_in(
+                [flat], arrived.gradients, packed=self.published.place_received([flat], 1)
+            )
+            layout.run_hooks(hooks, flat, arrived.used)
+            self._unreduced = FlatGradients(layout, flat, arrived.used)
 
     def _add_to(
         self,

@@ -55,11 +55,6 @@ class ReduceQueue:
             self._factors[id(chosen)] = chosen, check_divide_factor(factor)
         return self._factors[id(chosen)][1]
 
-    def accumulate(self, gradients: GradientAccumulator, settings: ReduceSettings) -> None:
-        """Add the arrived gradients to the unreduced ones, and start no reduction."""
-        with unrecorded():
-            gradients.accumulate(settings)
-
     def start(
         self,
         gradients: GradientAccumulator,
@@ -80,7 +75,7 @@ class ReduceQueue:
             # Under replicate the shard group has one rank, so REDUCE_SCATTER would send nothing.
             # The unit accumulates instead, as under NONE: the sum is the same, and lies in the
             # bucket if that is free.
-            self.accumulate(gradients, settings)
+            gradients.accumulate(settings)
             return
         if gradients.num_in_flight:
             self.finish_of(gradients)  # an earlier one may yield the partial that this one adds
