@@ -58,8 +58,7 @@ class FlatParams(ShardedUnitParams):
         self.layout = layout
         self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
         self.locals = self.flat_shard.locals
-        self.is_partly_meta = len({shard.is_meta for shard in shards}) > 1
-        if self.is_partly_meta:
+        if location is META and not all(shard.is_meta for shard in shards):
             # The buffer is on meta as long as any shard is. Meanwhile, shards that have memory are
             # tensors outside of the buffer.
             self.locals = [
@@ -207,5 +206,5 @@ class FlatParams(ShardedUnitParams):
                 f"unit {self.label!r} is on the host since meshard.offload(module); call "
                 "meshard.onload(module) before the next forward or unshard."
             )
-        if self.is_partly_meta or self.flat_shard.buffer.is_meta:
+        if self.flat_shard.buffer.is_meta:  # as long as any shard is
             self._check_not_meta(self._location.device)

@@ -63,7 +63,6 @@ class UnitParams(abc.ABC):
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
     host_copies: HostCopies | None = None  # None if shards live on the device
-    is_partly_meta: bool = False  # some shards have memory, others are on the meta device
     is_offloaded: bool = False  # meshard.offload has moved the shards away
     has_custom_gather: bool = False  # some shards have fsdp_pre_all_gather
 
@@ -227,7 +226,6 @@ class ShardedUnitParams(UnitParams):
                     f"parameter {param.fqn!r} of unit {self.label!r} was moved to {local.device}, "
                     f"but {why}; move it back before use."
                 )
-        self.is_partly_meta = len({local.is_meta for local in locals_}) > 1
         return locals_
 
     def _install_adopted(self) -> None:
@@ -245,10 +243,12 @@ class ShardedUnitParams(UnitParams):
         return copied
 
     def _check_not_meta(self, device: torch.device) -> None:
-        # If only some shards are on meta, to_empty on the root would drop the others' values.
-        which = "the module that holds it" if self.is_partly_meta else "the root module"
         for param in self.params:
             if local_of(param.sharded).is_meta:
+                # If only some shards are on meta, to_empty on the root would drop the values of the
+                # others.
+                are_all = all(local_of(each.sharded).is_meta for each in self.params)
+                which = "the root module" if are_all else "the module that holds it"
                 raise RuntimeError(
                     f"parameter {param.fqn!r} of unit {self.label!r} is still on the meta device; "
                     f"call to_empty(device={device.type!r}) on {which} (shards "
