@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from meshard._engine.unit import Unit, require_units
 from meshard._gradients.published import ShardedGrads
+from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.storage import MemoryLocation
 from meshard._params.subclass_params import check_not_subclass
@@ -101,6 +102,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
             # Freed even if set_keep_unsharded_storage(True) was called.
             group.unit_params.free_unsharded()
             group.adopt_edits()
+            assert isinstance(group.unit_params, FlatParams)  # other units were refused above
             sources += group.unit_params.move(location)
             assert isinstance(gradients.published, ShardedGrads)
             sources += gradients.published.move(location or group.spec.location)

@@ -183,6 +183,10 @@ class FlatParams(ShardedUnitParams):
         return f"its mesh is on {kind!r} (meshard.offload moves a whole model to the host and back)"
 
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
+        """Start copying the shards to ``location``; None: to ``spec.location``. Return the sources.
+
+        **Lifetime:** the caller keeps the sources, the old memory, until the copies are over.
+        """
         old, self._location = self.flat_shard, location or self.spec.location
         self.is_offloaded = location is not None
         if old.buffer.is_meta:  # shards with values are tensors outside of the buffer

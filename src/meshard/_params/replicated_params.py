@@ -24,7 +24,7 @@ from meshard._comm.communicator import DONE, Communicator, Gathered, GatherInFli
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, tag_tensor
-from meshard._params.storage import MemoryLocation, UnshardedMemoryPool
+from meshard._params.storage import UnshardedMemoryPool
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
 from meshard._torch.dtensor import make_dtensor
 from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, version_of
@@ -256,11 +256,6 @@ class ReplicatedParams(UnitParams):
             param_dtype=self._param_dtype,
             gradient_hook=gradient_hook,
         )
-
-    # --- location --------------------------------------------------------------------------
-
-    def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
-        raise AssertionError("meshard.offload has refused replicated units")
 
     def check_materialised(self) -> None:
         pass  # replicate has checked the device of every parameter

@@ -33,7 +33,6 @@ from meshard._comm.communicator import CommStream, Communicator, GatherInFlight,
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
 from meshard._params.sharded_param import GradientHook, ShardedParam
-from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams, UnitParams
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import keeping_version
@@ -457,9 +456,6 @@ class SubclassParams(ShardedUnitParams):
                 )
         self._adopt_shards()
         self._install_adopted()
-
-    def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
-        raise AssertionError("meshard.offload has refused: see check_not_subclass")
 
     def check_materialised(self) -> None:
         self._check_not_meta(self.spec.device)

@@ -107,13 +107,6 @@ class UnitParams(abc.ABC):
         """Return a copy of this object for a copied unit. ``params`` are the copied parameters."""
 
     @abc.abstractmethod
-    def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
-        """Start copying the shards to ``location``; None: to ``spec.location``. Return the sources.
-
-        **Lifetime:** the caller keeps the sources, the old memory, until the copies are over.
-        """
-
-    @abc.abstractmethod
     def check_materialised(self) -> None:
         """Raise a RuntimeError if shards are on the meta device, or offloaded to the host."""
 
