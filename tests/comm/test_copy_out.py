@@ -41,8 +41,8 @@ def gathered(whole, params, count):
     storages = [FlatShard(layout, rank, MemoryLocation(CPU)) for rank in range(count)]
     for rank, storage in enumerate(storages):
         storage.fill(shards_of(whole, params, rank))
-    plan, memory = GatherPlan(layout, layout), UnshardedMemoryPool(layout, CPU)
-    plan.bind(memory.views)
+    memory = UnshardedMemoryPool(layout, CPU)
+    plan = GatherPlan(layout, layout, memory.views)
     for _ in range(2):  # the second time everything is there already
         started = plan.start(
             storages[0].buffer,

@@ -68,7 +68,8 @@ def test_gather_restores_every_parameter_and_never_reads_padding(data, count, nu
     ]
     layout = FlatLayout.build(params, dtypes)
     compute = [param_dtype if param_dtype and d.is_floating_point else d for d in dtypes]
-    plan = GatherPlan(layout, FlatLayout.build(params, compute, layout.order))
+    targets = [torch.full(p.shape, 5).to(dtype) for p, dtype in zip(params, compute, strict=True)]
+    plan = GatherPlan(layout, FlatLayout.build(params, compute, layout.order), targets)
     rows = []
     for rank in range(count):
         storage = FlatShard(layout, rank, MemoryLocation(CPU))
@@ -80,8 +81,6 @@ def test_gather_restores_every_parameter_and_never_reads_padding(data, count, nu
             storage.buffer, storage.segments, comm=WorkCommunicator(), group=ALONE, label="unit"
         )
         rows.extend(started.rows())
-    targets = [torch.full(p.shape, 5).to(dtype) for p, dtype in zip(params, compute, strict=True)]
-    plan.bind(targets)
     forms = [[torch.cat(rows)], rows]
     if count % 2 == 0:
         forms.append([torch.cat(half) for half in (rows[: count // 2], rows[count // 2 :])])

@@ -44,9 +44,20 @@ class GatherPlan:
 
     ``at_rest`` is the layout of the flat shard. ``on_wire`` is the layout of the buffer that is
     sent: it has the same parameters, in the dtypes in which modules compute.
+
+    A gather fills the tensors ``unsharded``. Those of one dtype share one storage. ``allocate``
+    allocates their memory. If it is given, and the unit has a single parameter, which is regular
+    (``ParamLayout.is_regular``), a gather on CPU may receive into the memory of this parameter.
+    Then nothing is copied out.
     """
 
-    def __init__(self, at_rest: FlatLayout, on_wire: FlatLayout) -> None:
+    def __init__(
+        self,
+        at_rest: FlatLayout,
+        on_wire: FlatLayout,
+        unsharded: Sequence[torch.Tensor],
+        allocate: Callable[[], None] | None = None,
+    ) -> None:
         self.on_wire = on_wire
         self._casts = at_rest.segments != on_wire.segments
         self._cast_ranges = _cast_ranges(at_rest, on_wire) if self._casts else []
@@ -58,23 +69,13 @@ class GatherPlan:
             for position, segment in enumerate(on_wire.segments)
             for param_range in segment.ranges[segment.num_regular :]
         ]
-
-    def bind(
-        self, unsharded: Sequence[torch.Tensor], allocate: Callable[[], None] | None = None
-    ) -> None:
-        """Prepare to fill the tensors ``unsharded``. Those of one dtype share one storage.
-
-        ``allocate`` allocates their memory. If it is given, and the unit has a single parameter,
-        which is regular (``ParamLayout.is_regular``), a gather on CPU may receive into the memory
-        of this parameter. Then nothing is copied out.
-        """
         self._unsharded = list(unsharded)
         self._regular = [
             [
                 unsharded[each.index].view(unsharded[each.index].numel() // each.numel, -1)
                 for each in segment.ranges[: segment.num_regular]
             ]
-            for segment in self.on_wire.segments
+            for segment in on_wire.segments
         ]
         self._regular_of_blocks: dict[int, list[list[list[torch.Tensor]]]] = {}
         self._kept: ReceiveMemory | None = None
@@ -82,7 +83,7 @@ class GatherPlan:
         self._allocate_kept: Callable[[], object] | None = None  # None: ``_kept`` is never freed
         self._copies: _Copies | None = None  # from ``_kept`` into the parameters
         if allocate is not None and len(unsharded) == 1 and self._regular[0]:
-            numel, dtype = self.on_wire.shard_form
+            numel, dtype = on_wire.shard_form
             flat = unsharded[0].view(-1).view(dtype)
             rows = flat.view(-1, numel)
             self._kept, self._allocate_kept = ReceiveMemory(flat, rows), allocate
@@ -164,7 +165,7 @@ class GatherPlan:
         return targets, sources
 
     def copy_out(self, rows: Rows) -> None:
-        """Copy the gathered ``rows``, without padding, into the tensors that ``bind`` got."""
+        """Copy the gathered ``rows``, without padding, into the tensors ``unsharded``."""
         if self._kept is not None and rows[0] is self._kept.rows:
             blocks = [self._kept_segments]
             self._copy_kept_out()
@@ -177,7 +178,7 @@ class GatherPlan:
             self._fill_irregular(each, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _copy_kept_out(self) -> None:
-        if self._copies is None:  # not made in bind(): as_strided needs the parameters' memory
+        if self._copies is None:  # not made in __init__: as_strided needs the parameters' memory
             self._copies = self._make_copies(self._kept_segments)
         targets, sources = self._copies
         if len(targets) == 1:  # takes half the time of the foreach operator

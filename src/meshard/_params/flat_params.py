@@ -92,13 +92,14 @@ class FlatParams(ShardedUnitParams):
         on_wire = self.layout
         if dtypes != [own.dtype for own in self.locals]:
             on_wire = FlatLayout.build(on_wire.params, dtypes, on_wire.order)
-        self.plan = GatherPlan(self.layout, on_wire)
         # ``fully_shard`` may be called under inference_mode. The module may train later, so its
         # parameters must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
-            self.plan.bind(self.unsharded.views, self.unsharded.allocate)
+            self.plan = GatherPlan(
+                self.layout, on_wire, self.unsharded.views, self.unsharded.allocate
+            )
             for index, param in enumerate(self.params):
                 # `.data`, unlike `.detach()`, has a version counter of its own. So the parameter's
                 # version does not grow when ``unsharded.views`` are filled.
