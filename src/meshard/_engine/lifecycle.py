@@ -564,8 +564,11 @@ class Lifecycle:
         """End units of a pass, last first, as long as ``is_over`` of their first call is True."""
         for number in forward_pass.pop_over(is_over):
             other = self._units[number]()
-            if other is not None:
-                self._end_unit(run, other, forward_pass)
+            if other is None:
+                continue
+            self._reshard_after_backward(other)
+            if not self.schedule.runs_before(forward_pass, number):
+                self._reduce_if_due(run, other, is_at_end=False)
 
     def _end_units_before_recompute(self, run: BackwardRun, node: int) -> None:
         """End the units whose backward is over when autograd node ``node`` recomputes a forward.
@@ -628,25 +631,25 @@ class Lifecycle:
         # the nested run brings only one of several gradients to add up.
         return not run.has_nested and not self.schedule.runs_before(step.in_pass, unit.number)
 
-    def _end_unit(
-        self, run: BackwardRun, unit: Unit, forward_pass: ForwardPass | None = None
-    ) -> None:
-        """Reshard and reduce a unit whose backward is over in ``forward_pass`` (None: in all)."""
+    def _reshard_after_backward(self, unit: Unit) -> None:
+        """End the backward of ``unit``, unless this backward runs inside a forward of ``unit``."""
         if self._runs(unit):
-            # This backward runs inside a forward of this unit, and the forward goes on. If the
-            # forward has a graph, the backward of that graph reduces the unit.
-            if any(call.has_graph for other, call in self.running if other is unit):
-                return
+            return  # that forward goes on, and uses the unsharded parameters
+        unit.step.end_backward()
+        if unit.settings.reshard_after_backward and not unit.step.is_retained:
+            unit.group.reshard()
         else:
-            unit.step.end_backward()
-            if unit.settings.reshard_after_backward and not unit.step.is_retained:
-                unit.group.reshard()
-            else:
-                unit.group.install_sharded()
-        if forward_pass is not None and self.schedule.runs_before(forward_pass, unit.number):
-            return
+            unit.group.install_sharded()
+
+    def _reduce_if_due(self, run: BackwardRun, unit: Unit, *, is_at_end: bool) -> None:
+        """Reduce ``unit``, of which nothing is left to run, if its gradients are still due.
+
+        ``is_at_end``: see ``_post_backward``.
+        """
         if not unit.step.awaits_gradients:
             return
+        if any(call.has_graph for other, call in self.running if other is unit):
+            return  # this backward runs inside that call, and the backward of its graph comes later
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
         # A pipeline schedule may compute only gradients of inputs now, and those of parameters
@@ -654,7 +657,7 @@ class Lifecycle:
         # later gradients only in units that hold unreduced gradients.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
-            self._post_backward(unit, is_at_end=forward_pass is None)
+            self._post_backward(unit, is_at_end=is_at_end)
         elif not run.keeps_graph:
             unit.step.record_taken()
 
@@ -764,7 +767,8 @@ class Lifecycle:
         self.retained.end_backward()
         for unit in reversed(units):  # units inside first
             if unit.number not in to_come:
-                self._end_unit(run, unit)
+                self._reshard_after_backward(unit)
+                self._reduce_if_due(run, unit, is_at_end=True)
         if run.accumulates and self.finalization is None:
             # A unit whose backward is still to come is left out: that backward will reduce it.
             over = [u for u in units if u.number not in to_come or not u.step.awaits_gradients]
