@@ -475,7 +475,7 @@ class Lifecycle:
         if unit.step.arrived and self._is_complete(run, unit):
             # All gradients came in the backwards of later calls of the unit. The reduction has
             # waited for the backward of the first call, which begins now.
-            self._post_backward(unit)
+            self._post_backward_outwards(unit)
         return replacement
 
     def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
@@ -595,7 +595,7 @@ class Lifecycle:
             # The unit stays unsharded here, because nodes that are still to run may have saved one
             # of its weights. Example: its first layer is frozen, and the gradient of the unit's
             # input goes through that layer.
-            self._post_backward(unit)
+            self._post_backward_outwards(unit)
             if spans.recorder is not None:
                 around = unit.parent() if unit.parent is not None else None
                 self._enter_phase("backward", around or unit)
@@ -644,7 +644,7 @@ class Lifecycle:
     def _reduce_if_due(self, run: BackwardRun, unit: Unit, *, is_at_end: bool) -> None:
         """Reduce ``unit``, of which nothing is left to run, if its gradients are still due.
 
-        ``is_at_end``: see ``_post_backward``.
+        ``is_at_end``: see ``_post_backward_outwards``.
         """
         if not unit.step.awaits_gradients:
             return
@@ -657,12 +657,12 @@ class Lifecycle:
         # later gradients only in units that hold unreduced gradients.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
-            self._post_backward(unit, is_at_end=is_at_end)
+            self._post_backward_outwards(unit, is_at_end=is_at_end)
         elif not run.keeps_graph:
             unit.step.record_taken()
 
-    def _post_backward(self, unit: Unit, *, is_at_end: bool = False) -> None:
-        """Reduce or accumulate the gradients of ``unit``, which are complete.
+    def _post_backward_outwards(self, unit: Unit, *, is_at_end: bool = False) -> None:
+        """Reduce or accumulate ``unit``, whose gradients are complete; then units around it.
 
         A unit waits until all units inside it are complete. When the last inner unit is complete,
         the loop goes on to the outer unit, which has waited. ``is_at_end``: the backward ends, so
