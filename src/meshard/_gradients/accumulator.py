@@ -243,14 +243,17 @@ class GradientAccumulator:
                 self.unit_params.params[index].unsharded.grad = None
         if self.num_in_flight:
             self._cleared_in_flight |= gone
-        elif not self.is_pending and self._cleared_since_add.issuperset(self._published()):
-            self.window.close()
+        self._end_window_if_cleared()
         self.published.drop_arriving(gone)
         self._release_if_settled()
 
-    def _published(self) -> Iterable[int]:
+    def _end_window_if_cleared(self) -> None:
+        """End the window if ``clear`` has dropped all that was added to it."""
         params = self.unit_params.params
-        return (index for index, param in enumerate(params) if param.sharded.grad is not None)
+        published = (i for i, param in enumerate(params) if param.sharded.grad is not None)
+        is_any_left = self.num_in_flight or self.is_pending
+        if not is_any_left and self._cleared_since_add.issuperset(published):
+            self.end_window()
 
     def end_window(self) -> None:
         """End the window, if one is open. The next gradients open a new one."""
@@ -535,8 +538,7 @@ class GradientAccumulator:
         result = self._result_of(in_flight)
         if result is None:
             self.window.forget_factor()
-            if not self.is_pending:
-                self.window.close()
+            self._end_window_if_cleared()
             self._release_if_settled()
             return None
         if not in_flight.publishes:
