@@ -220,12 +220,42 @@ def plan(
     parameters sharded over ``mesh_info`` without a custom all-gather comes first, unless it is
     empty. If ``found`` is empty, this plan is the only one.
     """
-    planner = _Planner(mesh_info, placement_fn, policy)
+    plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
+    # Plans are keyed by MeshInfo, which compares by identity. These dicts give all parameters on
+    # one mesh the same MeshInfo, so that they get into one plan: the first dict for sharded
+    # parameters, the second for replicated ones.
+    sharding = {mesh_info.mesh: mesh_info}
+    replicating: dict[MeshInfo, MeshInfo] = {}
     for each in found:
-        planner.add(each)
+        fqn, param, owners = each
+        chosen = None if placement_fn is None else placement_fn(param)
+        own_info, chosen = _chosen_mesh_info(fqn, chosen, sharding, mesh_info)
+        if type(chosen) is Replicate:
+            if own_info not in replicating:
+                replicating[own_info] = own_info.replicating_all()
+            own_info, chosen = replicating[own_info], None
+        shard_dim = _shard_dim(fqn, param, chosen)
+        local = plain_of(param)
+        is_subclass = _check_gather_methods(fqn, local)
+        if is_subclass:
+            check_subclass_placement(fqn, local, own_info, shard_dim)
+        placement = None
+        if isinstance(param, DTensor):
+            try:
+                placement = compose_placement(param, own_info)
+            except ValueError as error:
+                raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
+        layout = ParamLayout(local.shape, shard_dim, own_info.shard_count)
+        new = UnitPlan(own_info, is_subclass, [], [])
+        unit_plan = plans.setdefault((own_info, is_subclass), new)
+        unit_plan.found.append(each)
+        keeps_dtype = policy.keeps_dtype(fqn, param)
+        new_param = ShardedParam(fqn, owners, layout, placement, keeps_dtype=keeps_dtype)
+        new_param.extent = extent_of(param)
+        unit_plan.params.append(new_param)
     check_parameters(found, device_of(mesh_info.mesh))
-    plans = list(planner.plans.values())
-    return [each for each in plans if each.params] or plans[:1]
+    in_order = list(plans.values())
+    return [each for each in in_order if each.params] or in_order[:1]
 
 
 def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
@@ -265,71 +295,32 @@ def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Me
     return mesh_info_of_named_axes(mesh, shard, replicate)
 
 
-class _Planner:
-    """The plans of one call of ``fully_shard``, by mesh and ``UnitPlan.is_subclass``."""
+def _chosen_mesh_info(
+    fqn: str, chosen: Any, sharding: dict[DeviceMesh, MeshInfo], default: MeshInfo
+) -> tuple[MeshInfo, Any]:
+    """Return the mesh that ``placement_fn`` chose, and the placement on it.
 
-    def __init__(
-        self, mesh_info: MeshInfo, placement_fn: PlacementFn | None, policy: MixedPrecisionPolicy
-    ) -> None:
-        self.plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
-        self._default = mesh_info
-        self._placement_fn = placement_fn
-        self._policy = policy
-        # Plans are keyed by MeshInfo, which compares by identity. These dicts give all parameters
-        # on one mesh the same MeshInfo, so that they get into one plan: the first dict for sharded
-        # parameters, the second for replicated ones.
-        self._sharding = {mesh_info.mesh: mesh_info}
-        self._replicating: dict[MeshInfo, MeshInfo] = {}
-
-    def add(self, found: Collected) -> None:
-        fqn, param, owners = found
-        chosen = self._placement_fn(param) if self._placement_fn is not None else None
-        mesh_info, chosen = self._mesh_info_for(fqn, chosen)
-        if type(chosen) is Replicate:
-            if mesh_info not in self._replicating:
-                self._replicating[mesh_info] = mesh_info.replicating_all()
-            mesh_info, chosen = self._replicating[mesh_info], None
-        shard_dim = _shard_dim(fqn, param, chosen)
-        local = plain_of(param)
-        is_subclass = _check_gather_methods(fqn, local)
-        if is_subclass:
-            check_subclass_placement(fqn, local, mesh_info, shard_dim)
-        placement = None
-        if isinstance(param, DTensor):
-            try:
-                placement = compose_placement(param, mesh_info)
-            except ValueError as error:
-                raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
-        layout = ParamLayout(local.shape, shard_dim, mesh_info.shard_count)
-        new = UnitPlan(mesh_info, is_subclass, [], [])
-        unit_plan = self.plans.setdefault((mesh_info, is_subclass), new)
-        unit_plan.found.append(found)
-        keeps_dtype = self._policy.keeps_dtype(fqn, param)
-        new_param = ShardedParam(fqn, owners, layout, placement, keeps_dtype=keeps_dtype)
-        new_param.extent = extent_of(param)
-        unit_plan.params.append(new_param)
-
-    def _mesh_info_for(self, fqn: str, chosen: Any) -> tuple[MeshInfo, Any]:
-        """Return the mesh that ``placement_fn`` chose, and the placement on it."""
-        if chosen is None or isinstance(chosen, (Shard, Replicate)):
-            return self._default, chosen
-        # The user may also return FSDP2's private class for a placement on another mesh. The
-        # ``mesh_info`` of that object has the mesh.
-        is_ours = isinstance(chosen, ShardPlacementResult)
-        mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
-        if not isinstance(mesh, DeviceMesh):
-            return self._default, chosen  # no placement at all: _shard_dim raises
-        if mesh.device_type != self._default.mesh.device_type:
-            raise ValueError(
-                f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
-                f"unit is on {self._default.mesh.device_type!r}; use meshes of one device type."
-            )
-        if mesh not in self._sharding:
-            try:
-                self._sharding[mesh] = MeshInfo.of(mesh)
-            except ValueError as error:
-                raise ValueError(f"shard_placement_fn for parameter {fqn!r}: {error}") from error
-        return self._sharding[mesh], chosen.placement
+    ``sharding`` has the ``MeshInfo`` of each mesh that occurred before; a new one is added.
+    """
+    if chosen is None or isinstance(chosen, (Shard, Replicate)):
+        return default, chosen
+    # The user may also return FSDP2's private class for a placement on another mesh. The
+    # ``mesh_info`` of that object has the mesh.
+    is_ours = isinstance(chosen, ShardPlacementResult)
+    mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
+    if not isinstance(mesh, DeviceMesh):
+        return default, chosen  # no placement at all: _shard_dim raises
+    if mesh.device_type != default.mesh.device_type:
+        raise ValueError(
+            f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
+            f"unit is on {default.mesh.device_type!r}; use meshes of one device type."
+        )
+    if mesh not in sharding:
+        try:
+            sharding[mesh] = MeshInfo.of(mesh)
+        except ValueError as error:
+            raise ValueError(f"shard_placement_fn for parameter {fqn!r}: {error}") from error
+    return sharding[mesh], chosen.placement
 
 
 def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
