@@ -99,8 +99,8 @@ def exchange_numbers(
 ) -> list[list[int]]:
     """Return the ``numbers`` of every rank. If a rank waits long, its warning names ``purpose``.
 
-    Observers are not told of the exchange: it sets up or checks what other collectives rely on. It
-    raises a ValueError if ``MESHARD_STALL_SECONDS`` is not a number.
+    The exchange is part of a set-up or of a check, so observers are not told of it. It raises a
+    ValueError if ``MESHARD_STALL_SECONDS`` is not a number.
     """
     stall_seconds()
     own = torch.tensor(numbers, device=device)

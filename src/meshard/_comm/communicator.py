@@ -43,7 +43,7 @@ class StepPhase(enum.Enum):
 
 
 class CommStream(enum.Enum):
-    """A queue on which communication, and the local work around it, runs in order."""
+    """A kind of work that on a device has a stream of its own, on which it runs in order."""
 
     GATHER = "gather"
     SCATTER = "scatter"
@@ -87,7 +87,8 @@ class GatherInFlight(Protocol):
     def release(self) -> None:
         """Release the rows, which must not be read afterwards.
 
-        With shared memory, other ranks may reuse their memory only after the release.
+        With shared memory the rows lie in memory of other ranks, which may reuse it only after
+        that.
         """
 
     def abandon(self) -> None:
@@ -191,7 +192,7 @@ class CommEvent:
     def wire_bytes(self) -> int:
         """Bytes that this rank sends: ``sent_bytes`` if given, else those of a ring algorithm.
 
-        See Patarasuk and Yuan, 2009.
+        See Patarasuk and Yuan, 2009. For a broadcast, gather or scatter this is only an estimate.
         """
         if self.sent_bytes is not None:
             return self.sent_bytes
@@ -337,7 +338,7 @@ class Communicator:
         raise NotImplementedError
 
     def gather_after(self, event: Any) -> None:
-        """Let the next use of the gather stream wait for ``event`` instead of the caller's stream.
+        """Let the next use of the gather stream wait for ``event``, not for the caller's stream.
 
         Only a communicator with streams does this; the others ignore the call.
         """
@@ -357,7 +358,7 @@ class Communicator:
     def allocate_source(
         self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return an uninitialised ``[numel]``, the source of one gather, to be dropped after it."""
+        """Return an uninitialised tensor ``[numel]``, to be sent in one gather and then dropped."""
         return torch.empty(numel, dtype=dtype, device=device)
 
     def send_rows(
@@ -516,7 +517,7 @@ class Communicator:
     def _start_gather(
         self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
     ) -> GatherInFlight | None:
-        """Start a gather if its result needs no new memory, else return None."""
+        """Start a gather if its result needs no memory of ``_allocate``, else return None."""
         return None
 
     def _allocate(

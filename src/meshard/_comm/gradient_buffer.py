@@ -89,7 +89,7 @@ class GradientLayout:
 
     @functools.cached_property
     def packed_early(self) -> frozenset[int]:
-        """The parameters whose gradients are packed as soon as they arrive, if a buffer exists.
+        """The parameters whose gradients ``replicate`` packs when they arrive, if it has memory.
 
         The smallest gradients are packed together after the last gradient has arrived, which takes
         less time. Together they are no larger than the largest gradient. If the buffer is not
@@ -307,7 +307,7 @@ class FlatGradients(NamedTuple):
         return self.layout.move(self.flat, layout, self.used)
 
     def without(self, erased: frozenset[int]) -> FlatGradients | None:
-        """Erase gradients in place. Return None if ``erased`` has all parameters of the layout."""
+        """Erase gradients in place. Return the rest; None if ``erased`` has the whole layout."""
         used = self.used - erased
         self.layout.mark_unused(self.flat, used)
         if erased.issuperset(self.layout.indices):
@@ -326,9 +326,9 @@ def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
 def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
     """Return the operand to use instead of ``number`` in an operator on ``other``.
 
-    At every call torch makes a float64 tensor of a Python number and casts it, which takes longer
-    than multiplying a thousand elements. A 0-d CPU tensor in the dtype of ``other`` gives the same
-    result, and torch uses it as it is. These 0-d tensors are cached.
+    For a CPU tensor in float32 or float64 it is a cached 0-d tensor, which gives the same result,
+    and torch uses it as it is. Of a Python number torch makes a float64 tensor at every call, and
+    casts it, which takes longer than multiplying a thousand elements. For others it is ``number``.
     """
     # Not for a fake tensor: under FakeTensorMode, the cache would get a fake 0-d tensor.
     if type(other) is torch.Tensor and other.is_cpu and other.dtype in _EXACT:

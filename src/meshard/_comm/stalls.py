@@ -145,7 +145,10 @@ class WatchedStream:
                 self._moved_at = now
 
     def look(self, now: float, seconds: float) -> None:
-        """Report the first collective that is not over, if none has ended for ``seconds``."""
+        """Report the first collective that is not over, once.
+
+        It must have been queued ``seconds`` ago, and no other may have ended for as long.
+        """
         events = self._events
         with self._on_device():
             # A query during a graph capture would invalidate the capture. The first ``add`` inside

@@ -101,7 +101,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 
 def _prefix(position: int, modules: list[nn.Module]) -> str:
-    """Return the prefix of names in ``modules[position]``: the position; "" for a single module."""
+    """Return the prefix of names in ``modules[position]``; "" if there is only one module."""
     return str(position) if len(modules) > 1 else ""
 
 
@@ -136,9 +136,10 @@ def check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
 
 
 def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -> None:
-    """Raise a ValueError if two parameters share memory, which sharding would cut apart.
+    """Raise a ValueError if two parameters share memory. Sharding would cut them apart.
 
     Parameters of units inside ``modules`` are compared too, by the memory that they had originally.
+    Some overlaps are not found: behind a parameter with gaps, such as a column of a matrix.
     """
     extents = [(extent_of(param), fqn) for fqn, param, _ in found]
     names = {
@@ -183,7 +184,7 @@ def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
-    """Add parameters that ``hoisting`` reserves for ``modules``. Owners may be in inner units."""
+    """Add the parameters that ``hoisting`` reserves for ``modules``, even from inner units."""
     for position, root in enumerate(modules if _hoisted else ()):
         for prefix, module in root.named_modules(prefix=_prefix(position, modules)):
             for name, param in module._parameters.items():
@@ -216,9 +217,9 @@ def plan(
 ) -> list[UnitPlan]:
     """Return one plan for each mesh and kind of parameter that occurs.
 
-    The kinds are: sharded or ``Replicate()``, with a custom all-gather or without. The plan for
-    parameters sharded over ``mesh_info`` without a custom all-gather comes first, unless it is
-    empty. If ``found`` is empty, this plan is the only one.
+    Parameters are of one kind if all are sharded or all are ``Replicate()``, and if all or none
+    have a custom all-gather. The plan for parameters that are sharded over ``mesh_info`` without a
+    custom all-gather comes first. It is left out if it is empty and there are others.
     """
     plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
     # Plans are keyed by MeshInfo, which compares by identity. These dicts give all parameters on
@@ -324,7 +325,7 @@ def _chosen_mesh_info(
 
 
 def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
-    """Return whether the class of a parameter has ``fsdp_pre_all_gather``."""
+    """Check the all-gather methods of a parameter. Return whether its class has any."""
     if is_plain(local) and has_own_methods(local):
         raise ValueError(
             f"parameter {fqn!r} has fsdp_pre_all_gather or fsdp_post_all_gather set on the tensor "
@@ -365,7 +366,8 @@ def allocate(
 ) -> Unit:
     """Return a new unit for ``modules``, with shards of its own. No module refers to it yet.
 
-    The shards are in ``host``, or if that is None, on the device of the mesh.
+    Shards are in ``host``, or if that is None, on the device of the mesh. Shards of parameters on
+    the meta device are on the meta device.
     """
     unit, params, mesh_info = Unit(modules, settings, policy), unit_plan.params, unit_plan.mesh_info
     spec = GroupSpec(mesh_info, device_of(mesh_info.mesh), host)
@@ -400,7 +402,10 @@ def allocate(
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Copy this rank's rows by operations of torch's FSDP2: a subclass may support no others."""
+    """Copy this rank's rows, only by operations that torch's FSDP2 uses on shards.
+
+    A tensor subclass may support no others.
+    """
     chunks = local.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
     own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
@@ -415,7 +420,7 @@ def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
 def commit(
     units: list[Unit], plans: Sequence[UnitPlan], modules: list[nn.Module], base: type, prefix: str
 ) -> None:
-    """Make ``units`` the units of ``modules``. Units of submodules then are inside them.
+    """Make ``units`` the units of ``modules``, and put the units of submodules inside them.
 
     ``plans`` has one plan for each unit. ``base`` and ``prefix`` are passed to ``adopt_module``.
     """

@@ -81,7 +81,10 @@ def _copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
-    """Copy a module while it has its original class, which may have a ``__deepcopy__``."""
+    """Copy ``module`` while it has its original class.
+
+    So ``FSDPModule.__deepcopy__`` is not called again, but that of the user's class, if it has one.
+    """
     sharded_class = type(module)
     module.__class__ = own_class(module)
     try:
@@ -169,7 +172,10 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
 
 def reduce_as_plain(module: nn.Module) -> Any:
-    """Reduce ``module`` to an instance of its original class, without its unit and our hooks."""
+    """Return what ``__reduce_ex__`` of ``module`` must return to pickle it as a plain module.
+
+    That is an instance of its original class, without its unit and our hooks.
+    """
     for unit in units_of(module):
         check_may_pickle(unit)
     # An instance of the user's class, which may define ``__reduce_ex__`` itself.

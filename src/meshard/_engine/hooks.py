@@ -86,7 +86,10 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, param: torch.Tensor)
 
 
 def register_hooks(unit: Unit) -> None:
-    """Register the hooks that tell the lifecycle when a module of ``unit`` runs."""
+    """Register hooks that tell the lifecycle when a module of ``unit`` runs.
+
+    Also register hooks on ``state_dict``, and cast buffers to ``buffer_dtype``, if it is set.
+    """
     _watch_registrations()
     hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
@@ -125,9 +128,9 @@ def _watch_registrations() -> None:
 def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
     """Refuse to register an unsharded parameter under a second name: its memory will be freed.
 
-    A parametrization may take the parameter and put it back. PEFT does so in the forward of an
-    adapter for parameters that have no layer of their own, such as experts. What is put back is
-    told apart by its name.
+    It may be put back under its old name. A parametrization takes a parameter away for a while, and
+    PEFT does so in the forward of an adapter for parameters that have no layer of their own, such
+    as experts.
     """
     tag, fqn = (None, "") if param is None else tag_of(param)
     if tag is not TensorTag.UNSHARDED or isinstance(module, ParametrizationList):
@@ -227,7 +230,10 @@ def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: st
 
 
 def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
-    """Whether ``value`` is ``unsharded`` or a result of ``unsharded.detach()``."""
+    """Whether ``value`` is ``unsharded`` or a result of ``unsharded.detach()``.
+
+    If ``unsharded`` is a tensor subclass, every tensor of the same class counts.
+    """
     one, other = plain_of(value), plain_of(unsharded)
     if is_plain(other):
         return is_alias(one, other)
@@ -235,7 +241,10 @@ def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
 
 
 def check_may_pickle(unit: Unit | None) -> None:
-    """Raise if ``unit`` was freed (None), or has shards and is not inside ``unsharded_params``."""
+    """Raise if ``unit`` was freed (None), runs, has pending gradients, or has only shards here.
+
+    On ranks where ``unsharded_params`` has unsharded it, it has more than shards.
+    """
     name = "a unit that is gone"
     if unit is not None:
         group, name = unit.group, f"unit {unit.label!r}"
@@ -392,7 +401,11 @@ def run_in_unit(
 
 
 class _OutsideHook(UnitHook):
-    """A hook on a module without a unit, inside a root. Users may call the module by itself."""
+    """A hook on a module that is inside a root and has no unit.
+
+    If the user calls that module by itself, and it fails because it reads a shard, the hook
+    explains the error.
+    """
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
         if output is None:  # torch.compile traces this line only, as ``_explain`` is skipped
@@ -556,12 +569,13 @@ def _num_calls_of(unit: Unit, frame: FrameType) -> int:
 
 
 def _is_cut_off(outermost: Unit, unit: Unit) -> bool:
-    """Whether the recorded forward of ``outermost`` had ended when that of ``unit`` began.
+    """Whether an exception, such as KeyboardInterrupt, has cut off the forward of ``outermost``.
 
-    If so, an exception such as KeyboardInterrupt has cut it off, and torch has not called
-    post_forward. The search for its call on the stack costs much. So it is made in two cases only,
-    which are rare inside a running forward: ``unit`` is ``outermost``; or ``unit`` is the root, and
-    ``outermost`` is not.
+    torch has not called post_forward then, and that forward is still recorded as running while a
+    forward of ``unit`` begins. To find out, this function looks for the call of ``outermost`` on
+    the stack. That costs much, so it looks in two cases only, which are rare inside a running
+    forward: ``unit`` is ``outermost``; or ``unit`` is the root, and ``outermost`` is not. In other
+    cases it returns False.
     """
     if outermost is unit:
         # There are two calls if this one was made inside another: a module may call itself, or
@@ -617,7 +631,11 @@ class _LoadHook(UnitHook):
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
-        """Replace unsharded tensors by shards in ``state_dict``, a copy that torch has made."""
+        """Put into ``state_dict``, a copy that torch has made, what the module can load.
+
+        If the module holds a shard, that is a shard. If it holds the unsharded parameter, that is
+        an unsharded tensor, and this method writes the values to the shard itself.
+        """
         unit = self._unit()
         if unit is None:
             return
@@ -652,7 +670,8 @@ def _fitting(
 ) -> torch.Tensor:
     """Return ``given`` as a shard with the mesh and placements of ``param``.
 
-    ``assigned_on`` is the device of a shard that torch assigns; None: torch copies its values.
+    ``assigned_on`` is a device if torch will assign the shard to the module: the shard is then
+    copied to that device. None: torch will only copy its values.
 
     **Collective:** on the mesh of ``given``, if that is a DTensor with other placements.
     """

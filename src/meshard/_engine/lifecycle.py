@@ -81,7 +81,7 @@ _NOT_COMPILED = (
 
 
 class RefusedError(RuntimeError):
-    """A forward or backward was refused before it changed anything."""
+    """A forward or backward was refused, and has not begun."""
 
     def __init__(self, lifecycle: Lifecycle, message: str) -> None:
         self.lifecycle = lifecycle
@@ -439,7 +439,10 @@ class Lifecycle:
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def _record_nested(self, run: BackwardRun) -> None:
-        """Record that another graph task, such as that of a reentrant checkpoint, runs inside."""
+        """Record that another graph task, such as one of a reentrant checkpoint, is inside ``run``.
+
+        On CPU, raise if it runs in another thread.
+        """
         # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
@@ -496,7 +499,8 @@ class Lifecycle:
     def _end_pass(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
         """End the units of a pass that have not ended, in the same order on all ranks.
 
-        Other ranks may have reduced these units earlier, at their last gradient.
+        That reduces a unit of which this rank lacks a gradient. Ranks that lack none have reduced
+        it earlier, at its last gradient.
         """
         self._begin_skipped(run, forward_pass, 0)
         self._end_units_over(run, forward_pass, lambda _: True)
@@ -606,9 +610,10 @@ class Lifecycle:
             self._queue.progress()
 
     def gradient_from_outside(self, unit: Unit) -> None:
-        """Record that a gradient of ``unit`` has come from outside of its forward.
+        """Record that this backward brings gradients of ``unit`` which no hook of the unit reports.
 
-        The unit is reduced at the end of the backward, if not before.
+        An example is the gradient of a parameter that ``unsharded_params`` has unsharded. The unit
+        is reduced at the end of the backward, if not before.
         """
         self._ensure_backward(unit).accumulates = True
         unit.await_gradients()
@@ -752,7 +757,7 @@ class Lifecycle:
                 subscriber(unit)
 
     def finish_backward(self, run: BackwardRun | None = None) -> None:
-        """End the backward that runs. ``run`` is a stand-in if autograd has run no backward."""
+        """End the backward that runs. If autograd runs none now, ``run`` stands for it."""
         run = run or self.backward
         assert run is not None
         units = self.units()
@@ -785,9 +790,10 @@ class Lifecycle:
         run.ends.clear()
 
     def _publish(self, units: Sequence[Unit]) -> None:
-        """When a backward ends, put those gradients of ``units`` into ``.grad`` that are due there.
+        """As a backward ends, finish the reductions whose results belong into ``.grad``.
 
-        A unit without gradients in this backward may still hold some of earlier microbatches.
+        Units under FULL are flushed first: a unit without gradients in this backward may still hold
+        some of earlier microbatches.
         """
         full = [unit for unit in reversed(units) if unit.settings.sync.ends_window]
         for unit in full:

@@ -36,8 +36,8 @@ class InstalledParams:
     ) -> None:
         """``since`` is a text for a warning: when modules began to hold the parameters.
 
-        ``earlier`` is the record of an earlier forward on the same copy, on which ``end`` was not
-        called. Edits since that forward count too.
+        ``earlier`` is the record of an earlier forward with the same unsharded copy, if ``end`` of
+        that record was not called. Edits since that forward count too.
         """
         self._label = label
         self._params = params

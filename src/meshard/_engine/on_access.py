@@ -17,7 +17,10 @@ from meshard._torch.private import skip_dynamo, without_modes
 
 
 def gather_on_access(unit: Unit) -> None:
-    """Gather ``unit`` and its siblings when a unit around it reads one of their parameters."""
+    """Replace dicts of modules, so that a unit around ``unit`` gathers it by reading a parameter.
+
+    The siblings of ``unit`` are gathered together with it.
+    """
     params = [param for each in with_siblings(unit) for param in each.params]
     for module in dict.fromkeys(owner for param in params for owner, _ in param.owners):
         module.__dict__["_parameters"] = _NoticedReads(module._parameters, unit)
@@ -47,7 +50,7 @@ class _NoticedReads(dict[str, Any]):
         return super().__getitem__(name)
 
     def assign(self, module: Any, name: str, param: Any) -> None:
-        """Set a parameter by ``setattr``, whose look-up of the attribute is no read."""
+        """Call ``setattr``, which looks the name up in this dict. That does not count as a read."""
         before, self._is_assigning = self._is_assigning, True
         try:
             setattr(module, name, param)

@@ -103,7 +103,8 @@ def _start_unshard(unit: Unit, *, in_forward: bool) -> None:
 class _SecondOrder:
     """Stands for the graph that one backward makes.
 
-    After that backward, only hooks in the graph refer to this object.
+    After that backward, only hooks in the graph refer to this object. So a weak reference to it
+    tells whether the graph is alive.
     """
 
     was_used = False  # whether the backward that runs goes through this graph

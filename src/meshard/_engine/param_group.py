@@ -327,7 +327,10 @@ class ParamGroup:
             self.gradients.settle()
 
     def finish_copies(self) -> None:
-        """Wait for copies between host memory and the device; a pending step does so itself."""
+        """Wait for copies between host memory and the device.
+
+        If a step is pending, do nothing: the step waits for them.
+        """
         if self.unit_params.host_copies is not None and self.pending_step is None:
             self.unit_params.host_copies.wait()
 
@@ -428,7 +431,10 @@ class ParamGroup:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Free the unsharded parameters. ``keep_post_forward``: keep the post-forward shard."""
+        """Go back to shards, and free the unsharded parameters unless ``keeps_storage``.
+
+        ``keep_post_forward``: keep the post-forward shard.
+        """
         if self._gather is not None:
             # The gather may still write to the memory that is freed below, so end it first.
             self._gather.in_flight.abandon()
@@ -587,7 +593,7 @@ def register_owner(owner: ParamGroup) -> None:
 
 
 def latest_registration() -> object:
-    """Return a token. It is another object each time that what optimizers may hold has changed."""
+    """Return a token for caches: a new object after each change of what optimizers may hold."""
     return _latest
 
 
@@ -633,7 +639,7 @@ def forget_summoned(owner: ParamGroup) -> None:
 
 
 def _unsharded_of(owner: ParamGroup) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
-    """Iterate over what modules may hold unsharded, each with the sharded parameter."""
+    """Iterate over the unsharded tensors that modules may hold, each with its sharded parameter."""
     for param in owner.params:
         for held in param.installed() if owner.is_summoned else (param.unsharded,):
             yield held, param.sharded

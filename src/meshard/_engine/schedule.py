@@ -14,7 +14,10 @@ from typing import NamedTuple
 
 
 class _Entry(NamedTuple):
-    """The beginning of one forward of a unit. It equals the corresponding entry of other passes."""
+    """The beginning of one forward of a unit.
+
+    In two passes that began with the same unit, the n-th entries of a unit are equal.
+    """
 
     began_with: int  # the first unit of the pass
     unit: int

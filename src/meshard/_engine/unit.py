@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class UnitSettings(ReduceSettings):
-    """The settings of a unit, written by the setters of ``FSDPModule``."""
+    """The settings of a unit, which setters of ``FSDPModule`` can change."""
 
     reshard_after_forward: bool | int | None = None  # None: see ``Unit.reshards_after_forward``
     # If reshard_after_forward is an int: between forward and backward the parameters stay sharded
@@ -351,5 +351,5 @@ def nest(units: list[Unit]) -> Unit:
 
 
 def with_siblings(unit: Unit) -> list[Unit]:
-    """Return a unit and its siblings, outermost first."""
+    """Return ``unit``, which must be the outermost of its siblings, and then its siblings."""
     return [unit, *unit.siblings]

@@ -56,7 +56,7 @@ def is_untouched(tensor: torch.Tensor) -> bool:
 def watching_buffers(
     module: nn.Module, fn: Callable[..., Any], *, recurse: bool = True
 ) -> Iterator[None]:
-    """Mark buffers that have memory and no values after the block, which calls ``_apply(fn)``."""
+    """After the block, which calls ``_apply(fn)``, mark buffers that have memory but no values."""
     empties = is_of_to_empty(fn)
     held = [
         (inner, name, buffer)

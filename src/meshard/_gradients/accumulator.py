@@ -216,7 +216,10 @@ class GradientAccumulator:
         return ""
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
-        """Return pending gradients by parameter index: the partial; None if a part is unreduced."""
+        """Return an entry for each parameter with pending gradients, by index.
+
+        It is the partial, or None if some of these gradients are not reduced at all (``U``).
+        """
         mesh_info, found = self.unit_params.spec.mesh_info, dict[int, DTensor | None]()
         if self._partial is not None:
             for index, local in self._partial.shards(mesh_info.shard_rank):
@@ -297,9 +300,9 @@ class GradientAccumulator:
     def begin_backward(self, settings: ReduceSettings) -> None:
         """Let ``receive`` put large gradients into the bucket of ``replicate`` as they arrive.
 
-        This saves memory. Otherwise a gradient that waits for the last one would exist twice: by
-        itself, and as a range of the bucket. Nothing is done unless gradients are sent in the
-        accumulate dtype.
+        This saves memory. Otherwise gradients would wait in ``.grad`` until the last one of the
+        bucket arrives, beside their ranges of the bucket. Nothing is done unless gradients are sent
+        in the accumulate dtype.
         """
         if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
             return
@@ -313,11 +316,12 @@ class GradientAccumulator:
             self.published.begin_receiving(layout, plan.wire_dtype, divisor)
 
     def receive(self, index: int, settings: ReduceSettings) -> None:
-        """Take a large gradient that has just arrived: add it to ``U``, or else to a free bucket.
+        """Take a gradient that has just arrived out of ``.grad``, if it is large.
 
-        With reentrant checkpoints, another gradient of the same parameter may follow. If there are
-        ``arrived`` hooks and a ``U``, the gradient stays in ``.grad``, because these hooks must see
-        it before it is added to ``U``.
+        It is added to ``U``. If there is no ``U``, it is put into the bucket, if that is free, or
+        added to what is there: with reentrant checkpoints a parameter may get several gradients. If
+        there are ``arrived`` hooks and a ``U``, the gradient stays in ``.grad``, because these
+        hooks must see it before it is added to ``U``.
         """
         if self._unreduced is None or not _on_arrived(settings):
             self._unreduced = self.published.receive(index, self._unreduced)
@@ -348,9 +352,10 @@ class GradientAccumulator:
     def _as_plain(self, index: int, gradient: torch.Tensor, *, may_lack_sum: bool) -> torch.Tensor:
         """Return a gradient as the plain tensor to be reduced.
 
-        With ``may_lack_sum`` the result may be only this rank's term of a sum over other mesh axes.
-        That sum is taken later, of ``U``. So the term is returned only if ``U`` has no gradient of
-        the parameter yet, or one that lacks the same sum.
+        A DTensor may be only this rank's term of a sum over other mesh axes, such as TP. Usually
+        this method takes the sum. With ``may_lack_sum`` it may return the term, and the sum of
+        ``U`` is taken later. It does so only if ``U`` has no gradient of the parameter yet, or one
+        that lacks the same sum.
         """
         param, unreduced = self.unit_params.params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None

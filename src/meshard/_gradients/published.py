@@ -36,7 +36,7 @@ class Mark:
     """An attribute of each ``.grad`` that meshard has set. A ``.grad`` that a user made has none.
 
     All ``.grad`` that are set together share one mark. If a ``.grad`` is pickled or deep-copied,
-    the copy has ``True`` in place of the mark.
+    the copy has ``True`` in place of the mark. (The ``-0.0`` marks are something else.)
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Mark:
         self.addresses[index] = local.data_ptr()
 
     def is_on(self, index: int, gradient: torch.Tensor | None) -> bool:
-        """Whether ``gradient`` has this mark, and is still in the memory of ``put_on``."""
+        """Whether ``gradient`` has this mark, and lies where it lay when ``put_on`` marked it."""
         return (
             gradient is not None
             and getattr(gradient, "_meshard_published", None) is self
@@ -146,8 +146,8 @@ class PublishedGrads:
     def has_arrivals(self) -> bool:
         """Whether unsharded parameters can have a ``.grad`` that is not reduced yet.
 
-        Under ``replicate`` the unsharded parameter is the sharded one, unless ``param_dtype`` makes
-        it a copy. So outside of a backward its ``.grad`` was published, or the user has set it.
+        For sharded parameters they always can. Under ``replicate`` they can only during a backward:
+        at other times, what is in ``.grad`` was published, or the user has set it.
         """
         return True
 
@@ -177,10 +177,11 @@ class PublishedGrads:
         """Let ``receive`` put gradients into free memory, divided by ``divisor``."""
 
     def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        """Take a large gradient that has just arrived: add it to ``unreduced``, return the sum.
+        """Take the gradient of parameter ``index``, which has just arrived, if it is large.
 
-        If ``unreduced`` is None, put the gradient into the memory of ``begin_receiving`` instead,
-        and return None.
+        Add it to ``unreduced``, and return the sum. If ``unreduced`` is None, put it into the
+        memory of ``begin_receiving``, if that found any, and return None. What is not taken stays
+        in ``.grad``.
         """
         return unreduced
 
@@ -234,9 +235,10 @@ class ShardedGrads(PublishedGrads):
                 hook(sharded)
 
     def _sum_with_foreign(self, new: FlatGradients) -> FlatGradients:
-        """Return ``new`` plus every ``.grad``.
+        """Return ``new`` plus what is in ``.grad``.
 
-        Called if the user has replaced or cleared a ``.grad``, or if layouts differ.
+        A ``.grad`` that a user set for a parameter that ``new`` lacks is not added, and stays as it
+        is. Called if the user has set, replaced or cleared a ``.grad``, or if layouts differ.
         """
         for index, local in self._locals(new):
             old = self._grad(index)
@@ -330,7 +332,10 @@ class ShardedGrads(PublishedGrads):
         return {index: grad.data_ptr() for index, grad in locals_ if grad is not None}
 
     def _is_as_set(self, shown: Published, new: FlatGradients) -> bool:
-        """Whether every ``.grad`` is as it was set here, and ``new`` has the same layout."""
+        """Whether ``new`` has the layout of ``shown``, and every ``.grad`` is as it was set here.
+
+        Only parameters that ``shown`` or ``new`` uses are looked at.
+        """
         return (
             shown.grads.layout is new.layout
             and shown.addresses == self._addresses_of(shown.grads)
@@ -381,7 +386,7 @@ class ShardedGrads(PublishedGrads):
     # --- gradients whose values are still on their way: see HostGrads -----------------
 
     def _shows_views(self, used: frozenset[int], dtype: torch.dtype) -> bool:
-        """Whether ``.grad`` of the parameters in ``used`` are views of sums in ``dtype``."""
+        """Whether the ``.grad`` of all of ``used`` have ``dtype``, so they can be views of sums."""
         params = self._unit_params.params
         return all(gradient_dtype(params[index].sharded) == dtype for index in used)
 
@@ -397,11 +402,11 @@ class ShardedGrads(PublishedGrads):
         return True
 
     def extend(self, new: FlatGradients) -> torch.Tensor | None:
-        """Return the flat sums if adding ``new.flat`` to them does the same as ``publish(new)``.
+        """Prepare ``publish(new)`` so that the caller only has to add ``new.flat`` to the result.
 
-        It does if the layout is the same, every ``.grad`` is a view of the sums, and no hook is
-        registered; otherwise return None. The caller must do the addition. The ``.grad`` of
-        parameters that had none are set here.
+        The result is the flat sums; ``.grad`` of parameters that had none is set here. If an
+        addition is not enough, return None: if layouts differ, a ``.grad`` is no view of the sums,
+        or a hook is registered.
         """
         shown = self._shown()
         if shown is None or not self._is_as_set(shown, new) or self._inspect(new)[0]:
@@ -436,7 +441,8 @@ class HostGrads(PublishedGrads):
     def publish(self, new: FlatGradients) -> RecordedWork:
         """Add reduced gradients to ``.grad``; their values are there after ``settle``.
 
-        **Stream:** as ``HostCopies.store``. **Lifetime:** the result keeps ``new`` alive.
+        **Stream:** ``CommStream.HOST``. **Lifetime:** the result keeps ``new`` alive until waited
+        for.
         """
         comm, label = self._unit_params.comm, self._unit_params.label
         if self._arriving is not None:

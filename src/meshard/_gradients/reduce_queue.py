@@ -38,7 +38,7 @@ class ReduceQueue:
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     def begin_backward(self) -> None:
-        """Resolve divide factors anew; free communication memory that only a forward needs."""
+        """Forget the divide factors that were read; free communication memory of the forward."""
         self._factors.clear()
         self._comm.begin_phase(StepPhase.BACKWARD)
 
@@ -67,9 +67,10 @@ class ReduceQueue:
     ) -> None:
         """Start reducing what a unit has accumulated. On CPU, first advance the other reductions.
 
-        **Collective:** the ranks of earlier reductions, for their next stages; then the unit's
-        shard group, and its replica group if ``over_replicas``. Under ``replicate`` without
-        ``over_replicas`` no collective is issued.
+        **Collective:** the ranks of earlier reductions, for their next stages; then the ranks of
+            missing sums (TP), and the unit's shard group. With ``over_replicas`` the replica group
+            follows: on a device at once, on CPU as this reduction advances. Under ``replicate``
+            without ``over_replicas`` no collective is issued.
         """
         if not over_replicas and gradients.is_replicated:
             # Under replicate the shard group has one rank, so REDUCE_SCATTER would send nothing.
@@ -102,12 +103,12 @@ class ReduceQueue:
         self.may_free |= self._comm.waits_block_host and in_flight.layout.is_large
 
     def progress(self) -> None:
-        """Free send buffers, oldest first, until a reduce-scatter is not done. Never blocks."""
+        """Free send buffers, oldest first, up to one that is still being sent. Never blocks."""
         if all(each.in_flight.reduction.free_if_sent() for each in self._queue):
             self.may_free = False
 
     def _advance(self) -> None:
-        """Advance all reductions by one stage. Finish the oldest while it has no stage left."""
+        """Advance all reductions by a stage. Then finish the oldest, up to one with more stages."""
         for queued in self._queue:
             if queued.in_flight.reduction.has_more:
                 queued.in_flight.reduction.advance()

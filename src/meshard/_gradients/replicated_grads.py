@@ -267,7 +267,7 @@ class ReplicatedGrads(PublishedGrads):
         )
 
     def _take_edits_of(self, index: int, gradient: torch.Tensor) -> None:
-        """Apply the user's edits of ``gradient`` to the published sum, if it is a copy of that."""
+        """If ``gradient`` is a copy of its published sum, apply the user's edits to the sum."""
         own = self._range_of(index)
         if own is not None and not (self.are_views and gradient.dtype == own.dtype):
             take_edit(self._params[index].plain_gradient(gradient), own)

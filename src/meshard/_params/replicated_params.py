@@ -55,8 +55,8 @@ class ReplicatedParam(UnitParam):
     def take_memory_format(self) -> None:
         """Lay gradients out like the parameter from now on. No gradient may be pending.
 
-        If only the parameter changes (``weight.data = ...``), gradients keep their memory order:
-        sums that are accumulated already have it, and other ranks have it too.
+        This is not called when the user sets ``weight.data = ...``. Gradients then keep their
+        memory order, because accumulated sums have it, and other ranks too.
         """
         self._strides = _dense_strides(self.sharded)
 

@@ -60,9 +60,9 @@ def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
 
 
 def prepare_tag(tensor: torch.Tensor) -> list[str | None]:
-    """Attach an empty tag, and return it. Fill it by ``[tag.name, fqn]`` later.
+    """Attach an empty tag, and return it. The caller sets ``tag[:] = tag.name, fqn`` later.
 
-    The caller need not refer to ``tensor`` until then: it may be freed before.
+    For that it need not keep ``tensor``, which may be freed meanwhile.
     """
     tag: list[str | None] = [None, ""]
     tensor._meshard_tag = tag  # type: ignore[attr-defined]
@@ -80,6 +80,7 @@ def leave_out(ignored: Collection[torch.Tensor], modules: Iterable[nn.Module]) -
 
     Modules also keep the names of the ignored parameters that they hold. Other tensors may take
     these names: in a deep copy, on leaving the meta device, or by ``load_state_dict(assign=True)``.
+    ``tag_left_out`` tags these tensors too.
     """
     for param in ignored:
         if tag_of(param)[0] is None:
@@ -112,7 +113,10 @@ class Extent(NamedTuple):
 
 
 def extent_of(original: torch.Tensor) -> Extent | None:
-    """Return the extent of a parameter; None if it is empty or of a tensor subclass."""
+    """Return the extent of a parameter (of a DTensor: of its local tensor).
+
+    Returns None if that tensor is empty or of a subclass.
+    """
     local = plain_of(original)
     if not is_plain(local) or not local.numel():
         return None
@@ -200,9 +204,9 @@ class UnitParam(abc.ABC):
         """Return the gradient of the unsharded parameter as the plain tensor to be reduced."""
 
     def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
-        """Return the sum over mesh axes that ``plain_gradient`` would compute.
+        """Return which sum over mesh axes ``plain_gradient`` would compute.
 
-        Returns None if it would compute no sum, or change placements in other ways too.
+        Returns None if it would compute none, or would change placements in other ways too.
         """
         return None
 
@@ -235,7 +239,7 @@ class UnitParam(abc.ABC):
         return [(module, name) for module, name in owners if module is not None]
 
     def install(self, param: nn.Parameter) -> None:
-        """Make every owner hold ``param``, without the cost of ``nn.Module.__setattr__``."""
+        """Make every owner hold ``param``, without ``nn.Module.__setattr__`` where possible."""
         for parameters, name in self.owner_dicts:
             parameters[name] = param
 
@@ -267,9 +271,9 @@ class UnitParam(abc.ABC):
 class ShardedParam(UnitParam):
     """A parameter that is a DTensor while sharded.
 
-    Unsharded it is an ordinary tensor, or a DTensor over the axes of another parallelism. In the
-    second case ``dtensor_placement`` has the placements of both DTensors, and ``layout`` is that of
-    the unsharded DTensor's local tensor.
+    Unsharded it is an ordinary tensor or, under tensor parallelism for example, a DTensor as the
+    user placed it. If it is a DTensor, ``dtensor_placement`` has its placements, sharded and
+    unsharded, and ``layout`` is that of the unsharded DTensor's local tensor.
     """
 
     def __init__(
@@ -349,8 +353,9 @@ class ShardedParam(UnitParam):
     def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the local tensor of ``gradient``, a DTensor, in the placements of the parameter.
 
-        **Collective:** only if the gradient has other placements, such as those of a partial sum
-        under sequence parallelism. The ranks of the axes that change then redistribute it.
+        On data-parallel axes the gradient keeps its own placements. **Collective:** only if it
+        differs on other axes, as a partial sum under sequence parallelism does. The ranks of the
+        axes that change then redistribute it.
         """
         assert self.dtensor_placement is not None
         used = self.dtensor_placement.in_use
@@ -428,8 +433,8 @@ def install_unsharded(params: Sequence[UnitParam]) -> None:
     """Make every owner that holds the sharded parameter hold the unsharded one.
 
     What the user has assigned to an owner between forward and backward stays there, and the next
-    forward adopts it. Backward does not read the attributes of modules, unless a checkpoint runs a
-    forward again.
+    forward adopts it. The backward does not need it to hold ours: it reads no attributes of
+    modules, unless a checkpoint runs a forward again.
     """
     for param in params:
         for parameters, name in param.owner_dicts:

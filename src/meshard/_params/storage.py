@@ -87,11 +87,11 @@ _ALIGNMENT = 64  # bytes: a cache line
 class UnshardedMemoryPool:
     """One allocation per dtype for the unsharded parameters of a unit.
 
-    The tensors live until the parameters are rebuilt. ``free`` resizes their storages to zero.
-    Views that autograd has saved stay views of these storages. They are valid again once their
-    storage has memory and is filled. Storages are filled through ``views``, whose version counters
-    are not those of the parameters, so that autograd does not see a saved tensor change. ``layout``
-    has the dtypes of the unsharded parameters.
+    ``free`` resizes the storages to zero, and ``allocate`` resizes them back. They stay the same
+    objects until the parameters are rebuilt. So a view that autograd has saved is valid again once
+    its storage is filled. Storages are filled through ``views``, whose version counters are not
+    those of the parameters, so that autograd does not see a saved tensor change. ``layout`` has the
+    dtypes of the unsharded parameters.
     """
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:

@@ -88,7 +88,10 @@ class UnitParams(abc.ABC):
     @property
     @abc.abstractmethod
     def version(self) -> int:
-        """A number that grows with each edit that raises a version counter, until ``rebuild``."""
+        """A number that grows with each edit that raises a version counter, until ``rebuild``.
+
+        Under ``replicate`` only parameters with a cast copy count: only a copy can be out of date.
+        """
 
     @abc.abstractmethod
     def version_unless_replaced(self) -> int | None:
@@ -100,7 +103,7 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def rebuild(self) -> None:
-        """Build storage and hooks anew for the adopted parameters of a resharded unit."""
+        """Build storage and hooks anew for the adopted parameters. The unit must be resharded."""
 
     @abc.abstractmethod
     def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
@@ -108,7 +111,7 @@ class UnitParams(abc.ABC):
 
     @abc.abstractmethod
     def check_materialised(self) -> None:
-        """Raise a RuntimeError if shards are on the meta device, or offloaded to the host."""
+        """Raise a RuntimeError if shards are on meta, or ``meshard.offload`` has moved them."""
 
 
 def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
