@@ -220,6 +220,29 @@ def test_a_backward_that_raises_inside_a_forward_fails_both():
     assert_same_models(model, untouched)
 
 
+@on_threads(2)
+def test_a_forward_that_goes_on_after_a_backward_in_it_has_raised_is_told_so():
+    catches = [True]
+
+    def forward(model, x):
+        out = model.outer(x)
+        inner = model.inner(out.detach())
+        if catches[0]:
+            inner.register_hook(fail)
+        with contextlib.suppress(ZeroDivisionError):
+            inner.sum().backward()
+        return out
+
+    units = {"outer": nn.Linear(4, 4), "inner": nn.Linear(4, 4)}
+    model, plain = sharded_and_plain(Made(forward, **units), ("outer", "inner"))
+    with pytest.raises(RuntimeError, match="a backward inside the forward of unit"):
+        model(torch.ones(2, 4))
+    catches[0] = False
+    for each in (model, plain):
+        each(torch.ones(2, 4)).sum().backward()
+    assert_same(full_grads(model), full_grads(plain))
+
+
 @pytest.mark.slow  # it waits for timeouts
 @pytest.mark.parametrize("shared_memory", ["1", "0"])
 @pytest.mark.parametrize("left", ["a batch", "a backward"])

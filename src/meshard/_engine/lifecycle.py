@@ -332,8 +332,14 @@ class Lifecycle:
 
     def check_recomputes(self, unit: Unit) -> None:
         """Raise unless a backward of this thread recomputes this forward (checkpointing)."""
-        if graph_task_id() < 0:
-            raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
+        if graph_task_id() >= 0:
+            return
+        if self.failure.marks:
+            raise RuntimeError(
+                f"a backward inside the forward of unit {unit.label!r} has raised, and the forward "
+                "went on; do not catch that error inside the forward, whose step is lost."
+            )
+        raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
 
     def is_inside(self, unit: Unit) -> bool:
         """Whether ``unit`` runs. In a backward: whether its modules hold unsharded parameters."""
