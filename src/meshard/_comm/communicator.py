@@ -29,8 +29,9 @@ from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
 
 # A matrix with one row per rank, in rank order, as a list of blocks. A block [k, n] has k rows.
-# Usually one block has all rows. With shared memory each row may be a block of its own: a gathered
-# row stays in the memory of its rank, and a row that is not sent lies apart from those that are.
+# Usually one block has all rows. With shared memory each row may be a block of its own: gathered
+# rows stay in the memory of their ranks, and of rows to be sent, only those for other ranks lie in
+# shared memory.
 Rows = list[torch.Tensor]
 
 

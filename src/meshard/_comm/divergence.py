@@ -47,8 +47,8 @@ REMEDY = (
     "use."
 )
 
-# By default process group: how many rounds (see above) have ended in an error on this rank. If the
-# user destroys that group and makes another one, which has a new store, the count begins at 0.
+# Key: a default process group. Value: how many rounds (see above) have ended in an error on this
+# rank. Another default group, which the user has made later, begins at 0: its store is new.
 _rounds: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 # By group: number of the last exchange of this round. All models count together.
 _numbers: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()

@@ -489,9 +489,8 @@ def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         unit = self._meshard_unit
-        # ``unit`` may be the first of the buckets of ``replicate``, which are siblings. It may have
-        # no parameters any more since the buckets were rebuilt. So take the first unit that has
-        # any.
+        # ``unit`` may be the first of the buckets of ``replicate``, which are siblings. After the
+        # buckets were rebuilt it may have no parameters. So ask the first unit that has any.
         own = next((each for each in with_siblings(unit) if each.params), None)
         if own is None or own.lifecycle.is_inside(own):
             return original.forward(self, *args, **kwargs)

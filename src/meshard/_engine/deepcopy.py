@@ -40,7 +40,7 @@ from meshard._torch.private import composable_keys
 # ``register_fsdp_forward_method``. The value is the method that the user had set on the module
 # itself; None: the module had none of its own.
 FORWARD_METHODS = "_meshard_forward_methods"
-# The names of all attributes of a module that are dicts with ids of hooks as keys. The values are
+# The names of the attributes of a module that are dicts with ids of hooks as keys. The values are
 # the hooks, or True in ``_forward_hooks_with_kwargs`` and its like.
 _HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
@@ -178,7 +178,7 @@ def reduce_as_plain(module: nn.Module) -> Any:
     """
     for unit in units_of(module):
         check_may_pickle(unit)
-    # An instance of the user's class, which may define ``__reduce_ex__`` itself.
+    # An instance of the user's class, because that may define ``__reduce_ex__``, called below.
     plain: nn.Module = object.__new__(own_class(module))
     plain.__dict__.update(_plain_state(module))
     # Protocol 1: under later ones pickle raises, because ``plain`` and ``module`` differ in class.

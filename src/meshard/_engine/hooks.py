@@ -94,8 +94,8 @@ def register_hooks(unit: Unit) -> None:
     hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        # With always_call, torch calls this hook after an Exception in forward too. The hook
-        # reshards the unit then.
+        # With always_call, torch calls this hook after an Exception in forward too, so that the
+        # unit is resharded.
         module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
@@ -473,7 +473,7 @@ def end_forward(
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     may_hide = not isinstance(output, torch.Tensor) and lifecycle.backward is None
-    # This comes before post_forward, which reshards the unit unless it is retained.
+    # This comes before post_forward, which may reshard the unit, but not if it is retained.
     if records and may_hide and _is_hidden(output, unit, inputs):
         lifecycle.retained.retain_hidden(unit, output, forward_pass)
     call = without_modes(lifecycle.post_forward, unit, module, failed=failed)

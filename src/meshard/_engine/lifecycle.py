@@ -235,9 +235,9 @@ class Lifecycle:
             self._end_units_before_recompute(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
-        # If a unit has several modules, the first module to run unshards the unit. The others find
-        # the unit installed. They do not look again for edits by the user, nor read requires_grad
-        # again, unless the user has called unshard().
+        # If a unit has several modules, the first module to run unshards the unit. The others
+        # mostly find the unit installed. Then they do not look again for edits by the user, nor
+        # read requires_grad again, unless the user has called unshard().
         is_installed = group.state is ParamState.INSTALLED
         unshards = call is not None and (call.is_first or is_manual or not is_installed)
         reshards_after = unit.reshards_after_forward
@@ -362,8 +362,8 @@ class Lifecycle:
         for unit in self.units():
             if unit.step.modules_run and unit.group.state is not ParamState.SHARDED:
                 if unit.reshards_after_forward:
-                    # For example, only some modules of the unit have run, or the user called
-                    # unshard() after its forward.
+                    # Examples of units that are not sharded here: only some modules of the unit
+                    # have run, or the user called unshard() after its forward.
                     unit.group.reshard(keep_post_forward=True)
                 elif torch.is_grad_enabled() and not unit.gradients.is_replicated:
                     unit.group.keep_installed()
@@ -449,7 +449,8 @@ class Lifecycle:
 
         On CPU, raise if it runs in another thread.
         """
-        # On a device, autograd runs every backward on one thread, so thread ids tell nothing.
+        # On a device, autograd runs the backwards of all callers on a thread of its own, so thread
+        # ids tell nothing.
         if threading.get_ident() != run.thread and self.comm.waits_block_host:
             raise OtherThreadError(self, "a backward ran")
         run.has_nested = True
@@ -664,8 +665,8 @@ class Lifecycle:
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
         # A pipeline schedule may compute only gradients of inputs now, and those of parameters
-        # later. This unit then accumulates zeros, because ``_take_split_gradients`` looks for the
-        # later gradients only in units that hold unreduced gradients.
+        # later. The unit must accumulate zeros then, so that ``_take_split_gradients`` finds the
+        # later gradients: it looks only in units that hold unreduced gradients.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
             self._post_backward_outwards(unit, is_at_end=is_at_end)

@@ -293,8 +293,8 @@ def _explanation(error: BaseException, unit: Unit, module: nn.Module, inputs: An
             f"not running; its modules hold this rank's shard, "
             f"{tuple(local_of(param.sharded).shape)} of {tuple(param.sharded.shape)}. {_REMEDIES}"
         )
-    # No parameter was found. Suspects are the units that the failed line names; if it names none,
-    # the units inside ``module``.
+    # No parameter was found. So name the units whose attribute stands in the line that failed; if
+    # there is none, the units inside ``module``.
     suspects = [each for each in units if each.params and each.group.holds_shards]
     words = set(re.findall(r"\w+", traceback.extract_tb(error.__traceback__)[-1].line or ""))
     named = [each for each in suspects if _attribute_of(each) in words]

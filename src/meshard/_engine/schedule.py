@@ -49,12 +49,11 @@ class ForwardCall:
         """
         if self.began_at <= node:
             return False
-        # A call without a graph ran under no_grad, maybe inside a reentrant checkpoint. The node of
-        # that checkpoint is older than the call. So ``node`` may be that checkpoint, which is about
-        # to run the call again: then the backward of the call is still to come. But if that
-        # backward has begun, the checkpoint has run already. It ran the call again with a graph,
-        # and the backward of that graph in a nested run of autograd, which ends before autograd
-        # goes on to an older node such as ``node``.
+        # A call without a graph ran under no_grad, maybe inside a reentrant checkpoint, which runs
+        # it again in backward. If no backward has reached the call yet, that is still to come:
+        # ``node`` may be the node of the checkpoint itself. If one has, the checkpoint has run the
+        # call again and gone through its backward, both inside a nested run of autograd. That run
+        # has ended: all of its nodes are newer than the call, and ``node`` is older.
         return self.has_graph or self.reached_in == backward
 
 

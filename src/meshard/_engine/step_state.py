@@ -44,8 +44,8 @@ class ManualFinalization:
     def settle(self) -> None:
         """Begin a step: nothing is to be finalized."""
         self.is_due = False  # a backward ran, and no finalize_backward has finished since
-        # Whether a backward of this step kept its graph. If so, a pipeline schedule may write
-        # gradients of parameters later, outside of any backward.
+        # Whether a backward of this step kept its graph. If so, a pipeline schedule may still write
+        # gradients of parameters into ``.grad`` without calling backward().
         self.is_split = False
         # The units whose last reductions finalize_backward has started. wait() of its handle
         # finishes them. None: nothing is to be waited for.

@@ -166,9 +166,9 @@ class Unit:
     @property
     def has_open_children(self) -> bool:
         """Whether gradients of a unit inside this one are, or may be, still to come."""
-        # This is called whenever a unit inside is reduced, so it must be fast. The search begins
-        # with the child that was open the last time, which is often still open. One search visits
-        # each child once: it is recursive, so a second visit would double the time at every level.
+        # This is called when a unit inside is reduced, so it must be fast. The search begins with
+        # the child that was open the last time, which is often still open. It visits no child
+        # twice: the search is recursive, so two visits at each level would take 2**depth as long.
         if self._is_over_inside:
             return False
         last, count = self._open_at, len(self.children)
@@ -194,8 +194,8 @@ class Unit:
     def note_open(self) -> None:
         """Let ``has_open_children`` of the units around this one search again."""
         around = self.parent() if self.parent is not None else None
-        # A search sets ``_is_over_inside`` of a unit after that of all units inside. So if it is
-        # False for one unit, it is False for all units around that unit, and the loop ends.
+        # A search sets ``_is_over_inside`` from the inside outwards. So if it is False for one
+        # unit, it is False for all units around that unit too, and the loop may end.
         while around is not None and around._is_over_inside:
             around._is_over_inside = False
             around = around.parent() if around.parent is not None else None

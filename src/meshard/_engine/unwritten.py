@@ -84,7 +84,8 @@ def _is_unwritten(buffer: torch.Tensor) -> bool:
     mark = getattr(buffer, _MARK, None)
     if mark is None or mark != version_of(buffer):
         return False
-    # Writes by collectives and to ``.data`` do not raise the version, so look at the values too.
+    # Writes by collectives and to ``.data`` do not raise the version. They are seen by the values,
+    # in dtypes that have a value to mark memory with (``_poison_of``).
     return _poison_of(buffer.dtype) is None or is_untouched(buffer)
 
 

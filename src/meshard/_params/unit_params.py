@@ -138,7 +138,7 @@ class ShardedUnitParams(UnitParams):
         return sum(version_of(shard) + version_of(local_of(shard)) for shard in shards)
 
     def version_unless_replaced(self) -> int | None:
-        # Each forward of the unit calls this, so it calls no Python function for each parameter.
+        # Forwards call this often, so it calls no Python function for each parameter.
         shards, locals_ = [param.sharded for param in self.params], self.locals
         for param, sharded in zip(self.params, shards, strict=True):
             for parameters, name in param.owner_dicts:
