@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._torch.dtensor import plain_of
@@ -106,6 +108,7 @@ class Restoring:
         if self._options.verify:
             self._try(lambda: check(self._reader, reads))
         self._agree("nothing was loaded")
+        self._try(self._raise_versions)
         self._try(lambda: fill(self._reader, reads))
         self._agree("a file could not be read any more, so the model is loaded in part; load again")
         for call in (*self._then, self._restore_random):
@@ -119,6 +122,15 @@ class Restoring:
             self._how_random,
             self._manifest.unreadable,
         )
+
+    def _raise_versions(self) -> None:
+        """Let every rank notice that its shards change, also one that has no element of them.
+
+        Where a unit is unsharded, its next forward gathers again if the version of its shards has
+        changed, and all ranks must do so.
+        """
+        locals_ = (plain_of(each) for each in self._targets.values() if isinstance(each, DTensor))
+        increment_version([local for local in locals_ if not local.is_inference()])
 
     def _hint_at_key(self) -> list[str]:
         """Say under which key torch has saved what is missing, as in ``{"app": app}``."""
