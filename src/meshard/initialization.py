@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast, gather_from_all
-from meshard._comm.first_values import INT_OF_SIZE, ranks_of
+from meshard._comm.first_values import INT_OF_SIZE, ranks_of, rows_of_all_ranks
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
 from meshard._engine.unwritten import is_untouched, poisoned
@@ -104,8 +104,9 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
             unit of that module and to those around it, not to units further inside.
 
     Raises:
-        ValueError: Modules hold meta tensors and nothing would initialise them, or a parameter
-            belongs to a unit around ``module``. Nothing has been changed.
+        ValueError: Modules hold meta tensors and nothing would initialise them, a parameter belongs
+            to a unit around ``module``, or parameters are on the meta device on some ranks only.
+            Nothing has been changed.
         RuntimeError: A meta tensor was not initialised, ``init`` wrote to a unit that is sharded,
             or a forward or backward is running.
 
@@ -119,6 +120,7 @@ def materialize(module: AnyModule, *, init: Init | None = None) -> AnyModule:
     True
     """
     groups = [unit.group for unit in units_in(module) if unit.params]
+    _check_on_meta_alike(groups)
     if init is None:
         _check_resets(module)
     elif not callable(init):
@@ -248,6 +250,28 @@ def _reset_of(module: nn.Module) -> Callable[[], Any] | None:
     # The second name is that of torch's MultiheadAttention.
     reset = getattr(module, "reset_parameters", getattr(module, "_reset_parameters", None))
     return reset if callable(reset) else None
+
+
+def _check_on_meta_alike(groups: list[ParamGroup]) -> None:
+    """Raise on all ranks if some of them have values of parameters, and others have not.
+
+    **Collective:** all ranks of the meshes of ``groups``.
+    """
+    for mesh_info in {group.spec.mesh_info.mesh: group.spec.mesh_info for group in groups}.values():
+        own = [group for group in groups if group.spec.mesh_info.mesh is mesh_info.mesh]
+        params = [param for group in own for param in sharded_params(group)]
+        rows = [[sum(local_of(param.sharded).is_meta for param in params)]]
+        for group in mesh_info.groups:
+            device, purpose = device_of(mesh_info.mesh), "comparison of ranks by materialize"
+            rows = rows_of_all_ranks(rows, group, device, purpose=purpose)
+        counts = dict(zip(ranks_of(mesh_info), (count for (count,) in rows), strict=False))
+        if len(set(counts.values())) > 1:
+            raise ValueError(
+                "materialize initialises the model as one, but ranks have different numbers of "
+                f"parameters on the meta device (by rank: {counts}). Build the model there on "
+                "every rank, or on none. If only rank 0 has values, then let it pass them to "
+                "set_model_state_dict of torch, with broadcast_from_rank0=True."
+            )
 
 
 def _check_resets(root: nn.Module) -> None:

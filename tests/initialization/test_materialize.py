@@ -277,6 +277,14 @@ def refused(model, error, match, **kwargs):
 
 
 @on_ranks(2)
+def test_a_model_that_has_values_on_some_ranks_is_refused_on_all():
+    """The others would wait for them."""
+    layer = nn.Linear(2, 2, device="meta" if dist.get_rank() else "cpu")
+    with pytest.raises(ValueError, match=r"on the meta device \(by rank: \{0: 0, 1: 2\}\)"):
+        materialize(fully_shard(layer))
+
+
+@on_ranks(2)
 def test_what_would_not_be_initialised_is_named():
     model = meta(lambda: nn.Sequential(partly(), partly()))
     fully_shard(model)

@@ -73,8 +73,9 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
             for each in (True, False)
         )
         rows = [[totals[0], which, totals[1], written, unwritten]]
+        purpose = "comparison of initial values, before the first reduction"
         for group in mesh_info.groups:
-            rows = _of_all_ranks(rows, group, device_of(mesh_info.mesh))
+            rows = rows_of_all_ranks(rows, group, device_of(mesh_info.mesh), purpose=purpose)
         ranks = ranks_of(mesh_info)
         if any(row[1] != which for row in rows):  # ranks have samples of different parameters
             _warn_if_some_loaded(dict(zip(ranks, rows, strict=False)))
@@ -107,14 +108,14 @@ def _warn_if_some_loaded(rows: dict[int, list[int]]) -> None:
         )
 
 
-def _of_all_ranks(
-    rows: list[list[int]], group: dist.ProcessGroup, device: torch.device
+def rows_of_all_ranks(
+    rows: list[list[int]], group: dist.ProcessGroup, device: torch.device, *, purpose: str
 ) -> list[list[int]]:
+    """Return the ``rows`` of all ranks, in rank order. **Collective:** all ranks of ``group``."""
     # torch's fake backend leaves outputs unfilled, so there is nothing to compare.
     if group.size() == 1 or backend_name(group, device) == "fake":
         return rows
     width, own = len(rows[0]), [number for row in rows for number in row]
-    purpose = "comparison of initial values, before the first reduction"
     of_all = exchange_numbers(own, group, device, purpose=purpose)
     gathered = [number for each in of_all for number in each]
     return [gathered[start : start + width] for start in range(0, len(gathered), width)]
