@@ -172,8 +172,9 @@ class RetainedUnits:
             warn_user(
                 f"unit {unit.label!r} returned a {type(output).__name__} in which no tensor was "
                 "found, so the beginning of its backward cannot be seen; it stays unsharded until "
-                "a backward ended. Return the tensors that gradients come back through; if they "
-                "are inside an object, make its class a dataclass, or register it "
+                "a backward ended. Return the tensors that gradients come back through, and zeros "
+                "if only other ranks have any, which would wait for this one; if they are inside "
+                "an object, make its class a dataclass, or register it "
                 "(torch.export.register_dataclass, torch.utils._pytree.register_pytree_node).",
             )
         if self._hidden_in is not forward_pass:
