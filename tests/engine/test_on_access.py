@@ -329,3 +329,36 @@ def test_a_parameter_of_a_class_with_its_own_setattr_may_be_assigned():
     model.lstm.weight_hh_l0 = nn.Parameter(torch.zeros(16, 4))
     model(torch.ones(2, 3, 4)).sum().backward()
     assert all(param.grad is not None for param in model.parameters())
+
+
+def around_a_read(order):
+    """Return a model that reads ``read`` first, and uses it and ``called`` in some order."""
+
+    def forward(model, x, left_out):
+        weight, bias = model.read.weight, model.read.bias
+        x = model.first(x).tanh()
+        for name in order:
+            y = functional.linear(x, weight, bias) if name == "read" else model.called(x)
+            x = x if name == left_out else x + y.tanh()
+        return x
+
+    return Made(forward, **{name: nn.Linear(6, 6) for name in ("read", "first", "called")})
+
+
+@pytest.mark.parametrize("left_out", ["read", "called"])
+@pytest.mark.parametrize("order", [("read", "called"), ("called", "read")])
+def test_one_rank_leaves_out_what_is_read_or_what_runs_until_the_reader_ends(order, left_out):
+    def step(model, rank):
+        return model(inputs_of(rank), left_out if rank else "").square().mean()
+
+    def run():
+        plain = seeded(around_a_read(order))
+        model = copy.deepcopy(plain)
+        meshard.fully_shard(model.read, unshard_on_access=True)
+        for unit in (model.first, model.called, model):
+            meshard.fully_shard(unit)
+        ledger = check_gradients(model, plain, step)
+        return [(event.op, event.unit) for event in ledger.events]
+
+    one, other = run_threads(run, 2)
+    assert one == other

@@ -638,6 +638,11 @@ class Lifecycle:
         # ranks reduce only after that backward has begun, so this rank waits for it too.
         if step.in_call is not None and not step.in_call.is_first:
             return False
+        # A unit that was read counts as running until the forward of its reader ends. Units that
+        # run meanwhile are not inside it. Whether they are reduced before its last gradient comes
+        # depends on what this rank has used. So it waits until it is over: then they are over too.
+        if step.in_call is not None and step.in_call.is_read:
+            return False
         # A reentrant checkpoint starts a nested run of the autograd engine (a graph task) inside
         # this backward. If a parameter is also used outside of the checkpoint, or in another one,
         # the nested run brings only one of several gradients to add up.
