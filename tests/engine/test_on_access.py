@@ -362,3 +362,19 @@ def test_one_rank_leaves_out_what_is_read_or_what_runs_until_the_reader_ends(ord
 
     one, other = run_threads(run, 2)
     assert one == other
+
+
+@on_threads(2)
+def test_what_a_call_or_an_earlier_forward_has_left_unsharded_is_read():
+    def forward(model, x):
+        x = model.both(x).tanh()
+        return functional.linear(x, model.both.weight, model.both.bias).tanh()
+
+    plain = seeded(Made(forward, both=nn.Linear(6, 6)))
+    model = copy.deepcopy(plain)
+    meshard.fully_shard(model.both, unshard_on_access=True, reshard_after_forward=False)
+    meshard.fully_shard(model)
+    # The backward of the second forward reshards the unit before that of the first begins.
+    check_gradients(
+        model, plain, lambda each, rank: sum(each(inputs_of(rank, n)).sum() for n in range(2))
+    )

@@ -44,7 +44,7 @@ class _NoticedReads(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         unit = self._unit()
-        if unit is not None and unit.group.holds_shards and not self._is_assigning:
+        if unit is not None and not self._is_assigning and _begins_use(unit):
             for each in with_siblings(unit):
                 _read(each)
         return super().__getitem__(name)
@@ -61,6 +61,15 @@ class _NoticedReads(dict[str, Any]):
         return dict, (dict(self),)
 
 
+def _begins_use(unit: Unit) -> bool:
+    """Whether a read of a parameter of ``unit`` is a new use of the unit, if a reader runs.
+
+    It is, also if an earlier use has left the unit unsharded: the backward of this one has to begin
+    with a gather. It is not, if the unit runs or was read before by the same reader.
+    """
+    return unit.group.holds_shards or not (unit.step.num_running or unit.group.is_summoned)
+
+
 @skip_dynamo
 def _read(unit: Unit) -> None:
     """Gather ``unit`` if a reader runs. The reader's ``post_forward`` ends the call of ``unit``."""
@@ -68,7 +77,8 @@ def _read(unit: Unit) -> None:
     if lifecycle.backward is not None:
         # Activation checkpointing recomputes the reader's forward. The lifecycle reshards ``unit``
         # when the backward of ``unit`` is over.
-        without_modes(lifecycle.pre_forward, unit)
+        if unit.group.holds_shards:
+            without_modes(lifecycle.pre_forward, unit)
         return
     if lifecycle.running:
         call = without_modes(lifecycle.pre_forward, unit)
