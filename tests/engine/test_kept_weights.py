@@ -256,6 +256,22 @@ def test_edits_of_the_copy_are_warned_of(kept):
         model(tokens_of(0))
 
 
+@pytest.mark.parametrize("when", ["at rest", "in a forward"])
+@on_threads(2)
+def test_what_is_loaded_into_a_state_dict_reaches_the_next_evaluation(when):
+    """In place, as torch.distributed.checkpoint.load does, with a copy kept by the last one."""
+    model = meshard.fully_shard(seeded(nn.Linear(4, 4)), reshard_after_forward=False)
+    found = []
+    if when == "in a forward":
+        model.register_forward_hook(lambda *_: found.append(model.state_dict()))
+    with torch.no_grad():
+        before = model(torch.ones(1, 4))
+        state = found[0] if found else model.state_dict()
+        for value in state.values():
+            value.to_local().mul_(2)
+        assert_same(model(torch.ones(1, 4)), 2 * before)
+
+
 @on_threads(2)
 def test_edits_of_the_copy_are_warned_of_once_if_the_user_unshards_it_too():
     model = meshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=False)

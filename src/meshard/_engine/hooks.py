@@ -56,7 +56,7 @@ from meshard._engine.unit import (
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._params.unit_params import is_alias
-from meshard._torch.dtensor import is_placed_like, is_plain, local_of, plain_of
+from meshard._torch.dtensor import is_placed_like, is_plain, local_of, plain_of, set_local
 from meshard._torch.private import (
     base_of,
     current_frames,
@@ -208,7 +208,7 @@ def _after_state_dict(
 
 
 def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str) -> None:
-    """Replace unsharded parameters of the units of ``module`` in its state dict by shards.
+    """Make the parameters of ``module`` in its state dict shards whose edits its units notice.
 
     A state dict that is made inside a forward or after ``unshard()`` has unsharded parameters,
     which will be freed. They are found by comparing tensors, and not by what modules hold now:
@@ -224,9 +224,19 @@ def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: st
         for owner, name in param.owners:
             for place in places.get(owner, ()):
                 value = state_dict.get(place + name)
-                if value is not None and _is_same(value, param.unsharded):
+                if value is None:
+                    continue
+                if _is_same(value, param.unsharded):
                     is_kept = isinstance(value, nn.Parameter)  # keep_vars=True
-                    state_dict[place + name] = param.sharded if is_kept else param.sharded.detach()
+                    value = param.sharded if is_kept else param.sharded.detach()
+                    state_dict[place + name] = value
+                if value is not param.sharded and is_alias(
+                    plain_of(value), local_of(param.sharded)
+                ):
+                    # A write to the local tensor, as torch.distributed.checkpoint.load makes, must
+                    # raise the version of the shard. detach() of a plain tensor shares its version
+                    # counter, and detach() of a DTensor does not share that of the local tensor.
+                    set_local(value, local_of(param.sharded).detach())
 
 
 def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
