@@ -441,14 +441,20 @@ def test_floating_point_dtypes_are_cast_and_other_changes_refused(folder):
         check_unchanged_after(ValueError, text, model, path)
 
 
-def test_scales_of_eight_bits_are_saved_and_loaded_in_their_dtype(folder):
-    """As of weights in a microscaling format (MX)."""
+@pytest.mark.parametrize("dtype", ["float8_e8m0fnu", "float8_e4m3fnuz", "float8_e5m2fnuz"])
+def test_values_of_eight_bits_are_saved_exported_and_loaded_in_their_dtype(dtype, tmp_path):
+    """As of weights in a microscaling format (MX), or in the float8 of AMD's GPUs."""
     model, other = nn.Linear(1, 1), nn.Linear(1, 1)
     for each, scales in ((model, [0.5, 4.0]), (other, [1.0, 1.0])):
-        each.register_buffer("scales", torch.tensor(scales).to(torch.float8_e8m0fnu))
-    save_pretrained(model, folder)
-    load_pretrained(other, folder)
-    assert other.scales.float().tolist() == [0.5, 4.0]
+        each.register_buffer("scales", torch.tensor(scales).to(getattr(torch, dtype)))
+    save_pretrained(model, tmp_path / "saved")
+    Checkpointer(tmp_path / "run").save(1, model)
+    assert command.main(["export", str(tmp_path / "run"), str(tmp_path / "exported")]) == 0
+    for name in ("saved", "exported"):
+        loaded = copy.deepcopy(other)
+        load_pretrained(loaded, tmp_path / name)
+        assert loaded.scales.dtype == model.scales.dtype
+        assert loaded.scales.float().tolist() == [0.5, 4.0]
 
 
 INDEX = "model.safetensors.index.json"
