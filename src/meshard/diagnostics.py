@@ -26,10 +26,12 @@ from meshard.policies import GradientSync
 _WASTEFUL = 1.25  # warn if padding makes a unit this many times as large as its parameters
 _COLUMNS = ("unit", "parameters", "dtype", "unsharded", "per rank", "padding", "mesh", "policies")
 _SUMMED = ("numel", "unsharded", "per_rank", "padding")
-_NUMBERS = {"parameters", "unsharded", "per rank", "padding", "count", "payload", "sent"} | {
-    "time",
-    "exposed",
-    "hidden",
+_NUMBERS = {
+    # Of ``describe``, ``CommLedger`` and the summary of a timeline.
+    *("parameters", "unsharded", "per rank", "padding"),
+    *("count", "payload", "sent", "time", "exposed", "hidden"),
+    # Of the other commands.
+    *("peak", "between nodes", "step", "size", "ranks", "chunks"),
 }
 
 

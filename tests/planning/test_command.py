@@ -118,6 +118,9 @@ def test_a_table_ranks_settings(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split()[:2] == ["width", "peak"]
     assert [line.split()[0] for line in lines[1:]] == ["64", "128"]
+    for head in ("peak", "sent", "between nodes"):  # above sizes, which stand to the right
+        end = lines[0].index(head) + len(head)
+        assert all(line[:end].endswith("B") for line in lines[1:])
 
 
 @pytest.mark.slow
