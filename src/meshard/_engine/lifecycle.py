@@ -239,15 +239,15 @@ class Lifecycle:
         # mostly find the unit installed. Then they do not look again for edits by the user, nor
         # read requires_grad again, unless the user has called unshard().
         is_installed = group.state is ParamState.INSTALLED
-        unshards = call is not None and (call.is_first or is_manual or not is_installed)
+        looks_for_edits = call is not None and (call.is_first or is_manual or not is_installed)
         reshards_after = unit.reshards_after_forward
-        if unshards:
+        if looks_for_edits:
             group.forget_stale(voids_graphs=reshards_after and not unit.step.awaits_gradients)
         if in_forward:
             up_next = self._prefetcher.after_entry(unit, self.schedule)
         keeps_shard = with_graph and reshards_after
         self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
-        group.install_unsharded(read_flags=unshards)
+        group.install_unsharded(read_flags=looks_for_edits)
         if is_manual and not reshards_after:  # the user's unshard() outlasts the forward
             group.finish_manual_unshard(group.start_manual_unshard())
         if in_forward and with_graph:
@@ -485,7 +485,7 @@ class Lifecycle:
         if unit.step.arrived and self._is_complete(run, unit):
             # All gradients came in the backwards of later calls of the unit. The reduction has
             # waited for the backward of the first call, which begins now.
-            self._post_backward_outwards(unit)
+            self._reduce_outwards(unit)
         return replacement
 
     def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
@@ -606,7 +606,7 @@ class Lifecycle:
             # The unit stays unsharded here, because nodes that are still to run may have saved one
             # of its weights. Example: its first layer is frozen, and the gradient of the unit's
             # input goes through that layer.
-            self._post_backward_outwards(unit)
+            self._reduce_outwards(unit)
             if spans.recorder is not None:
                 around = unit.parent() if unit.parent is not None else None
                 self._enter_phase("backward", around or unit)
@@ -661,7 +661,7 @@ class Lifecycle:
     def _reduce_if_due(self, run: BackwardRun, unit: Unit, *, is_at_end: bool) -> None:
         """Reduce ``unit``, of which nothing is left to run, if its gradients are still due.
 
-        ``is_at_end``: see ``_post_backward_outwards``.
+        ``is_at_end``: see ``_reduce_outwards``.
         """
         if not unit.step.awaits_gradients:
             return
@@ -674,12 +674,12 @@ class Lifecycle:
         # later gradients: it looks only in units that hold unreduced gradients.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
-            self._post_backward_outwards(unit, is_at_end=is_at_end)
+            self._reduce_outwards(unit, is_at_end=is_at_end)
         elif not run.keeps_graph:
             unit.step.record_taken()
 
-    def _post_backward_outwards(self, unit: Unit, *, is_at_end: bool = False) -> None:
-        """Reduce or accumulate ``unit``, whose gradients are complete; then units around it.
+    def _reduce_outwards(self, unit: Unit, *, is_at_end: bool = False) -> None:
+        """Reduce or accumulate ``unit``, whose gradients are complete; then those around it.
 
         A unit waits until all units inside it are complete. When the last inner unit is complete,
         the loop goes on to the outer unit, which has waited. ``is_at_end``: the backward ends, so
@@ -693,21 +693,25 @@ class Lifecycle:
             if candidate.children and not is_at_end and self._awaits_units_inside(candidate):
                 return
             if candidate.step.are_complete:  # otherwise no gradient is due, as in a frozen unit
-                candidate.step.record_taken()
-                sync = candidate.settings.sync
-                if sync.reduces:
-                    ends_window = self.is_last_backward and self.finalization is None
-                    self._start_reduction(
-                        candidate,
-                        over_replicas=sync.over_replicas,
-                        ends_window=sync.ends_window and ends_window,
-                    )
-                else:
-                    candidate.gradients.accumulate(candidate.settings)
+                self._reduce_or_accumulate(candidate)
             # The unit around may contain other units that are not reduced yet: their turn in
             # ``finish_backward`` comes later, or their backward does. So is_at_end is False for it.
             is_at_end = False
             candidate = candidate.parent() if candidate.parent is not None else None
+
+    def _reduce_or_accumulate(self, unit: Unit) -> None:
+        """Take the gradients of ``unit``, which are complete, as far as its ``sync`` says."""
+        unit.step.record_taken()
+        sync = unit.settings.sync
+        if sync.reduces:
+            ends_window = self.is_last_backward and self.finalization is None
+            self._start_reduction(
+                unit,
+                over_replicas=sync.over_replicas,
+                ends_window=sync.ends_window and ends_window,
+            )
+        else:
+            unit.gradients.accumulate(unit.settings)
 
     def _awaits_units_inside(self, unit: Unit) -> bool:
         """Whether gradients or backwards of units inside ``unit`` are, or may be, still to come.

@@ -66,10 +66,10 @@ class ForwardPass:
     units: dict[int, int] = field(default_factory=dict)  # unit -> how often it was entered
     entries: list[_Entry] = field(default_factory=list)
     last_call: dict[int, ForwardCall] = field(default_factory=dict)
-    # The units of earlier passes whose backward may still come. This is valid while ``window`` is
-    # equal to ``StepSchedule._window``.
+    # The units of earlier passes whose backward may still come. This is valid while ``epoch`` is
+    # equal to ``StepSchedule._epoch``.
     earlier: frozenset[int] = frozenset()
-    window: int = -1
+    epoch: int = -1
     # ``num_open`` and ``num_to_begin`` say how far backward number ``open_in`` has come in this
     # pass. In any other backward they mean nothing. The units of ``first_entries[num_open:]`` are
     # over. The calls ``exits[num_to_begin:]`` have begun their backward, or autograd has left them
@@ -139,7 +139,7 @@ class StepSchedule:
         # the entry was the last of its pass.
         self._successors: dict[_Entry, int | None] = {}
         self._last: ForwardPass | None = None  # the last pass with grad since ``end_passes``
-        self._window = 0  # counts how often passes were forgotten
+        self._epoch = 0  # counts how often passes were forgotten
         self.current = ForwardPass()
 
     def begin_forward(self, *, with_graph: bool = True) -> None:
@@ -154,13 +154,13 @@ class StepSchedule:
             # up if forwards with grad never get a backward.
             if self._last is not None:
                 self.current.earlier = self._last.earlier.union(self._last.units)
-            self.current.window = self._window
+            self.current.epoch = self._epoch
             self._last = self.current
 
     def end_passes(self) -> None:
         """Forget all passes: from now on no reduction waits for the backward of one of them."""
         self._last = None
-        self._window += 1
+        self._epoch += 1
 
     def forget(self) -> None:
         """Drop what an interrupted pass has recorded. The predicted order stays."""
@@ -204,5 +204,5 @@ class StepSchedule:
         return (
             forward_pass is not None
             and unit in forward_pass.earlier
-            and forward_pass.window == self._window
+            and forward_pass.epoch == self._epoch
         )
