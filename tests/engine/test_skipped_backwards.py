@@ -113,18 +113,30 @@ def test_a_unit_that_one_rank_leaves_out(mesh_shape, options, how, skipped):
 
 
 @each_place
+@pytest.mark.parametrize("how", [loss_of, frozen_before_its_backward])
 @on_threads(2)
-def test_with_an_optimizer_in_backward(skipped):
+def test_with_an_optimizer_in_backward(how, skipped):
     model, plain = sharded_and_plain(heads(), UNITS)
     meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
     optimizer = SGD(plain.parameters())
     for _ in range(2):
-        loss_of(model, dist.get_rank(), skipped).backward()
+        how(model, dist.get_rank(), skipped).backward()
         for rank in range(2):
-            (loss_of(plain, rank, skipped) / 2).backward()
+            (how(plain, rank, skipped) / 2).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert_same(full_state(model), full_state(plain))
+
+
+@each_place
+@pytest.mark.parametrize("how", [loss_of, frozen_before_its_backward])
+@on_threads(2)
+def test_under_replicate_with_cast_copies(how, skipped):
+    plain = seeded(heads())
+    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.float64)
+    mesh = init_device_mesh("cpu", (2,))
+    model = meshard.replicate(copy.deepcopy(plain), mesh, bucket_cap_mb=1e-4, mp_policy=policy)
+    check_gradients(model, plain, functools.partial(how, skipped=skipped))
 
 
 @on_threads(2)
