@@ -35,10 +35,7 @@ from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
 from meshard._engine.param_group import ParamGroup, ParamState, refuse_backward_optimizer
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
-from meshard._engine.step_state import (
-    BackwardRun,
-    ManualFinalization,
-)
+from meshard._engine.step_state import BackwardRun, ManualFinalization
 from meshard._engine.unit import Root, Unit, alive, buckets_in
 from meshard._engine.unwritten import warn_about_unwritten
 from meshard._gradients.reduce_queue import ReduceQueue

@@ -68,9 +68,9 @@ class ReduceQueue:
         """Start reducing what a unit has accumulated. On CPU, first advance the other reductions.
 
         **Collective:** the ranks of earlier reductions, for their next stages; then the ranks of
-            missing sums (TP), and the unit's shard group. With ``over_replicas`` the replica group
-            follows: on a device at once, on CPU as this reduction advances. Under ``replicate``
-            without ``over_replicas`` no collective is issued.
+        missing sums (TP), and the unit's shard group. With ``over_replicas`` the replica group
+        follows: on a device at once, on CPU as this reduction advances. Under ``replicate``
+        without ``over_replicas`` no collective is issued.
         """
         if not over_replicas and gradients.is_replicated:
             # Under replicate the shard group has one rank, so REDUCE_SCATTER would send nothing.
