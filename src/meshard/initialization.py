@@ -257,13 +257,14 @@ def _check_on_meta_alike(groups: list[ParamGroup]) -> None:
 
     **Collective:** all ranks of the meshes of ``groups``.
     """
-    for mesh_info in {group.spec.mesh_info.mesh: group.spec.mesh_info for group in groups}.values():
-        own = [group for group in groups if group.spec.mesh_info.mesh is mesh_info.mesh]
+    for mesh, mesh_info in {g.spec.mesh_info.mesh: g.spec.mesh_info for g in groups}.items():
+        # Meshes that users have made separately may be equal.
+        own = [group for group in groups if group.spec.mesh_info.mesh == mesh]
         params = [param for group in own for param in sharded_params(group)]
         rows = [[sum(local_of(param.sharded).is_meta for param in params)]]
-        for group in mesh_info.groups:
-            device, purpose = device_of(mesh_info.mesh), "comparison of ranks by materialize"
-            rows = rows_of_all_ranks(rows, group, device, purpose=purpose)
+        for process_group in mesh_info.groups:
+            purpose = "comparison of ranks by materialize"
+            rows = rows_of_all_ranks(rows, process_group, device_of(mesh), purpose=purpose)
         counts = dict(zip(ranks_of(mesh_info), (count for (count,) in rows), strict=False))
         if len(set(counts.values())) > 1:
             raise ValueError(

@@ -285,6 +285,16 @@ def test_a_model_that_has_values_on_some_ranks_is_refused_on_all():
 
 
 @on_ranks(2)
+def test_values_on_some_ranks_are_noticed_in_every_unit_of_equal_meshes():
+    model = nn.Sequential(nn.Linear(2, 2, device="meta" if dist.get_rank() else "cpu"))
+    model.append(nn.Linear(2, 2))
+    for layer in model:
+        fully_shard(layer, init_device_mesh("cpu", (2,)))
+    with pytest.raises(ValueError, match=r"on the meta device \(by rank: \{0: 0, 1: 2\}\)"):
+        materialize(model)
+
+
+@on_ranks(2)
 def test_what_would_not_be_initialised_is_named():
     model = meta(lambda: nn.Sequential(partly(), partly()))
     fully_shard(model)
