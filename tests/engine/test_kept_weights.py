@@ -273,6 +273,18 @@ def test_what_is_loaded_into_a_state_dict_reaches_the_next_evaluation(when):
 
 
 @on_threads(2)
+def test_plain_shards_that_a_hook_puts_into_a_state_dict_get_no_attributes():
+    layer = nn.Linear(4, 4)
+
+    def to_plain(module, state_dict, prefix, metadata):
+        state_dict.update({name: value.to_local() for name, value in state_dict.items()})
+
+    layer.register_state_dict_post_hook(to_plain)
+    state = meshard.fully_shard(nn.Sequential(layer)).state_dict()
+    assert [vars(value) for value in state.values()] == [{}, {}]
+
+
+@on_threads(2)
 def test_edits_of_the_copy_are_warned_of_once_if_the_user_unshards_it_too():
     model = meshard.fully_shard(nn.Linear(2, 2), reshard_after_forward=False)
     model(torch.ones(1, 2))

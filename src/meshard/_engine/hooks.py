@@ -230,13 +230,14 @@ def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: st
                     is_kept = isinstance(value, nn.Parameter)  # keep_vars=True
                     value = param.sharded if is_kept else param.sharded.detach()
                     state_dict[place + name] = value
-                if value is not param.sharded and is_alias(
-                    plain_of(value), local_of(param.sharded)
-                ):
+                shard = local_of(param.sharded)
+                if value is param.sharded or not isinstance(value, DTensor):
+                    continue
+                if is_alias(local_of(value), shard):
                     # A write to the local tensor, as torch.distributed.checkpoint.load makes, must
                     # raise the version of the shard. detach() of a plain tensor shares its version
                     # counter, and detach() of a DTensor does not share that of the local tensor.
-                    set_local(value, local_of(param.sharded).detach())
+                    set_local(value, shard.detach())
 
 
 def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
