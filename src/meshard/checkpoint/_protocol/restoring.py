@@ -129,8 +129,9 @@ class Restoring:
         Where a unit is unsharded, its next forward gathers again if the version of its shards has
         changed, and all ranks must do so.
         """
-        locals_ = (plain_of(each) for each in self._targets.values() if isinstance(each, DTensor))
-        increment_version([local for local in locals_ if not local.is_inference()])
+        increment_version(
+            [plain_of(each) for each in self._targets.values() if isinstance(each, DTensor)]
+        )
 
     def _hint_at_key(self) -> list[str]:
         """Say under which key torch has saved what is missing, as in ``{"app": app}``."""
