@@ -697,7 +697,7 @@ class Lifecycle:
             candidate = candidate.parent() if candidate.parent is not None else None
 
     def _reduce_or_accumulate(self, unit: Unit) -> None:
-        """Take the gradients of ``unit``, which are complete, as far as its ``sync`` says."""
+        """Reduce the gradients of ``unit``, or under NONE only add them up. They are complete."""
         unit.step.record_taken()
         sync = unit.settings.sync
         if sync.reduces:

@@ -62,10 +62,11 @@ class _NoticedReads(dict[str, Any]):
 
 
 def _begins_use(unit: Unit) -> bool:
-    """Whether a read of a parameter of ``unit`` is a new use of the unit, if a reader runs.
+    """Whether a read of a parameter of ``unit`` begins a new use of the unit.
 
-    It is, also if an earlier use has left the unit unsharded: the backward of this one has to begin
-    with a gather. It is not, if the unit runs or was read before by the same reader.
+    It does not while the unit runs, or after another read in the same forward of a reader. It does
+    even if an earlier use has left the unit unsharded, because a backward may reshard it, and that
+    of the new use must then gather.
     """
     return unit.group.holds_shards or not (unit.step.num_running or unit.group.is_summoned)
 

@@ -120,10 +120,10 @@ class ForwardPass:
                 yield call
 
     def num_begun_before(self, node: int) -> int:
-        """Return the ``first`` for ``pop_skipped`` when autograd runs ``node``, by its number.
+        """Return how many calls of ``exits`` began before autograd's ``node``, a number, was made.
 
-        The calls at the end of ``exits`` that began after the node was made come before it in
-        backward.
+        Their backward comes after the node runs. That of the calls behind them, which began later,
+        comes before it.
         """
         first = self.num_to_begin
         while first and self.exits[first - 1].began_at > node:
