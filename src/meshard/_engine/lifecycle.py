@@ -229,7 +229,7 @@ class Lifecycle:
         if not group.params:
             return call
         if self.backward is not None and group.state is ParamState.SHARDED:
-            self._end_units_before_recompute(self.backward, running_node())
+            self._advance_to_node(self.backward, running_node())
         up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
         is_manual = in_forward and group.is_manually_unsharded
         # If a unit has several modules, the first module to run unshards the unit. The others
@@ -250,9 +250,7 @@ class Lifecycle:
         if in_forward and with_graph:
             unit.step.last_pass = self.schedule.current
         if group.num_trainable:
-            unit.step.may_run_again = not with_graph
             unit.step.awaits_gradients |= with_graph
-            unit.note_open()
         return call
 
     def _refuse_other_reductions(self) -> None:
@@ -469,7 +467,8 @@ class Lifecycle:
         if spans.recorder is not None:
             self._enter_phase("backward", unit)
         self._reach(run, forward_pass)
-        self._begin_skipped(run, forward_pass, call.exit_position + 1)
+        self._advance(run, forward_pass, call.exit_position + 1)
+        forward_pass.num_to_begin = min(forward_pass.num_to_begin, call.exit_position)
         self._begin_unit(run, unit, forward_pass, call)
         if not group.params:
             return None
@@ -479,10 +478,7 @@ class Lifecycle:
             # parameters from the modules, which must hold the unsharded ones.
             group.install_unsharded(read_flags=False)
             replacement = self.retained.on_backward(unit, gradient)
-        if unit.step.arrived and self._is_complete(run, unit):
-            # All gradients came in the backwards of later calls of the unit. The reduction has
-            # waited for the backward of the first call, which begins now.
-            self._reduce_outwards(unit)
+        self._reduce_complete(run, forward_pass)
         return replacement
 
     def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
@@ -506,8 +502,7 @@ class Lifecycle:
         That reduces a unit of which this rank lacks a gradient. Ranks that lack none have reduced
         it earlier, at its last gradient.
         """
-        self._begin_skipped(run, forward_pass, 0)
-        self._end_units_over(run, forward_pass, lambda _: True)
+        self._advance(run, forward_pass, 0)
 
     def _ended_passes(self, run: BackwardRun) -> list[ForwardPass]:
         """Return the reached passes, except one whose forward has called this backward."""
@@ -524,11 +519,7 @@ class Lifecycle:
         # If the call has several outputs, another output may have got its gradient before.
         has_begun = call.reached_in == self._num_backwards
         call.reached_in = self._num_backwards
-        self._end_units_over(
-            run, forward_pass, lambda first: first.first_inside > call.exit_position
-        )
         run.current_pass = unit.step.in_pass = forward_pass
-        unit.step.in_call = call
         if not unit.params:
             return
         if not unit.step.is_in_backward:
@@ -546,49 +537,54 @@ class Lifecycle:
             )
             self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
 
-    def _begin_skipped(self, run: BackwardRun, forward_pass: ForwardPass, first: int) -> None:
-        """Begin the backward of ``exits[first:]``, calls that autograd leaves out on this rank.
-
-        Example: the loss of this rank does not use the output of an auxiliary head. Other ranks
-        gather and reduce for these calls, so this rank must do so too. Nothing is done under
-        ``torch.autograd.grad``, which accumulates nothing: it leaves out the same calls on all
-        ranks.
-        """
-        for call in forward_pass.pop_skipped(first) if run.accumulates else ():
+    def _advance(self, run: BackwardRun, forward_pass: ForwardPass, first: int) -> None:
+        """Execute the program of a pass up to the backward of ``exits[first]``, left out."""
+        while (event := forward_pass.next_event()) is not None:
+            begins, call = event
+            if (call.exit_position if begins else call.first_inside) < first:
+                return
             unit = self._units[call.unit]()
-            if unit is None or not unit.params or self._runs(unit):
-                continue
-            if call.is_watched or unit.group.num_trainable:
-                self._begin_unit(run, unit, forward_pass, call)
-                if unit.settings.unshard_in_backward:
-                    unit.group.count_out_frozen()  # as ``pre_backward`` does on other ranks
+            if not begins:
+                forward_pass.num_open -= 1
+                if unit is not None:
+                    self._reshard_after_backward(unit)
+                if forward_pass.num_due > forward_pass.num_open:
+                    forward_pass.num_due = forward_pass.num_open
+                    if unit is not None and not self.schedule.runs_before(forward_pass, call.unit):
+                        self._reduce_if_due(run, unit)
+            else:
+                forward_pass.num_to_begin -= 1
+                if run.accumulates and call.reached_in != self._num_backwards and call.has_graph:
+                    self._begin_left_out(run, unit, forward_pass, call)
 
-    def _end_units_over(
-        self,
-        run: BackwardRun,
-        forward_pass: ForwardPass,
-        is_over: Callable[[ForwardCall], bool],
+    def _begin_left_out(
+        self, run: BackwardRun, unit: Unit | None, forward_pass: ForwardPass, call: ForwardCall
     ) -> None:
-        """End units of a pass, last first, as long as ``is_over`` of their first call is True."""
-        for number in forward_pass.pop_over(is_over):
-            other = self._units[number]()
-            if other is None:
-                continue
-            self._reshard_after_backward(other)
-            if not self.schedule.runs_before(forward_pass, number):
-                self._reduce_if_due(run, other, is_at_end=False)
+        if unit is None or not unit.params or self._runs(unit):
+            return
+        if call.is_watched or unit.group.num_trainable:
+            self._begin_unit(run, unit, forward_pass, call)
+            if unit.settings.unshard_in_backward:
+                unit.group.count_out_frozen()  # as ``pre_backward`` does on other ranks
 
-    def _end_units_before_recompute(self, run: BackwardRun, node: int) -> None:
-        """End the units whose backward is over when autograd node ``node`` recomputes a forward.
-
-        The recomputation is about to gather. A rank that used all parameters of such a unit may
-        have reduced the unit before this gather, at its last gradient. So a rank that left out a
-        parameter must reduce the unit before this gather too.
-        """
-        forward_pass, backward = run.current_pass, self._num_backwards
+    def _advance_to_node(self, run: BackwardRun, node: int) -> None:
+        forward_pass = run.current_pass
         if forward_pass is not None:
-            self._begin_skipped(run, forward_pass, forward_pass.num_begun_before(node))
-            self._end_units_over(run, forward_pass, lambda first: first.is_over_at(node, backward))
+            self._advance(run, forward_pass, forward_pass.first_after(node))
+
+    def _reduce_complete(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
+        """Reduce the units whose turn it is, as long as they have all gradients."""
+        while not run.has_nested and (first := forward_pass.next_due()) is not None:
+            unit = self._units[first.unit]()
+            if unit is not None and unit.params and not unit.gradients.is_replicated:
+                return
+            is_later = self.schedule.runs_before(forward_pass, first.unit)
+            if unit is not None and not is_later and unit.step.awaits_gradients:
+                if len(unit.step.arrived) < unit.group.num_trainable or self._runs(unit):
+                    return
+                if unit.group.num_trainable:
+                    self._reduce_or_accumulate(unit)
+            forward_pass.num_due -= 1
 
     def post_gradient(self, unit: Unit, index: int) -> None:
         """Record the gradient of parameter ``index``. Reduce ``unit`` if it has all gradients."""
@@ -599,11 +595,10 @@ class Lifecycle:
             unit.await_gradients()
         step.arrived.add(index)
         # This method runs for every gradient, so it counts them before it calls ``_is_complete``.
-        if len(step.arrived) >= group.num_trainable and self._is_complete(run, unit):
-            # The unit stays unsharded here, because nodes that are still to run may have saved one
-            # of its weights. Example: its first layer is frozen, and the gradient of the unit's
-            # input goes through that layer.
-            self._reduce_outwards(unit)
+        if group.gradients.is_replicated and len(step.arrived) >= group.num_trainable:
+            if step.in_pass is not None:
+                self._reduce_complete(run, step.in_pass)
+        if not step.awaits_gradients:
             if spans.recorder is not None:
                 around = unit.parent() if unit.parent is not None else None
                 self._enter_phase("backward", around or unit)
@@ -622,29 +617,6 @@ class Lifecycle:
         self._ensure_backward(unit).accumulates = True
         unit.await_gradients()
 
-    def _is_complete(self, run: BackwardRun, unit: Unit) -> bool:
-        """Whether all gradients of ``unit`` came, and no rank expects more of them.
-
-        A unit that is not complete now is reduced when its backward is over.
-        """
-        step = unit.step
-        if len(step.arrived) < unit.group.num_trainable:
-            return False
-        # The unit may run several times. The backward of its first call comes last. If this rank
-        # used no parameter in that call, all its gradients come before that backward begins. Other
-        # ranks reduce only after that backward has begun, so this rank waits for it too.
-        if step.in_call is not None and not step.in_call.is_first:
-            return False
-        # A unit that was read counts as running until the forward of its reader ends. Units that
-        # run meanwhile are not inside it. Whether they are reduced before its last gradient comes
-        # depends on what this rank has used. So it waits until it is over: then they are over too.
-        if step.in_call is not None and step.in_call.is_read:
-            return False
-        # A reentrant checkpoint starts a nested run of the autograd engine (a graph task) inside
-        # this backward. If a parameter is also used outside of the checkpoint, or in another one,
-        # the nested run brings only one of several gradients to add up.
-        return not run.has_nested and not self.schedule.runs_before(step.in_pass, unit.number)
-
     def _reshard_after_backward(self, unit: Unit) -> None:
         """End the backward of ``unit``, unless this backward runs inside a forward of ``unit``."""
         if self._runs(unit):
@@ -655,15 +627,13 @@ class Lifecycle:
         else:
             unit.group.install_sharded()
 
-    def _reduce_if_due(self, run: BackwardRun, unit: Unit, *, is_at_end: bool) -> None:
+    def _reduce_if_due(self, run: BackwardRun, unit: Unit) -> None:
         """Reduce ``unit``, of which nothing is left to run, if its gradients are still due.
 
         ``is_at_end``: see ``_reduce_outwards``.
         """
         if not unit.step.awaits_gradients:
             return
-        if any(call.has_graph for other, call in self.running if other is unit):
-            return  # this backward runs inside that call, and the backward of its graph comes later
         if unit.step.is_wanted_unsharded and not unit.step.arrived:
             _check_finds_parameters(unit)
         # A pipeline schedule may compute only gradients of inputs now, and those of parameters
@@ -671,30 +641,9 @@ class Lifecycle:
         # later gradients: it looks only in units that hold unreduced gradients.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
         if run.accumulates or is_split:
-            self._reduce_outwards(unit, is_at_end=is_at_end)
+            self._reduce_or_accumulate(unit)
         elif not run.keeps_graph:
             unit.step.record_taken()
-
-    def _reduce_outwards(self, unit: Unit, *, is_at_end: bool = False) -> None:
-        """Reduce or accumulate ``unit``, whose gradients are complete; then those around it.
-
-        A unit waits until all units inside it are complete. When the last inner unit is complete,
-        the loop goes on to the outer unit, which has waited. ``is_at_end``: the backward ends, so
-        no gradient will come from inside ``unit``.
-        """
-        unit.step.are_complete = True
-        candidate: Unit | None = unit
-        while candidate is not None and (
-            candidate.step.are_complete or not candidate.step.awaits_gradients
-        ):
-            if candidate.children and not is_at_end and self._awaits_units_inside(candidate):
-                return
-            if candidate.step.are_complete:  # otherwise no gradient is due, as in a frozen unit
-                self._reduce_or_accumulate(candidate)
-            # The unit around may contain other units that are not reduced yet: their turn in
-            # ``finish_backward`` comes later, or their backward does. So is_at_end is False for it.
-            is_at_end = False
-            candidate = candidate.parent() if candidate.parent is not None else None
 
     def _reduce_or_accumulate(self, unit: Unit) -> None:
         """Reduce the gradients of ``unit``, or under NONE only add them up. They are complete."""
@@ -709,19 +658,6 @@ class Lifecycle:
             )
         else:
             unit.gradients.accumulate(unit.settings)
-
-    def _awaits_units_inside(self, unit: Unit) -> bool:
-        """Whether gradients or backwards of units inside ``unit`` are, or may be, still to come.
-
-        Backwards of frozen units count too, and those that this rank leaves out: other ranks gather
-        for them before they reduce ``unit``.
-        """
-        if unit.has_open_children:
-            return True
-        forward_pass, call = unit.step.in_pass, unit.step.in_call
-        if forward_pass is None or call is None:
-            return False
-        return forward_pass.may_begin_inside(call, self._num_backwards)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         if over_replicas and self.before_reduction is not None:
@@ -786,7 +722,7 @@ class Lifecycle:
         for unit in reversed(units):  # units inside first
             if unit.number not in to_come:
                 self._reshard_after_backward(unit)
-                self._reduce_if_due(run, unit, is_at_end=True)
+                self._reduce_if_due(run, unit)
         if run.accumulates and self.finalization is None:
             # A unit whose backward is still to come is left out: that backward will reduce it.
             over = [u for u in units if u.number not in to_come or not u.step.awaits_gradients]

@@ -41,21 +41,6 @@ class ForwardCall:
     is_read: bool = False  # the unit was not called: a reader has read it (``unshard_on_access``)
     is_watched: bool = False  # one of its outputs has a hook that tells when its backward begins
 
-    def is_over_at(self, node: int, backward: int) -> bool:
-        """Whether the backward of this call, the first of its unit, is over when ``node`` runs.
-
-        ``node`` is the number of an autograd node that runs a forward again, in backward number
-        ``backward``.
-        """
-        if self.began_at <= node:
-            return False
-        # A call without a graph ran under no_grad, maybe inside a reentrant checkpoint, which runs
-        # it again in backward. If no backward has reached the call yet, that is still to come:
-        # ``node`` may be the node of the checkpoint itself. If one has, the checkpoint has run the
-        # call again and gone through its backward, both inside a nested run of autograd. That run
-        # has ended: all of its nodes are newer than the call, and ``node`` is older.
-        return self.has_graph or self.reached_in == backward
-
 
 @dataclass(eq=False)  # no slots: there are weak references to it
 class ForwardPass:
@@ -76,6 +61,7 @@ class ForwardPass:
     # out, or they ran without grad (a reentrant checkpoint may run these again). A call with a
     # lower index may have begun its backward too: ``ForwardCall.reached_in`` tells.
     num_open: int = 0
+    num_due: int = 0  # units of ``first_entries[num_due:]`` have had their turn to be reduced
     num_to_begin: int = 0
     open_in: int = -1
     is_spent: bool = False  # a backward has freed its graph
@@ -84,52 +70,36 @@ class ForwardPass:
         """Begin the backward of this pass, in backward number ``backward``, unless it has begun."""
         if self.open_in != backward:
             self.open_in = backward
-            self.num_open, self.num_to_begin = len(self.first_entries), len(self.exits)
+            self.num_open = self.num_due = len(self.first_entries)
+            self.num_to_begin = len(self.exits)
 
-    def may_begin_inside(self, call: ForwardCall, backward: int) -> bool:
-        """Return whether the backward of a call inside ``call`` may still have to begin."""
-        if self.open_in != backward or self.num_to_begin <= call.first_inside:
-            return False
-        is_last = self.num_to_begin == call.first_inside + 1
-        return not is_last or self.exits[call.first_inside].reached_in != backward
+    def next_event(self) -> tuple[bool, ForwardCall] | None:
+        """Return the next event: (True, call) the backward of a call begins; (False, first call)
+        a unit is over: what it first ran in began after the call that begins next had ended."""
+        over = self.first_entries[self.num_open - 1] if self.num_open else None
+        if not self.num_to_begin:
+            return None if over is None else (False, over)
+        begins = self.exits[self.num_to_begin - 1]
+        if over is not None and over.first_inside > begins.exit_position:
+            return False, over
+        return True, begins
+
+    def next_due(self) -> ForwardCall | None:
+        """Return the first call of the unit that is to be reduced next, if all inside has begun."""
+        first = self.first_entries[self.num_due - 1] if self.num_due else None
+        return None if first is None or self.num_to_begin > first.first_inside else first
+
+    def first_after(self, node: int) -> int:
+        """Return the index in ``exits`` from which on calls with a graph began after ``node``."""
+        after = (
+            call.exit_position
+            for call in self.exits
+            if call.began_at > node and (call.has_graph or call.reached_in == self.open_in)
+        )
+        return min(after, default=len(self.exits))
 
     def next_in_backward(self, call: ForwardCall) -> int | None:
         return self.exits[call.exit_position - 1].unit if call.exit_position > 0 else None
-
-    def pop_over(self, is_over: Callable[[ForwardCall], bool]) -> Iterator[int]:
-        """Iterate over the units whose backward is over, last first, each once in a backward.
-
-        Autograd runs nodes in the reverse order of their creation. So when the backward of a call
-        begins, each unit that first ran after that call had ended is over, even if its outputs
-        were not used. In the same way, when a node runs, each unit that first ran after the node
-        was made is over. The caller's ``is_over`` tests the first call of a unit for this.
-        """
-        while self.num_open and is_over(self.first_entries[self.num_open - 1]):
-            self.num_open -= 1
-            yield self.first_entries[self.num_open].unit
-
-    def pop_skipped(self, first: int) -> Iterator[ForwardCall]:
-        """Iterate over those calls of ``exits[first:]`` that autograd has left out, last first.
-
-        The backward of these calls should have begun by now. Each comes once in a backward.
-        """
-        while self.num_to_begin > first:
-            self.num_to_begin -= 1
-            call = self.exits[self.num_to_begin]
-            if call.reached_in != self.open_in and call.has_graph:
-                yield call
-
-    def num_begun_before(self, node: int) -> int:
-        """Return how many calls of ``exits`` began before autograd's ``node``, a number, was made.
-
-        Their backward comes after the node runs. That of the calls behind them, which began later,
-        comes before it.
-        """
-        first = self.num_to_begin
-        while first and self.exits[first - 1].began_at > node:
-            first -= 1
-        return first
-
 
 class StepSchedule:
     """The order of units in the steps of one root. Units are given by number."""

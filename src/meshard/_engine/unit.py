@@ -60,10 +60,7 @@ class UnitStep:
 
     arrived: set[int] = field(default_factory=set)  # indices of params that got a gradient
     awaits_gradients: bool = False  # gradients are due, and not reduced or added up yet
-    may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
     is_in_backward: bool = False  # its backward is under way
-    are_complete: bool = False  # its gradients are complete, and it waits for units inside
-    in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
     in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
     last_pass: ForwardPass | None = None  # the last pass in which it ran with grad enabled
     is_retained: bool = False  # it stays unsharded for a later backward: see ``RetainedUnits``
@@ -73,10 +70,10 @@ class UnitStep:
     is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
 
     def end_backward(self) -> None:
-        self.is_in_backward = self.may_run_again = False
+        self.is_in_backward = False
 
     def record_taken(self) -> None:
-        self.are_complete = self.awaits_gradients = False
+        self.awaits_gradients = False
         self.arrived.clear()
 
     def reset(self) -> None:
@@ -85,7 +82,7 @@ class UnitStep:
         self.end_backward()
         self.num_running = 0
         self.modules_run.clear()
-        self.in_pass = self.in_call = self.last_pass = None
+        self.in_pass = self.last_pass = None
         self.is_wanted_unsharded = False
 
 
@@ -111,8 +108,6 @@ class Unit:
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
-        self._open_at = 0  # the position of the child that ``has_open_children`` found last
-        self._is_over_inside = False  # the last search found no open child, and none opened since
         self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # suffix of the label: mesh of a sibling, or bucket of replicate
@@ -163,48 +158,14 @@ class Unit:
             return not self.is_root or not torch.is_grad_enabled()
         return bool(chosen)
 
-    @property
-    def has_open_children(self) -> bool:
-        """Whether gradients of a unit inside this one are, or may be, still to come."""
-        # This is called when a unit inside is reduced, so it must be fast. The search begins with
-        # the child that was open the last time, which is often still open. It visits no child
-        # twice: the search is recursive, so two visits at each level would take 2**depth as long.
-        if self._is_over_inside:
-            return False
-        last, count = self._open_at, len(self.children)
-        for position in chain(range(last, count), range(min(last, count))):
-            child = self.children[position]()
-            if child is not None and child.is_open:
-                self._open_at = position
-                return True
-        self._is_over_inside = True
-        return False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients of this unit, or of a unit inside it, may still come."""
-        step = self.step  # units inside count too: a frozen unit may be around a trained one
-        return step.awaits_gradients or step.may_run_again or self.has_open_children
-
     def await_gradients(self) -> None:
         """Record that gradients of this unit are still to come."""
         self.step.awaits_gradients = True
-        self.note_open()
-
-    def note_open(self) -> None:
-        """Let ``has_open_children`` of the units around this one search again."""
-        around = self.parent() if self.parent is not None else None
-        # A search sets ``_is_over_inside`` from the inside outwards. So if it is False for one
-        # unit, it is False for all units around that unit too, and the loop may end.
-        while around is not None and around._is_over_inside:
-            around._is_over_inside = False
-            around = around.parent() if around.parent is not None else None
 
     def add_child(self, child: Unit) -> None:
         """Put ``child`` directly inside this unit."""
         child.parent = weakref.ref(self)
         self.children.append(weakref.ref(child))
-        child.note_open()
 
     def forget_unchosen_copy(self) -> None:
         """Make the next forward gather again, unless the user chose to keep the unit unsharded.

@@ -242,7 +242,7 @@ class FlatStepper:
                 self._numbers.append(number)
         inner = self._make(made)
         held = {id(param) for group in inner.param_groups for param in group["params"]}
-        if any(id(param) not in held for group in made for param in group["params"]):
+        if held != {id(param) for group in made for param in group["params"]}:
             raise RuntimeError(
                 f"the {type(inner).__name__} that steps one unit does not hold the parameters it "
                 "was to be made for; make it from the param groups that are passed, and not from "
