@@ -13,7 +13,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import gather_from_all
-from meshard._engine.hooks import abort_if_interrupted
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.unit import Unit, require_units, units_in
 from meshard._params.replicated_params import ReplicatedParams
@@ -105,8 +104,8 @@ def _microbatches(
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
     modes_before = [unit.settings.sync for unit in units]
     for lifecycle in lifecycles:
-        abort_if_interrupted(lifecycle)  # a failure before this loop does not count
-    voided_before = [lifecycle.failure.num_voided for lifecycle in lifecycles]
+        lifecycle.abort_if_cut_off()  # a failure before this loop does not count
+    voided_before = [lifecycle.failure.generation for lifecycle in lifecycles]
     windows = [unit.gradients.window for unit in units]
     try:
         for window in windows:
@@ -140,8 +139,8 @@ def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> b
     if any(lifecycle.failure.has_happened() for lifecycle in lifecycles):
         return True  # not cleaned up here: until that is done, optimizers refuse to step
     for lifecycle in lifecycles:
-        abort_if_interrupted(lifecycle)
-    return [lifecycle.failure.num_voided for lifecycle in lifecycles] != voided_before
+        lifecycle.abort_if_cut_off()
+    return [lifecycle.failure.generation for lifecycle in lifecycles] != voided_before
 
 
 # --- pending gradients ---------------------------------------------------------------------------

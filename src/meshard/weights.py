@@ -32,7 +32,7 @@ from meshard._engine.param_group import (
     ParamGroup,
     SummonOptions,
     forget_summoned,
-    register_manually_unsharded,
+    register_summoned,
     sharded_params,
 )
 from meshard._engine.unit import Unit, alive, joined, require_units
@@ -244,7 +244,7 @@ class SummonedUnit:
             # (see ``register_outside_hooks``). So these hooks are removed until ``close``.
             self._had_hooks = remove_outside_hooks(unit)
             self._install(unsharded)
-            register_manually_unsharded(self.group)
+            register_summoned(self.group)
         except BaseException:  # such as a KeyboardInterrupt
             self.close()
             raise

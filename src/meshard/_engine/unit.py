@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -24,7 +23,6 @@ from torch import nn
 from meshard._comm.communicator import CommSettings
 from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator, GradientRules
 from meshard._gradients.replicated_grads import ReplicatedGrads
@@ -49,41 +47,24 @@ class UnitSettings(ReduceSettings):
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
     comm: CommSettings = field(default_factory=CommSettings)
-    unshard_on_access: bool = False  # gather when the forward of an outer unit reads a parameter
+    unshard_on_access: bool = False  # it is unsharded together with the unit around it
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class UnitStep:
-    """The progress of a unit in the present step."""
+    """The progress of a unit in the present step. Why it is unsharded: ``ParamGroup.leases``."""
 
     arrived: set[int] = field(default_factory=set)  # indices of params that got a gradient
     awaits_gradients: bool = False  # gradients are due, and not reduced or added up yet
-    is_in_backward: bool = False  # its backward is under way
-    in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
-    last_pass: ForwardPass | None = None  # the last pass in which it ran with grad enabled
-    is_retained: bool = False  # it stays unsharded for a later backward: see ``RetainedUnits``
-    num_running: int = 0  # forward calls that have begun and not ended
+    lost_unshard: bool = False  # a forward has ended the user's unshard()
     # The ids of its modules that ran in this pass. If all have run, the next call empties the set.
     modules_run: set[int] = field(default_factory=set)
-    is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
-
-    def end_backward(self) -> None:
-        self.is_in_backward = False
 
     def record_taken(self) -> None:
-        self.awaits_gradients = False
+        self.awaits_gradients = self.lost_unshard = False
         self.arrived.clear()
-
-    def reset(self) -> None:
-        """Reset to the state between two steps. A retained unit stays retained."""
-        self.record_taken()
-        self.end_backward()
-        self.num_running = 0
-        self.modules_run.clear()
-        self.in_pass = self.last_pass = None
-        self.is_wanted_unsharded = False
 
 
 class Unit:
@@ -151,16 +132,10 @@ class Unit:
 
         By default the root stays unsharded while grad is enabled, as its backward comes next.
         """
-        if self.step.is_retained:
-            return False
         chosen = self.settings.reshard_after_forward
         if chosen is None:
             return not self.is_root or not torch.is_grad_enabled()
         return bool(chosen)
-
-    def await_gradients(self) -> None:
-        """Record that gradients of this unit are still to come."""
-        self.step.awaits_gradients = True
 
     def add_child(self, child: Unit) -> None:
         """Put ``child`` directly inside this unit."""
@@ -177,7 +152,7 @@ class Unit:
         for each in with_siblings(self):
             is_chosen = each.settings.reshard_after_forward is not None
             is_kept = is_chosen or not each.settings.reshard_after_backward
-            if not is_kept and not each.step.is_retained:
+            if not is_kept:
                 each.group.forget_version()
 
 
@@ -280,6 +255,12 @@ def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
 def joined(prefix: str, name: str) -> str:
     """Return the dotted name of ``name`` in the module named ``prefix`` (the root's name is "")."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def listed(names: list[str]) -> str:
+    """Return the first three names and how many more there are, for an error."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

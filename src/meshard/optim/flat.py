@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import ParamGroup, owners_of, sharded_params_of
-from meshard._engine.unit import require_units
+from meshard._engine.unit import listed, require_units
 from meshard._mesh.boxes import box_at, coordinate_of
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of, place_like, plain_of, scalar_reads
