@@ -347,19 +347,6 @@ def test_a_copy_made_in_the_loop_divides_as_a_module_of_its_own():
     assert_same(full_grads(copied), full_grads(plain))
 
 
-@on_ranks(4)
-def test_a_frozen_bucket_is_not_reduced_by_ranks_without_a_batch_either():
-    model = net()
-    model[2].requires_grad_(False)
-    replicated(model)
-    with meshard.CommLedger() as ledger:
-        for batch in meshard.uneven_batches(model, own_batches()):
-            if batch is not None:
-                loss_of(model, batch).backward()
-            model.zero_grad()
-    assert ledger.counts["all_reduce"] == 2 * LONGEST  # the first weight and bias are a bucket each
-
-
 @on_ranks(2)
 def test_a_rank_without_any_batch_takes_part_in_the_step_of_a_scaler():
     model = replicated()

@@ -172,32 +172,6 @@ def test_gradients_may_travel_compressed(large, cap):
         assert ledger.bytes == {"all_reduce": WHOLE}
 
 
-@on_ranks(2)
-@pytest.mark.parametrize(
-    ("schedule", "expected"), [("F", 1), ("NNF", 1), ("RRF", 1), ("FFF", 3), ("NRF", 1)]
-)
-def test_one_all_reduce_per_bucket_and_full_of_exactly_the_bytes_of_gradients(schedule, expected):
-    pair = Pair()
-    num_buckets = len(bucket_sizes(pair.ours))
-    assert num_buckets > 2
-    with CommLedger() as ledger:
-        pair.step(0)
-    assert ledger.counts == {"all_reduce": num_buckets}
-    assert ledger.bytes == {"all_reduce": WHOLE}
-    with CommLedger() as ledger:
-        pair.backward(0)
-        assert ledger.counts == {"broadcast": 1, "all_reduce": num_buckets}  # the order
-        pair.ours.zero_grad()
-    buckets = {name for name, size in bucket_sizes(pair.ours).items() if size}
-    for _ in range(2):
-        with CommLedger(pair.ours) as ledger:
-            pair.window(schedule)
-        assert ledger.counts == {"all_reduce": expected * len(buckets)}
-        assert ledger.bytes == {"all_reduce": expected * WHOLE}
-        assert {event.unit for event in ledger.events} == buckets
-        pair.ours.zero_grad()
-
-
 @on_threads(2)
 def test_what_no_rank_used_may_get_a_gradient_of_zero():
     model = meshard.replicate(Ones(), bucket_cap_mb=1e-5)
