@@ -1,10 +1,19 @@
 """How many collectives each setter leaves in a step."""
 
+import torch
+
 import meshard
-from meshard import GradientSync
-from tests.api.test_controls import counts_of_a_step, sharded
+from meshard import CommLedger, GradientSync
+from tests.api.test_controls import sharded
 from tests.support.ranks import on_fake_ranks
 from tests.support.spread import spread
+
+
+def counts_of_a_step(model):
+    with CommLedger(model) as ledger:
+        model(torch.ones(1, 6)).sum().backward()
+    counts = ledger.counts
+    return tuple(counts.get(op, 0) for op in ("all_gather", "reduce_scatter", "all_reduce"))
 
 
 @on_fake_ranks(4)
@@ -44,3 +53,19 @@ def test_resharding_is_set_at_any_time():
     ]:
         getattr(model, setter)(reshards)
         assert counts_of_a_step(model) == (num_gathered, 4, 4)
+
+
+@on_fake_ranks(4)
+def test_what_is_unsharded_by_hand_is_not_gathered_again():
+    model = sharded()
+    block = model.blocks[1]
+    with CommLedger(model) as ledger:
+        block.unshard(async_op=True).wait()
+        block.unshard()
+    assert ledger.counts == {"all_gather": 1}
+    block.reshard()
+    assert counts_of_a_step(model) == (7, 4, 4)
+    model.blocks[0].unshard(async_op=True)  # saves the gather in forward
+    with CommLedger(model) as ledger:
+        model(torch.ones(1, 6))
+    assert [event.unit for event in ledger.events] == ["(root)", "blocks.1", "blocks.2"]

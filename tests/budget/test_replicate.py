@@ -1,11 +1,15 @@
 """What replicated modules reduce."""
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from meshard import CommLedger
 from tests.accumulation.test_uneven_batches import LONGEST, loss_of, net, own_batches, replicated
 from tests.replication.test_replicate_windows import WHOLE
+from tests.replication.test_replicated_params import replicate_vectors
 from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair, bucket_sizes
 
@@ -47,3 +51,13 @@ def test_a_frozen_bucket_is_not_reduced_by_ranks_without_a_batch_either():
                 loss_of(model, batch).backward()
             model.zero_grad()
     assert ledger.counts["all_reduce"] == 2 * LONGEST  # the first weight and bias are a bucket each
+
+
+@on_ranks(2)
+def test_of_replicated_parameters_the_gradient_is_all_reduced():
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    layer = meshard.fully_shard(nn.Linear(5, 3), mesh, shard_placement_fn=replicate_vectors)
+    with CommLedger(layer) as ledger:
+        layer(torch.ones(2, 5)).sum().backward()
+    told = [(e.op, e.payload_bytes) for e in ledger.events if "replicated" in e.unit]
+    assert told == [("all_reduce", 3 * 4)]

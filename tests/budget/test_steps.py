@@ -4,17 +4,26 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Shard
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import meshard
-from meshard import CommLedger
+from meshard import CommLedger, GradientSync
+from tests.engine.test_activation_checkpointing import in_pairs
+from tests.engine.test_hoisted_params import BOTH
+from tests.engine.test_hoisted_params import sharded as hoisted
+from tests.engine.test_kept_weights import decoder, loss_in_chunks
+from tests.engine.test_kept_weights import shard as shard_decoder
+from tests.engine.test_outputs import WRAPS, blocks_through
 from tests.engine.test_skipped_backwards import layer
 from tests.mesh.expert_meshes import batch_of, build, shard
 from tests.params.test_subclass_params_tools import one_backward, sharded
 from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
 from tests.support.extensions import Int8OnWire
-from tests.support.models import ChosenBlocks, Made, MlpBlock, seeded
+from tests.support.integer_model import integer_batch, integer_loss
+from tests.support.models import ChosenBlocks, Made, MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
@@ -179,3 +188,87 @@ def test_a_unit_has_one_gather_and_one_reduction_more():
         (True, "all_gather", rows * (columns + 4)),
         (True, "reduce_scatter", rows * columns * 4),
     ]
+
+
+@pytest.mark.parametrize(
+    ("use_reentrant", "early_stop"), [(True, True), (False, True), (False, False)]
+)
+@on_threads(2)
+def test_a_checkpoint_around_several_units_gathers_them_once_more(use_reentrant, early_stop):
+    with set_checkpoint_early_stop(early_stop):
+        ledger = check_gradients(*sharded_and_plain(in_pairs(use_reentrant)), times=3)
+    assert ledger.counts == {"all_gather": 9, "reduce_scatter": 5}
+
+
+@on_threads(2)
+def test_a_unit_that_begins_with_the_recomputed_node_is_gathered_once_in_backward():
+    """The first node of the last unit recomputes all three, whose first is still to be gathered."""
+
+    def forward(model, x):
+        return checkpoint(nn.Sequential(*model.blocks), x, use_reentrant=False)
+
+    blocks = [Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.empty(6))) for _ in range(3)]
+    ledger = check_gradients(*sharded_and_plain(Made(forward, blocks=blocks)))
+    assert ledger.counts == {"all_gather": 6, "reduce_scatter": 3}
+
+
+# Each backward gathers and reduces; a root that forward kept is gathered again by the second.
+@pytest.mark.parametrize(("reshard", "gathers"), [(None, 15), (False, 12)])
+@on_threads(2)
+def test_each_backward_over_one_graph_gathers_and_reduces(reshard, gathers):
+    def step(model, rank):
+        out = model(inputs_of(rank))
+        out.square().mean().backward(retain_graph=True)
+        (out * 0.25).sum().div(out.numel()).backward(retain_graph=True)
+        return out.square().mean()
+
+    pair = sharded_and_plain(MlpStack(), reshard_after_forward=reshard)
+    ledger = check_gradients(*pair, step)
+    assert ledger.counts == {"all_gather": gathers, "reduce_scatter": 12}
+
+
+@pytest.mark.parametrize("first", list(GradientSync))
+@on_threads(4)
+def test_hoisted_parameters_add_no_collective(first):
+    model = hoisted((2, 2), BOTH)
+    for number, sync in enumerate([first, GradientSync.FULL]):
+        model.set_gradient_sync(sync)
+        with meshard.CommLedger(model) as ledger:
+            integer_loss(model(integer_batch(number, dist.get_rank()))).backward()
+    units = sorted({event.unit for event in ledger.events})
+    assert units[0] == "(root)" and "trunks.0" in units and len(units) == 10
+    assert ledger.counts == {"all_gather": 19, "reduce_scatter": 10, "all_reduce": 10}
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@on_threads(2)
+def test_a_loss_that_runs_the_head_again_in_chunks_reduces_it_with_them(tail):
+    plain = decoder()
+    ledger = check_gradients(shard_decoder(plain, tail=tail), plain, loss_in_chunks)
+    # The tail is reduced by the chunks, and with the trunk; each other unit once.
+    assert ledger.counts["reduce_scatter"] == 5
+
+
+@on_threads(2)
+def test_chunks_of_a_last_microbatch_are_reduced_before_the_trunk():
+    """The backward of the trunk, which comes last, reduces it together with the new gradients."""
+
+    def window(module, rank):
+        numbers = range(2)
+        if module is model:
+            numbers = meshard.microbatches(model, numbers, until_last=GradientSync.NONE)
+        for _ in numbers:
+            loss_in_chunks(module, rank)
+
+    plain = decoder()
+    model = shard_decoder(plain, tail=True)
+    ledger = check_gradients(model, plain, window)
+    reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
+    assert reduced == ["norm"] * 4 + ["blocks.1", "blocks.0", "(root)"]
+
+
+@pytest.mark.parametrize("form", WRAPS)
+@on_threads(2)
+def test_units_that_return_any_container_are_gathered_and_reduced_once_a_pass(form):
+    ledger = check_gradients(*sharded_and_plain(blocks_through(*WRAPS[form])))
+    assert ledger.counts == {"all_gather": 7, "reduce_scatter": 4}

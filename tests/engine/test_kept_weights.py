@@ -176,9 +176,7 @@ def loss_in_chunks(model, rank):
 @on_threads(2)
 def test_a_loss_runs_the_head_again_in_chunks(tail):
     plain = decoder()
-    ledger = check_gradients(shard(plain, tail=tail), plain, loss_in_chunks)
-    # The tail is reduced by the chunks, and with the trunk; each other unit once.
-    assert ledger.counts["reduce_scatter"] == 5
+    check_gradients(shard(plain, tail=tail), plain, loss_in_chunks)
 
 
 @on_threads(2)
@@ -194,9 +192,7 @@ def test_chunks_of_a_last_microbatch_leave_what_the_trunk_has_accumulated():
 
     plain = decoder()
     model = shard(plain, tail=True)
-    ledger = check_gradients(model, plain, window)
-    reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
-    assert reduced == ["norm"] * 4 + ["blocks.1", "blocks.0", "(root)"]
+    check_gradients(model, plain, window)
 
 
 def with_logits(model, tokens):
