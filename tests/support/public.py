@@ -63,8 +63,10 @@ def _used_by(part: Part) -> set[Part] | None:
         return None
     names = re.findall(r"(?<![\w.])[^\W\d]\w*", text)  # not those of attributes
     used = {module.known[name] for name in names if name in module.known}
-    scripts = re.findall(r"\btests(?:\.\w+)+", text)
-    used.update(Part(script, ALL) for script in scripts if _file_of(script))
+    for script in re.findall(r"\btests(?:\.\w+)+", text):  # or something in a module
+        while not _file_of(script):
+            script = script.rpartition(".")[0]
+        used.add(Part(script, ALL))
     return used | {Part(each.module, AT_IMPORT) for each in used}
 
 

@@ -63,6 +63,7 @@ def test_public(write, source):
         "def test_it():\n    from meshard._engine.unit import Unit\n",
         "def test_it():\n    run('import meshard._engine')\n",
         "def test_it():\n    run('-m', 'tests.support.script')\n",
+        "def test_it():\n    patch('tests.support.script.meshard')\n",
         "from tests.support.insides import unit_of\n\ndef helper():\n    unit_of()\n\n"
         "def test_it():\n    helper()\n",
         "from tests.support.insides import unit_of\n\nclass Helper:\n    use = unit_of\n\n"
