@@ -116,21 +116,19 @@ def test_a_backward_follows_the_exits_of_its_own_forward_reversed():
 @on_fake_ranks(2)
 def test_prefetch_lists_replace_the_prediction():
     model, _ = sharded_and_plain(MlpStack())
-    blocks, log = list(model.blocks), []
-
-    class Log(CommLedger):
-        def _observe(self, event, group, communicator):
-            log.append(event.unit)
-
-    blocks[0].up.register_forward_pre_hook(lambda *_: log.append("compute"))
+    blocks, log, ledger = list(model.blocks), [], CommLedger()
+    blocks[0].up.register_forward_pre_hook(
+        lambda *_: log.extend([*(event.unit for event in ledger.events), "compute"])
+    )
     blocks[0].set_modules_to_forward_prefetch([blocks[2], blocks[1]])
     blocks[2].set_modules_to_backward_prefetch([blocks[0], blocks[1]])
-    with Log():
+    with ledger:
         out = model(torch.ones(1, 6))
         assert log == ["(root)", "blocks.0", "blocks.2", "blocks.1", "compute"]
-        log.clear()
+        assert len(ledger.events) == 4
+        ledger.events.clear()
         out.sum().backward()
-    gathers = [name for name in log if name.startswith("blocks")][:3]
+    gathers = [event.unit for event in ledger.events if event.unit.startswith("blocks")][:3]
     assert gathers == ["blocks.2", "blocks.0", "blocks.1"]
 
 

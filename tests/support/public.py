@@ -11,6 +11,7 @@ defines itself, bare or after ``self``, and for what it imports from elsewhere.
 """
 
 import ast
+import builtins
 import functools
 import re
 from collections import defaultdict
@@ -35,7 +36,7 @@ class Module(NamedTuple):
 
     texts: dict[str, list[str]]  # statements at the top, by the names that they bind
     known: dict[str, Part]  # what names stand for
-    own: set[str]  # what it defines
+    own: set[str]  # what it defines, but not in classes that may inherit from meshard
     foreign: set[str]  # what it imports from neither tests nor meshard
 
 
@@ -63,10 +64,11 @@ def _used_by(part: Part) -> set[Part] | None:
         return None
     names = re.findall(r"(?<![\w.])[^\W\d]\w*", text)  # not those of attributes
     used = {module.known[name] for name in names if name in module.known}
-    for script in re.findall(r"\btests(?:\.\w+)+", text):  # or something in a module
+    for script in re.findall(r"\btests(?:\.\w+)+", text):  # or the name of something in it
+        inner = ALL
         while not _file_of(script):
-            script = script.rpartition(".")[0]
-        used.add(Part(script, ALL))
+            script, _, inner = script.rpartition(".")
+        used.add(Part(script, inner))
     return used | {Part(each.module, AT_IMPORT) for each in used}
 
 
@@ -76,8 +78,9 @@ def _is_private(dotted: str, module: Module) -> bool:
     if head in module.foreign:
         return False
     names = {head, *rest}
-    if dotted.startswith("self.") or (head in module.own and dotted.startswith(head)):
-        names -= module.own
+    first = rest[0] if head == "self" and rest else head
+    if first in module.own and dotted.startswith(head):  # and not a quote
+        names.remove(first)
     return any(name.startswith("_meshard") or name in _private_names() for name in names)
 
 
@@ -101,7 +104,7 @@ def _read(name: str) -> Module:
     defined = {bound: Part(name, bound) for each in tree.body for bound in _bound_by(each)}
     fixtures = {} if name == CONFTEST else _read(CONFTEST).known
     known = {**fixtures, **defined, **helpers}
-    own = _defined_in(tree)
+    own = _defined_in(tree, foreign | {*dir(builtins)})
 
     texts: dict[str, list[str]] = defaultdict(list, {AT_IMPORT: [], ALL: []})
     for statement in tree.body:
@@ -135,18 +138,27 @@ def _bound_by(statement: ast.AST) -> Iterator[str]:
                 yield from _bound_by(inner)
 
 
-def _defined_in(tree: ast.Module) -> set[str]:
-    """Return the names of functions, classes, variables and attributes that a module defines."""
+def _defined_in(node: ast.AST, bases: set[str] | None = None) -> set[str]:
+    """Return the names of functions, classes, variables and attributes of ``self`` in ``node``.
+
+    If ``bases`` is given, what is inside of classes with other bases is left out: they may come
+    from meshard, and have what is private there replaced. Classes that have none are added.
+    """
     names: set[str] = set()
-    for node in ast.walk(tree):
-        match node:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
-                names.add(name)
-            case ast.Name(id=name, ctx=ast.Store()):
-                names.add(name)
-            case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
-                names.add(name)
-    return names
+    match node:
+        case ast.ClassDef(name=name) if bases is not None:
+            names.add(name)
+            of_class = {n.id for b in node.bases for n in ast.walk(b) if isinstance(n, ast.Name)}
+            if not of_class <= bases:
+                return names
+            bases.add(name)
+        case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            names.add(name)
+        case ast.Name(id=name, ctx=ast.Store()):
+            names.add(name)
+        case ast.Attribute(value=ast.Name(id="self"), attr=name, ctx=ast.Store()):
+            names.add(name)
+    return names.union(*(_defined_in(each, bases) for each in ast.iter_child_nodes(node)))
 
 
 @functools.cache

@@ -47,6 +47,8 @@ def write(tmp_path, monkeypatch):
         "import torch\n\ndef test_it():\n    torch._engine\n",
         "class Own:\n    def __init__(self):\n        self._state = 1\n\n"
         "def test_it():\n    Own()\n",
+        "class Own:\n    pass\n\nregister(Own, 'tests.test_it.Own')\n\n"
+        "def test_other(unit):\n    unit._state\n\ndef test_it():\n    pass\n",
     ],
 )
 def test_public(write, source):
@@ -77,6 +79,12 @@ def test_public(write, source):
         "import torch\n\ntorch.x = vars(torch)['_meshard_unit']\n\ndef test_it():\n    pass\n",
         "class Own:\n    def __init__(self):\n        self._state = 1\n\n"
         "def test_it(unit):\n    unit._state\n",
+        "class Own:\n    def __init__(self):\n        self._state = 1\n\n"
+        "def test_it():\n    unit = make()\n    unit._state\n",
+        "import meshard\n\nclass Mine(meshard.CommLedger):\n    def _state(self):\n        pass\n\n"
+        "def test_it():\n    Mine()\n",
+        "from tests.support.models import Base\n\nclass Mine(Base):\n"
+        "    def f(self):\n        self._state = 1\n\ndef test_it():\n    Mine()\n",
     ],
 )
 def test_white_box(write, source):
