@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from meshard._comm import gradient_buffer
 from tests.support.integer_model import LEARNING_RATE, integer_loss, ternary
 from tests.support.rank_pool import shared_pool
 from tests.support.strategies import MODES
@@ -772,7 +770,6 @@ def failure(
     program: Program,
     *,
     on_processes: bool = False,
-    packs_early: bool = False,
     timeout: float = 120,
 ) -> Exception | None:
     """Play a program on its ranks; return how it fails.
@@ -780,14 +777,11 @@ def failure(
     Args:
         program: What to play.
         on_processes: And not on threads.
-        packs_early: Pack every gradient as it arrives, and not large ones alone; on threads.
         timeout: Seconds.
     """
     on = shared_pool().run if on_processes else run_threads
-    large = 1 if packs_early else gradient_buffer._LARGE
     try:
-        with mock.patch.object(gradient_buffer, "_LARGE", large):
-            on(play, program.num_ranks, program, timeout=timeout)
+        on(play, program.num_ranks, program, timeout=timeout)
     except Exception as error:
         return error
     return None
