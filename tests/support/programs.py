@@ -99,7 +99,7 @@ class Microbatch(Literal):
     between: str = "nothing"  # forward and backward
     is_last: bool = True  # as set_is_last_backward says
     is_seen: bool = True  # compared at once, which waits for reductions
-    fails: tuple[str, int] | None = None  # in what, before which block
+    fails: tuple[str, int] | None = None  # in what, before which block; ("loss", 0): above all
 
 
 Operation = Microbatch | tuple[Any, ...]  # ("step",) plays Player.do_step, with what follows
@@ -526,7 +526,10 @@ class Player:
             place = NUM_BLOCKS
         self.model.fails = (what, place)
         try:
-            self.loss(microbatch, x).backward()
+            loss = self.loss(microbatch, x)
+            if what == "loss":
+                loss.register_hook(_stop)
+            loss.backward()
         except Stop:
             pass
         else:
