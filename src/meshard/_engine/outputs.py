@@ -28,11 +28,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._engine.unit import Unit, alive, joined, listed, outside_units, units_in
+from meshard._engine.unit import Unit, alive, joined, outside_units, units_in
 from meshard._engine.unwritten import REMEDY
 from meshard._params.sharded_param import ShardedParam, UnitParam
 from meshard._torch.dtensor import local_of
 from meshard._torch.private import number_of, tree_flatten, tree_unflatten
+from meshard._torch.user_line import listed
 
 WATCHED = "_meshard_watched"  # attribute of an output that has the hook of a unit
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)

@@ -73,3 +73,9 @@ def modules_of_callers() -> Iterator[nn.Module]:
                 if issubclass(type(each), nn.Module):
                     yield each
         frame = frame.f_back
+
+
+def listed(names: list[str]) -> str:
+    """Return the first three names and how many more there are, for an error."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
