@@ -54,7 +54,7 @@ def test_a_step_logs_every_event_of_every_unit():
     assert len(events) == len(lines)
     assert [event for event in events if event.endswith(" 1")] == [
         "unshard 1", "unsharded 1", "reshard 1",
-        "unshard 1", "unsharded 1", "reduce 1", "reshard 1", "reduced 1", "step 1",
+        "unshard 1", "unsharded 1", "reshard 1", "reduce 1", "reduced 1", "step 1",
     ]  # fmt: skip
     assert [event for event in events if "shard" not in event] == [
         "reduce 1", "reduced 1", "reduce 0", "reduced 0", "step 0", "step 1",

@@ -188,9 +188,7 @@ def test_phases_of_compute_are_those_of_the_units(tmp_path):
         "forward (root)",
         "backward (root)",
         "backward 2",
-        "backward (root)",
         "backward 1",
-        "backward (root)",
     ]
 
 

@@ -125,8 +125,8 @@ def test_no_gradient_is_left_and_one_is_alive_at_the_peak(name):
     assert backward.left == 0
     assert plain_backward.left == UNITS * UNIT
     assert plain_later.peak == later.peak == 0
-    # The last unit: its weight and its gradient, beside all others.
-    assert plain_backward.peak == (UNITS + 2) * UNIT
+    # The last unit: its gradient, beside its weight or those of all others.
+    assert plain_backward.peak == (UNITS + 1) * UNIT + ROW
     # Any unit: likewise, beside that of one unit that is being reduced.
     assert backward.peak == (1 + 2) * UNIT + 2 * ROW
 
@@ -139,7 +139,7 @@ def test_what_a_step_takes_it_takes_for_one_unit():
     assert backward.left == 0 and later.peak == 0
     assert plain_later.peak == UNITS * UNIT
     assert plain_backward.left + plain_later.peak == 2 * UNITS * UNIT
-    assert backward.peak == (1 + 2 + 1) * UNIT + ROW
+    assert backward.peak == (1 + 2) * UNIT + 2 * ROW
 
 
 @on_one_rank

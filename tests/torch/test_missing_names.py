@@ -3,12 +3,8 @@
 import subprocess
 import sys
 import textwrap
-import threading
 
 import pytest
-import torch
-
-from meshard._torch.private import BackwardCall
 
 # Names for which there is a slower way.
 WITH_FALLBACK = [
@@ -87,20 +83,3 @@ def test_import_needs_none_of_them_and_errors_name_what_is_missing():
     script = textwrap.dedent(SCRIPT).format(with_fallback=WITH_FALLBACK, with_error=WITH_ERROR)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.stdout.endswith("trained\n"), done.stderr
-
-
-def test_the_call_of_a_backward_is_found_from_another_thread():
-    calls = []
-
-    def find_in_a_thread(gradient):
-        thread = threading.Thread(target=lambda: calls.append(BackwardCall()))
-        thread.start()
-        thread.join()
-        calls.append(BackwardCall())
-        assert not any(call.has_returned() for call in calls)
-
-    leaf = torch.ones(1, requires_grad=True)
-    leaf.register_hook(find_in_a_thread)
-    (leaf * 2).backward()
-    assert len(calls) == 2 and all(call.has_returned() for call in calls)
-    assert not BackwardCall().has_returned()  # outside of a backward nothing is known

@@ -321,6 +321,8 @@ class ModuleHooks(UnitHook):
             arguments = (*args, *kwargs.values())
             result = detached_from_others(result, arguments, watched.call.began_at)
             watch_outputs(result, watched)
+            if not watched.this.is_watched and unit.lifecycle.is_idle:
+                unit.lifecycle.recorder.close([watched.this])  # no hook tells of its backward
         return None if result is output else result
 
     @skip_dynamo_once

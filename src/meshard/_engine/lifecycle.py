@@ -305,8 +305,6 @@ class Lifecycle:
         unit.step.modules_run.add(id(module))
         if is_hidden:
             unit.group.keep()
-            if not self.running and not self.recorder.current.is_watched:
-                self.recorder.close([self.recorder.current])  # no hook tells of its backward
         if failed:
             unit.group.give(Lease.RUNS | Lease.USER)
         elif (
@@ -794,6 +792,8 @@ class Lifecycle:
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         gradients = unit.gradients
         self._queue.finish_partials_of(gradients)
+        if gradients.arrived:  # by a backward that has not reached the forward of the unit
+            self._end_use(unit, Lease.LATER)
         if gradients.is_pending or gradients.arrived:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
         elif ends_window:

@@ -252,6 +252,7 @@ class ParamGroup:
                 gone = frozenset(index for index, (param, old) in pairs if param.sharded is not old)
                 if gone:
                     self.gradients.clear(gone)  # what is pending belongs to the old parameters
+                self._versions = list(map(_VERSION, self.params))
                 self.reshard()
                 self.unit_params.rebuild()
                 self.num_rebuilds += 1
@@ -381,7 +382,8 @@ class ParamGroup:
         if self._unsharded_version == _UNKNOWN:
             self._unsharded_version = self.version  # a forward may use them too
         self.leases |= why
-        pending_holders.add(self)
+        if why == Lease.KEPT:
+            pending_holders.add(self)
 
     def give(self, why: int, *, keep_post_forward: bool = False, keeps_copy: bool = False) -> None:
         """Stop holding the unsharded parameters for a reason. With no lease left, reshard.
@@ -567,7 +569,11 @@ class ParamGroup:
     def _differs(self, param: UnitParam) -> bool:
         """Whether this rank's part of an unsharded parameter is not its shard any more."""
         shard, unsharded = plain_of(param.sharded).detach(), plain_of(param.unsharded).detach()
-        if not is_plain(unsharded) or unsharded.shape != param.layout.shape:
+        if (
+            param.unsharded is param.sharded
+            or not is_plain(unsharded)
+            or unsharded.shape != param.layout.shape
+        ):
             return False
         own = param.layout.own_part(unsharded, self.spec.mesh_info.shard_rank)
         return not torch.equal(own, shard.to(own.device, own.dtype))
@@ -603,9 +609,9 @@ class ParamGroup:
         """Make modules hold the sharded parameters."""
         if self.state is ParamState.INSTALLED:
             self._carry_flags()
-            pending_holders.discard(self)
             install_sharded(self.params)
             self._move(ParamState.UNSHARDED)
+        pending_holders.discard(self)
 
     def _carry_flags(self) -> None:
         """Let the sharded parameters have the flags that users have set on unsharded ones.
