@@ -191,8 +191,7 @@ class GradientSetters(_AnyModule):
         until ``finalize_backward``.
 
         Raises:
-            RuntimeError: This is not the root; a backward is under way or not finalized yet; or a
-                loop over ``uneven_batches`` is under way, which does not work in this mode.
+            RuntimeError: This is not the root, or a backward is under way or not finalized yet.
         """
         check_bool("enabled", enabled)
         _lifecycle_of_root(self, "set_manual_backward_finalization").set_manual(enabled)

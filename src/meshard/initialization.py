@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast, gather_from_all
-from meshard._comm.first_values import INT_OF_SIZE, ranks_of, rows_of_all_ranks
+from meshard._comm.first_values import INT_OF_SIZE, ranks_of, rows_over_mesh
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
 from meshard._engine.unwritten import is_untouched, poisoned
@@ -261,11 +261,9 @@ def _check_on_meta_alike(groups: list[ParamGroup]) -> None:
         # Meshes that users have made separately may be equal.
         own = [group for group in groups if group.spec.mesh_info.mesh == mesh]
         params = [param for group in own for param in sharded_params(group)]
-        rows = [[sum(local_of(param.sharded).is_meta for param in params)]]
-        for process_group in mesh_info.groups:
-            purpose = "comparison of ranks by materialize"
-            rows = rows_of_all_ranks(rows, process_group, device_of(mesh), purpose=purpose)
-        counts = dict(zip(ranks_of(mesh_info), (count for (count,) in rows), strict=False))
+        num_meta = sum(local_of(param.sharded).is_meta for param in params)
+        rows = rows_over_mesh([num_meta], mesh_info, purpose="comparison of ranks by materialize")
+        counts = dict(zip(ranks_of(mesh_info), (count for (count,) in rows), strict=True))
         if len(set(counts.values())) > 1:
             raise ValueError(
                 "materialize initialises the model as one, but ranks have different numbers of "

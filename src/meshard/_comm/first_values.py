@@ -72,10 +72,11 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
             sum(values is not None and values.is_written is each for values in samples)
             for each in (True, False)
         )
-        rows = [[totals[0], which, totals[1], written, unwritten]]
-        purpose = "comparison of initial values, before the first reduction"
-        for group in mesh_info.groups:
-            rows = rows_of_all_ranks(rows, group, device_of(mesh_info.mesh), purpose=purpose)
+        rows = rows_over_mesh(
+            [totals[0], which, totals[1], written, unwritten],
+            mesh_info,
+            purpose="comparison of initial values, before the first reduction",
+        )
         ranks = ranks_of(mesh_info)
         if any(row[1] != which for row in rows):  # ranks have samples of different parameters
             _warn_if_some_loaded(dict(zip(ranks, rows, strict=False)))
@@ -108,17 +109,21 @@ def _warn_if_some_loaded(rows: dict[int, list[int]]) -> None:
         )
 
 
-def rows_of_all_ranks(
-    rows: list[list[int]], group: dist.ProcessGroup, device: torch.device, *, purpose: str
-) -> list[list[int]]:
-    """Return the ``rows`` of all ranks, in rank order. **Collective:** all ranks of ``group``."""
-    # torch's fake backend leaves outputs unfilled, so there is nothing to compare.
-    if group.size() == 1 or backend_name(group, device) == "fake":
-        return rows
-    width, own = len(rows[0]), [number for row in rows for number in row]
-    of_all = exchange_numbers(own, group, device, purpose=purpose)
-    gathered = [number for each in of_all for number in each]
-    return [gathered[start : start + width] for start in range(0, len(gathered), width)]
+def rows_over_mesh(row: list[int], mesh_info: MeshInfo, *, purpose: str) -> list[list[int]]:
+    """Return the ``row`` of every rank, in the order of ``ranks_of``.
+
+    Over torch's fake backend it returns this rank's row for every rank.
+    **Collective:** all ranks of the mesh; one all-gather per process group.
+    """
+    device, numbers = device_of(mesh_info.mesh), row
+    for group in mesh_info.groups:
+        if backend_name(group, device) == "fake":  # it leaves outputs unfilled
+            numbers = numbers * group.size()
+        elif group.size() > 1:
+            gathered = exchange_numbers(numbers, group, device, purpose=purpose)
+            numbers = [number for each in gathered for number in each]
+    width = len(row)
+    return [numbers[start : start + width] for start in range(0, len(numbers), width)]
 
 
 def ranks_of(mesh_info: MeshInfo) -> list[int]:

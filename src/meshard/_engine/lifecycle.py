@@ -142,11 +142,6 @@ class Lifecycle:
         self.finalization: ManualFinalization | None = None
         self.schedule = StepSchedule()
         self.retained = RetainedUnits()
-        # The divide factor of units for which the user has not set one. None: the number of ranks.
-        self.usual_divide_factor: float | None = None
-        # ``meshard.uneven_batches`` sets this function during its loop. It is called before each
-        # reduction over all ranks (``FULL``).
-        self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
         # The passes whose autograd graph may be alive on this rank: hooks in a graph keep its pass
@@ -724,8 +719,6 @@ class Lifecycle:
         return forward_pass.may_begin_inside(call, self._num_backwards)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
-        if over_replicas and self.before_reduction is not None:
-            self.before_reduction()
         on_reduced = None
         if unit.on_reduced:
             self._queue.finish_of(unit.gradients)
@@ -745,7 +738,6 @@ class Lifecycle:
             unit.settings,
             over_replicas=over_replicas,
             ends_window=ends_window,
-            usual_factor=self.usual_divide_factor,
             on_reduced=on_reduced,
         )
         if ends_window:
@@ -904,11 +896,11 @@ class Lifecycle:
         is_unfinished = finalization is not None and (
             finalization.is_due or finalization.started is not None
         )
-        if is_unfinished or graph_task_id() >= 0 or self.before_reduction is not None:
+        if is_unfinished or graph_task_id() >= 0:
             raise RuntimeError(
-                "set_manual_backward_finalization cannot change the mode during a backward, "
-                "between a backward and its finalize_backward() (or reset_iter_state()), or in a "
-                "loop over uneven_batches; change it before the first forward of a step."
+                "set_manual_backward_finalization cannot change the mode during a backward, or "
+                "between a backward and its finalize_backward() (or reset_iter_state()); change it "
+                "before the first forward of a step."
             )
         self.finalization = ManualFinalization() if enabled else None
 

@@ -149,7 +149,6 @@ class ParamGroup:
         # Optimizer steps. They are counted because torch's foreach kernels edit a DTensor without
         # raising its version counter.
         self.num_steps = 0
-        self.num_effective_steps = 0  # steps that found a .grad
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.was_resharded_between = False  # a forward since the last step has resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
@@ -342,7 +341,6 @@ class ParamGroup:
         log_event("step", self.unit_params.label)
         self.install_sharded()  # a copy that a forward has left installed is stale now
         self.num_steps += 1
-        self.num_effective_steps += any(p.sharded.grad is not None for p in self.params)
         self.was_resharded_between = False
         self.gradients.end_window()
 
