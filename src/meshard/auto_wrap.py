@@ -68,14 +68,12 @@ def fully_shard_units(
             a sibling of their own class, children of a ``ModuleDict`` if several are all of one
             class, and the only child of a ``ModuleList``. Of nested blocks the outermost count.
             If there are no blocks: one unit, and a warning.
-        min_params: The fewest elements that a unit may have. A smaller one becomes part of the unit
-            around it. If that is the root, small neighbours are first joined into one unit, where
-            they have enough elements together.
+        min_params: The fewest elements that a unit may have. A module with fewer stays in the unit
+            around it.
         sync_init: First overwrite the parameters that it shards, and all buffers, with those of the
             first rank of the mesh. Without it every rank must hold the same values.
         overrides: Called as ``(fqn, module)`` for every unit, the root (``""``) included; returns
             arguments of ``fully_shard`` that differ for this unit (None: the default), or None.
-            Neighbours for which it returns the same may become one unit.
         fully_shard_kwargs: All other arguments of ``fully_shard``, for every unit.
 
     Returns:
@@ -117,12 +115,10 @@ def fully_shard_units(
     for fqn, param, _ in free:
         check_free(fqn, param, joined(own_class(model).__name__, fqn))
     refuse_shared_memory(free, [model])
-    inside_root = _distribute(free, planned, holders, min_params)
+    _distribute(free, planned, holders, min_params)
     mesh = mesh if mesh is not None else default_mesh()
     for_all = {"mesh": mesh, **fully_shard_kwargs}
     calls = {module: _arguments(names[module], module, for_all, overrides) for module in planned}
-    neighbours = [module for module in names if module in inside_root]
-    modules_of_units = _join_small(neighbours, planned, calls, min_params)
     for module, found in planned.items():
         check_parameters(found, device_of(calls[module]["mesh"]))
     if sync_init:
@@ -134,8 +130,8 @@ def fully_shard_units(
         take_values_of_first_rank(model.buffers(), mesh_info)
     _warn_about_narrow(planned)
     with hoisting({each.param: module for module, found in planned.items() for each in found}):
-        for modules in modules_of_units:
-            fully_shard(modules, **calls[modules[0]])
+        for module in planned:
+            fully_shard(module, **calls[module])
     unit_names = _unit_names(model)
     if not chosen and len(unit_names) == 1:
         warn_user(
@@ -187,7 +183,6 @@ def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]
 
 Holders = dict[nn.Module, list[nn.Module]]  # module -> its holders; these come first
 Planned = dict[nn.Module, list[Collected]]  # the parameters of each unit, with all their uses
-Calls = dict[nn.Module, dict[str, Any]]  # the arguments of ``fully_shard`` for each unit
 
 
 def _holders_in(model: nn.Module) -> Holders:
@@ -307,67 +302,22 @@ def _free_parameters(
 
 def _distribute(
     params: list[Collected], planned: Planned, holders: Holders, min_params: int
-) -> set[nn.Module]:
-    """Give every parameter to a planned unit, and remove units that are too small.
-
-    Returns the units directly inside the root. Small ones among them stay for ``_join_small``.
-    """
+) -> None:
+    """Give every parameter to a planned unit, and remove units that are too small."""
     around: dict[nn.Module, list[nn.Module]] = {}  # what is on all paths from the root to a module
-    has_one_path: dict[nn.Module, bool] = {}
     for module, outer in holders.items():
         around[module] = [*(_in_all([around[each] for each in outer]) if outer else ()), module]
-        has_one_path[module] = len(outer) < 2 and all(has_one_path[each] for each in outer)
-
-    def unit_around(modules: list[nn.Module]) -> nn.Module:
-        return next(module for module in reversed(modules) if module in planned)
 
     def give(found: list[Collected]) -> None:
         for each in found:
-            planned[unit_around(_in_all([around[owner] for owner, _ in each.owners]))].append(each)
+            outer = _in_all([around[owner] for owner, _ in each.owners])
+            planned[next(each for each in reversed(outer) if each in planned)].append(each)
 
     give(params)
-    *inner, root = planned
-    inside_root: set[nn.Module] = set()
+    *inner, _ = planned
     for module in inner:
-        own = planned[module]
-        if own and has_one_path[module] and unit_around(around[module][:-1]) is root:
-            inside_root.add(module)
-        elif _numel(own) < max(min_params, 1):
-            del planned[module]
-            give(own)
-    return inside_root
-
-
-def _numel(found: list[Collected]) -> int:
-    return sum(each.param.numel() for each in found)
-
-
-def _join_small(
-    neighbours: list[nn.Module], planned: Planned, calls: Calls, min_params: int
-) -> list[list[nn.Module]]:
-    """Join neighbouring units that are too small; what is too small even so goes to the root.
-
-    Returns the modules of each unit, inner units first. Modules of one unit have the same
-    arguments.
-    """
-    enough, (*_, root) = max(min_params, 1), planned
-    groups: list[list[nn.Module]] = []
-    for arguments, row in itertools.groupby(
-        neighbours, lambda each: calls[each] if _numel(planned[each]) < enough else None
-    ):
-        group: list[nn.Module] = []
-        size = 0
-        for module in row if arguments is not None else ():
-            group.append(module)
-            size += _numel(planned[module])
-            if size >= enough:
-                groups.append(group)
-                group, size = [], 0
-        for module in group:
-            planned[root] += planned.pop(module)
-    joined_ones = set(itertools.chain(*groups))
-    alone = [[module] for module in planned if module not in joined_ones]
-    return [*alone[:-1], *groups, [root]]
+        if sum(each.param.numel() for each in planned[module]) < max(min_params, 1):
+            give(planned.pop(module))
 
 
 # --- checks --------------------------------------------------------------------------------
