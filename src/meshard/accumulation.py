@@ -73,12 +73,12 @@ def microbatches(
     ``set_is_last_backward`` are set before each batch is yielded, and restored when the loop ends.
     ``batches`` is read one batch ahead.
 
-    If a forward or backward raises (but not a forward without grad), the gradients that the loop
-    has accumulated are dropped. Do not catch the exception inside the loop: the next iteration
-    would raise a RuntimeError.
+    If the loop is left before its last batch has run (by an exception or ``break``), the gradients
+    that it has accumulated are dropped. Do not catch exceptions of a forward or backward inside the
+    loop: the next iteration would raise a RuntimeError.
 
     Raises:
-        RuntimeError: After an iteration that dropped accumulated gradients, but by ``zero_grad``.
+        RuntimeError: After a microbatch that failed while gradients were accumulated.
         TypeError: ``until_last`` is not a ``GradientSync``.
         ValueError: There is no unit in ``module``.
 
@@ -98,13 +98,12 @@ def microbatches(
 def _microbatches(
     batches: Iterable[Batch], until_last: GradientSync, units: list[Unit]
 ) -> Iterator[Batch]:
-    lifecycles = {id(unit.lifecycle): unit.lifecycle for unit in units}.values()
+    lifecycles = list({id(unit.lifecycle): unit.lifecycle for unit in units}.values())
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
     modes_before = [unit.settings.sync for unit in units]
-    for lifecycle in lifecycles:
-        abort_if_interrupted(lifecycle)  # a failure before this loop does not count
-    voided_before = [lifecycle.failure.num_voided for lifecycle in lifecycles]
+    voided_before = _count_voided(lifecycles)
     windows = [unit.gradients.window for unit in units]
+    is_complete = False
     try:
         for window in windows:
             window.is_in_loop = True
@@ -115,30 +114,28 @@ def _microbatches(
             for unit in units:
                 unit.settings.sync = GradientSync.FULL if is_last else until_last
             yield batch
-            if _has_dropped(lifecycles, voided_before):
+            if _count_voided(lifecycles) != voided_before:
                 raise RuntimeError(
-                    "a forward or backward in this loop over microbatches() raised (or "
-                    "reset_iter_state() was called), which has dropped the gradients that the "
-                    "window had accumulated, so it would step by the other microbatches only. Let "
-                    "the exception end the loop; then begin the window anew, by another call of "
-                    "microbatches(), or skip the step."
+                    "a microbatch of this loop over microbatches() failed, which has dropped the "
+                    "gradients of the window; run the window again, or skip it."
                 )
+        is_complete = True
     finally:
         for window in windows:
             window.is_in_loop = False
         for lifecycle, was_last in zip(lifecycles, before, strict=True):
             lifecycle.is_last_backward = was_last
+            if not is_complete and lifecycle.is_idle:
+                lifecycle.abort()
         for unit, mode in zip(units, modes_before, strict=True):
             unit.settings.sync = mode
 
 
-def _has_dropped(lifecycles: Iterable[Lifecycle], voided_before: list[int]) -> bool:
-    """Whether gradients were dropped since ``voided_before`` was read, or a clean-up is due."""
-    if any(lifecycle.failure.has_happened() for lifecycle in lifecycles):
-        return True  # not cleaned up here: until that is done, optimizers refuse to step
+def _count_voided(lifecycles: Iterable[Lifecycle]) -> list[int]:
+    """Return how often the windows of each root were dropped, also by what has just failed."""
     for lifecycle in lifecycles:
         abort_if_interrupted(lifecycle)
-    return [lifecycle.failure.num_voided for lifecycle in lifecycles] != voided_before
+    return [lifecycle.failure.num_voided for lifecycle in lifecycles]
 
 
 # --- pending gradients ---------------------------------------------------------------------------
