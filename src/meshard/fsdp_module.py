@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import deprecated
 
 from meshard._comm.communicator import CommSettings, can_allocate
-from meshard._engine.deepcopy import FORWARD_METHODS, copy_with_units, reduce_as_plain
+from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
@@ -66,6 +66,11 @@ def _write(module: Any, recurse: bool, **settings: Any) -> None:
 
 
 # --- registered forward methods ------------------------------------------------------------------
+
+# The name of a dict that is an attribute of modules. A key is the name of a method registered by
+# ``register_fsdp_forward_method``. The value is the method that the user had set on the module
+# itself; None: the module had none of its own.
+FORWARD_METHODS = "_meshard_forward_methods"
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -330,8 +335,9 @@ class GradientSetters(_AnyModule):
         raise TypeError(f"a sharded or replicated {name} needs copy.deepcopy, not copy.copy.")
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickle as a plain module. If it has shards, this works only in ``unsharded_params``."""
-        return reduce_as_plain(self)
+        """Raise a TypeError: a pickle would have no units."""
+        name = own_class(self).__name__
+        raise TypeError(f"a sharded or replicated {name} cannot be pickled; save its state_dict().")
 
 
 class FSDPModule(GradientSetters, TorchFSDPModule):

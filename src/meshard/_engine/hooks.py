@@ -53,7 +53,6 @@ from meshard._engine.unit import (
     units_of,
     with_siblings,
 )
-from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
 from meshard._params.unit_params import is_alias
 from meshard._torch.dtensor import is_placed_like, is_plain, local_of, plain_of, set_local
@@ -251,29 +250,6 @@ def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
     return type(one) is type(other)  # a subclass, such as float8, has its memory in inner tensors
 
 
-def check_may_pickle(unit: Unit | None) -> None:
-    """Raise if ``unit`` was freed (None), runs, has pending gradients, or has only shards here.
-
-    On ranks where ``unsharded_params`` has unsharded it, it has more than shards.
-    """
-    name = "a unit that is gone"
-    if unit is not None:
-        group, name = unit.group, f"unit {unit.label!r}"
-        unit.lifecycle.check_between_steps(unit, "pickle")
-        group.finish_pending_step()
-        group.check_nothing_is_pending()
-        if not group.params or isinstance(group.unit_params, ReplicatedParams):
-            return
-        if group.is_summoned and group.summoned_by.unshards_here(group):
-            return
-    raise TypeError(
-        f"a module of {name} cannot be pickled here: this rank has shards of its parameters. "
-        "Pickle it inside meshard.unsharded_params(module), as a plain module; or save its "
-        "state_dict() (shards with torch.distributed.checkpoint, or unsharded by "
-        "get_model_state_dict with full_state_dict=True)."
-    )
-
-
 class UnitHook:
     """A hook that refers weakly to its unit."""
 
@@ -288,15 +264,6 @@ class UnitHook:
         if id(unit) in memo:
             copied._unit = weakref.ref(memo[id(unit)])
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a function that does nothing: a pickled module is a plain one, without units.
-
-        As a forward hook, that function would replace the output by its result. So pickles leave
-        forward hooks out.
-        """
-        check_may_pickle(self._unit())
-        return partial, (nn.Identity,)  # a callable of torch's that takes any arguments
 
 
 class ModuleHooks(UnitHook):

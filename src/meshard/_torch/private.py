@@ -472,7 +472,6 @@ state_of = getattr(_fully_shard, "state", lambda _: None)
 # The key in a module's ``__dict__`` under which ``state_of`` looks.
 _STATES = getattr(_contract, "STATE_KEY", "")
 # The keys in a module's ``__dict__`` that ``register_as_sharded`` writes.
-composable_keys = {key for key in (_registry, _STATES) if key}
 
 
 def register_as_sharded(module: nn.Module, state: object) -> None:
