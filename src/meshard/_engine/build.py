@@ -25,8 +25,6 @@ from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
     register_load_hooks,
-    register_outside_hooks,
-    remove_outside_hooks,
     run_in_unit,
 )
 from meshard._engine.lifecycle import Lifecycle
@@ -519,15 +517,11 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for inner, fqn in inside.items():
         inner.fqn = fqn
         if inner.parent is None:
-            if inner.children:  # it was a root around units: see ``register_outside_hooks``
-                remove_outside_hooks(inner)
             own[-1].add_child(inner)
     units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)
     root = Root(units, name_root(groups), Lifecycle)
-    if inside:
-        register_outside_hooks(unit)
     root.has_new_buffers = any(each.has_new_buffers for each in roots)
     for lifecycle in used:
         if lifecycle.finalization is not None:

@@ -30,13 +30,12 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.utils.parametrize import ParametrizationList
 
+from meshard._engine.explain import explain, explain_uncaught
 from meshard._engine.lifecycle import Lifecycle, OtherThreadError, RefusedError
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
     detached_from_others,
-    explain,
-    explain_outside,
     left_in,
     may_collect,
     moved_from_host,
@@ -90,6 +89,7 @@ def register_hooks(unit: Unit) -> None:
     Also register hooks on ``state_dict``, and cast buffers to ``buffer_dtype``, if it is set.
     """
     _watch_registrations()
+    explain_uncaught()
     hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
         module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
@@ -314,7 +314,7 @@ class ModuleHooks(UnitHook):
             return None
         failed = output is None and has_raised(module)
         if failed:
-            explain(sys.exc_info()[1], unit, module, (args, kwargs))
+            explain(sys.exc_info()[1], unit)
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         lifecycle = unit.lifecycle
@@ -376,58 +376,6 @@ def run_in_unit(
     for each in reversed(with_siblings(unit)):
         method = partial(ModuleHooks(each).run, module, method)
     return method(*args, **kwargs)
-
-
-class _OutsideHook(UnitHook):
-    """A hook on a module that is inside a root and has no unit.
-
-    If the user calls that module by itself, and it fails because it reads a shard, the hook
-    explains the error.
-    """
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if output is None:  # torch.compile traces this line only, as ``_explain`` is skipped
-            self._explain(module)
-
-    @skip_dynamo
-    def _explain(self, module: nn.Module) -> None:
-        unit = self._unit()
-        if unit is None or not has_raised(module):
-            return
-        lifecycle = unit.root.lifecycle
-        if lifecycle is None or lifecycle.is_idle:
-            explain_outside(sys.exc_info()[1], alive(unit.root.units))
-
-
-def register_outside_hooks(unit: Unit) -> None:
-    """Register hooks that explain errors of the modules in ``unit`` that are in no inner unit.
-
-    A hook costs each call of its module a microsecond or two. So only a root around other units has
-    such hooks: most of its modules are in inner units, and get none.
-    """
-    if unit.params and not unit.gradients.is_replicated:
-        for module in _modules_inside(unit):
-            module.register_forward_hook(_OutsideHook(unit), always_call=True)
-
-
-def remove_outside_hooks(unit: Unit) -> bool:
-    """Undo ``register_outside_hooks``; return whether there was any hook."""
-    found = [
-        (module, number)
-        for module in _modules_inside(unit)
-        for number, hook in module._forward_hooks.items()
-        if isinstance(hook, _OutsideHook)
-    ]
-    for module, number in found:
-        del module._forward_hooks[number]
-        module._forward_hooks_always_called.pop(number, None)
-    return bool(found)
-
-
-def _modules_inside(unit: Unit) -> list[nn.Module]:
-    modules = alive(unit.modules)
-    inside = [each for module in modules for _, each in outside_units("", module, set())]
-    return [each for each in dict.fromkeys(inside) if each not in modules]
 
 
 class Watched(NamedTuple):
