@@ -22,11 +22,11 @@ from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of
-from meshard._engine.unwritten import watching_buffers
 from meshard._gradients.settings import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.dtensor import gradient_dtype
-from meshard._torch.private import skip_dynamo_once, state_of, too_new
+from meshard._torch.private import is_of_to_empty, skip_dynamo_once, state_of, too_new
+from meshard.initialization import poisoned
 from meshard.policies import (
     AllGather,
     GradientSync,
@@ -549,8 +549,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         @functools.wraps(fn)  # units inside recognise to_empty() by the name of its function
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
-            # Contiguous, because a part of a flat buffer cannot be in channels_last, for example.
-            return applied.contiguous() if isinstance(applied, DTensor) else applied
+            if isinstance(applied, DTensor):
+                return applied.contiguous()  # a part of a flat buffer is in no other format
+            return poisoned(applied) if is_of_to_empty(fn) else applied
 
         shards = [param.sharded for group in groups for param in group.params]
         chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
@@ -559,9 +560,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         # both are set again below.
         for param, *_ in chosen:
             param.grad = None
-        with watching_buffers(self, fn, recurse=recurse):
-            # Not torch's FSDPModule._apply, which reads torch's own state.
-            result = super(TorchFSDPModule, self)._apply(apply, recurse)
+        # Not torch's FSDPModule._apply, which reads torch's own state.
+        result = super(TorchFSDPModule, self)._apply(apply, recurse)
         for param, dtype, grad in chosen:
             param.grad_dtype = dtype
             param.grad = None if grad is None else apply(grad).to(dtype)

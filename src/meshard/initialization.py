@@ -8,6 +8,7 @@ with the same random numbers on every rank, and each rank keeps its part.
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
@@ -20,7 +21,6 @@ from meshard._comm.blocking import broadcast, gather_from_all
 from meshard._comm.first_values import INT_OF_SIZE, ranks_of, rows_over_mesh
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
-from meshard._engine.unwritten import is_untouched, poisoned
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import (
@@ -32,6 +32,32 @@ from meshard._torch.dtensor import (
     plain_tensors_in,
 )
 from meshard.weights import SummonedUnit
+
+# --- memory without values -----------------------------------------------------------------
+
+
+def _poison_of(dtype: torch.dtype) -> float | int | None:
+    """Return a value that no initialisation writes; None if the dtype has none to spare."""
+    if (dtype.is_floating_point and dtype.itemsize > 1) or dtype.is_complex:
+        return math.nan
+    if dtype in (torch.int16, torch.int32, torch.int64):
+        return torch.iinfo(dtype).min
+    return None
+
+
+def poisoned(new: torch.Tensor) -> torch.Tensor:
+    """Fill new memory so that it shows which elements have not been written to."""
+    poison = _poison_of(new.dtype)
+    return new if poison is None else new.fill_(poison)
+
+
+def _is_untouched(tensor: torch.Tensor) -> bool:
+    """Whether some elements of ``tensor`` still have the value that ``poisoned`` wrote."""
+    poison = _poison_of(tensor.dtype)
+    return poison is not None and bool((tensor.isnan() | (tensor == poison)).any())
+
+
+# --- materialize ---------------------------------------------------------------------------
 
 
 @torch.inference_mode(False)  # the module may train later, so it must hold no inference tensors
@@ -162,7 +188,7 @@ class _Initialisation:
         finally:
             for summoned in self._summoned.values():
                 summoned.close()
-        self.untouched += [name for name, tensor in self._given.values() if is_untouched(tensor)]
+        self.untouched += [name for name, tensor in self._given.values() if _is_untouched(tensor)]
 
     def _visit(self, fqn: str, module: nn.Module) -> None:
         if module in self._seen:
@@ -213,7 +239,7 @@ class _Initialisation:
             values = summoned.edited_values()
             for param, value in zip(summoned.params, values, strict=True):
                 name = self._new.pop(param, None)
-                if name is not None and is_untouched(value):
+                if name is not None and _is_untouched(value):
                     self.untouched.append(name)
             summoned.close()
             summoned.write(values)

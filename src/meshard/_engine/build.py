@@ -521,8 +521,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)
-    root = Root(units, name_root(groups), Lifecycle)
-    root.has_new_buffers = any(each.has_new_buffers for each in roots)
+    Root(units, name_root(groups), Lifecycle)
     for lifecycle in used:
         if lifecycle.finalization is not None:
             unit.lifecycle.finalization = ManualFinalization()

@@ -37,7 +37,6 @@ from meshard._engine.param_group import ParamGroup, ParamState, refuse_backward_
 from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
 from meshard._engine.step_state import BackwardRun, ManualFinalization
 from meshard._engine.unit import Root, Unit, alive, buckets_in
-from meshard._engine.unwritten import warn_about_unwritten
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
@@ -197,9 +196,6 @@ class Lifecycle:
         self.abort_if_failed()
         if self.forward is None and self.backward is None:
             self._refuse_unless_waited("a forward")
-            if unit.root.has_new_buffers:
-                unit.root.has_new_buffers = False
-                without_modes(warn_about_unwritten, alive(self.units()[0].modules))
             self._refuse_other_reductions()
             # Set before the rest, so that a second thread, and the clean-up after an interrupt, see
             # that a forward runs.
