@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from meshard._comm.divergence import is_debugging
 from meshard._engine.build import (
     Collected,
     allocate,
@@ -46,7 +45,6 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import warn_user
 from meshard.fsdp_module import FSDPModule, StageState
-from meshard.initialization import check_same_start
 from meshard.optim.hooks import watch_optimizers
 from meshard.policies import (
     DataParallelMeshDims,
@@ -164,11 +162,6 @@ def fully_shard(
     plans = plan(found, mesh_info, shard_placement_fn, policy)
     device = device_of(mesh_info.mesh)
     host = _host_location(offload_policy, device)
-    if is_debugging():
-        classes = ", ".join(type(each).__name__ for each in modules)
-        for each in plans:
-            named = [(found.fqn, found.param) for found in each.found]
-            check_same_start(named, each.mesh_info, classes)
     units = []
     with torch.inference_mode(mode=False):  # inference tensors would have no version counters
         for each in plans:

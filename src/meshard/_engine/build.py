@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import is_debugging, name_root
+from meshard._comm.divergence import name_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_hooks,
@@ -394,8 +394,7 @@ def allocate(
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
     unit.set_params(unit_params)
-    if not is_debugging():  # under MESHARD_DEBUG=1 ``check_same_start`` has compared all values
-        unit.group.record_first_values(locals_)
+    unit.group.record_first_values(locals_)
     return unit
 
 

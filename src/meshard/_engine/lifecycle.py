@@ -29,7 +29,7 @@ from torch import nn
 
 from meshard._comm import spans
 from meshard._comm.communicator import Communicator, StepPhase
-from meshard._comm.first_values import warn_if_different
+from meshard._comm.first_values import compare_first_values
 from meshard._communicators import make_communicator
 from meshard._engine.manual_unshard import ManualUnshard
 from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
@@ -151,9 +151,7 @@ class Lifecycle:
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names
-        # Whether ranks have compared their initial weights. Under MESHARD_DEBUG=1 (``is_checked``)
-        # ``fully_shard`` has compared them.
-        self._has_compared = comm.is_checked
+        self._has_compared = False  # whether ranks have compared their initial weights
         self._queue = ReduceQueue(comm)
         self.use(comm)
 
@@ -727,8 +725,6 @@ class Lifecycle:
                     "ordinary way (detach() of what overlap_optimizer has returned)."
                 )
             on_reduced = functools.partial(self.notify_reduced, unit) if ends_window else None
-        if over_replicas and not self._has_compared:
-            self._compare_first_values()
         self._queue.start(
             unit.gradients,
             unit.settings,
@@ -736,19 +732,21 @@ class Lifecycle:
             ends_window=ends_window,
             on_reduced=on_reduced,
         )
+        if over_replicas and not self._has_compared:
+            self._compare_first_values()
         if ends_window:
             unit.gradients.end_window()
 
     def _compare_first_values(self) -> None:
-        """Warn if ranks have different initial weights. Called before a collective of all ranks.
+        """Tell of different initial weights on ranks. Called after a collective of all ranks.
 
         **Collective:** the meshes of all sharded units. ``CommLedger`` does not list it.
         """
-        self._has_compared = True
         groups = [group for group in self.groups() if group.params]
         sharded = [group for group in groups if not group.gradients.is_replicated]
-        brought = [(group.spec.mesh_info, group.take_first_values()) for group in sharded]
-        without_modes(warn_if_different, brought)
+        brought = [(group.spec.mesh_info, group.first_values()) for group in sharded]
+        without_modes(compare_first_values, brought)
+        self._has_compared = True
 
     def notify_reduced(self, unit: Unit) -> None:
         """Call ``unit.on_reduced``, once per backward, when its gradients are published."""

@@ -164,7 +164,7 @@ class ParamGroup:
         self._post_forward_shard: PostForwardShard | None = None
         # Two sums over a few elements of the initial weights. The first is over unsharded weights;
         # ranks compare it. The second is over this rank's shards; it tells whether the shards were
-        # written to since. None: nothing was recorded, or ``take_first_values`` has returned it.
+        # written to since. None: nothing was recorded.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # All optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
         # Under ``replicate`` also some that step parameters of other buckets.
@@ -263,11 +263,11 @@ class ParamGroup:
         if total is not None and sharded is not None:
             self._first = FirstValues(which, total), sharded
 
-    def take_first_values(self) -> FirstValues | None:
-        """Return the recorded sample once; after that, or if there is none, return None."""
+    def first_values(self) -> FirstValues | None:
+        """Return the recorded sample, if there is one."""
         if self._first is None:
             return None
-        (values, sharded), self._first = self._first, None
+        values, sharded = self._first
         shards = self._shards(values.which)
         # Compare values, because writes through ``param.data`` do not raise the version counter.
         now = sum_of_samples(shards)
