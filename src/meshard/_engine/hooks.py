@@ -262,7 +262,7 @@ class UnitHook:
         vars(copied).update(vars(self))
         unit = self._unit()
         if id(unit) in memo:
-            copied._unit = weakref.ref(memo[id(unit)])
+            vars(copied)["_unit"] = weakref.ref(memo[id(unit)])
         return copied
 
 
