@@ -12,9 +12,7 @@ in an order in which each module comes after those that hold it.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import itertools
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from typing import Any
@@ -36,7 +34,6 @@ from meshard._engine.unit import joined, own_class, owned_names, unit_of, withou
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.user_line import warn_user
 from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
-from meshard.diagnostics import is_too_narrow_to_step
 from meshard.initialization import refuse_meta, take_values_of_first_rank
 from meshard.policies import check_bool, check_int
 
@@ -58,7 +55,8 @@ def fully_shard_units(
     """Apply ``fully_shard`` bottom-up to the chosen modules inside ``model``, and to ``model``.
 
     A parameter that is used in several places goes to the innermost unit around all of them. Units
-    that exist stay as they are. **Collective:** every rank, with the same model and arguments.
+    that exist stay as they are, whatever the arguments.
+    **Collective:** every rank, with the same model and arguments.
 
     Args:
         model: The root.
@@ -83,7 +81,7 @@ def fully_shard_units(
     Raises:
         TypeError: An argument is of the wrong type, or unknown to ``fully_shard``.
         ValueError: A class or predicate matches no module, or a parameter cannot be sharded. Or
-            with ``sync_init`` a tensor is on the meta device on some rank; all ranks raise this.
+            with ``sync_init`` a tensor is on the meta device on this rank.
             Arguments for all units, and parameters, are checked before a module is changed, but not
             the values that ``overrides`` and ``shard_placement_fn`` return.
 
@@ -93,7 +91,7 @@ def fully_shard_units(
     ['', '0', '1']
     """
     _check_arguments(model, mesh, min_params)
-    _check_names(fully_shard_kwargs, "fully_shard_units", _OWN)
+    _check_names(fully_shard_kwargs, "fully_shard_units")
     check_bool("sync_init", sync_init)
     if overrides is not None and not callable(overrides):
         raise TypeError(f"overrides must be callable or None, got {overrides!r}.")
@@ -101,8 +99,6 @@ def fully_shard_units(
     holders = _holders_in(model)
     chosen = _choose(names, holders, units)
     if isinstance(model, TorchFSDPModule):
-        own = {"sync_init": sync_init or None, "overrides": overrides}
-        _warn_of_no_effect({**own, **fully_shard_kwargs})
         return _unit_names(model)
     ignored = as_set(fully_shard_kwargs.get("ignored_params"))
     fully_shard_kwargs["ignored_params"] = ignored  # an iterator could be read only once
@@ -124,11 +120,10 @@ def fully_shard_units(
     if sync_init:
         mesh_info = resolve_mesh_info(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
         params = ((each.fqn, each.param) for found in planned.values() for each in found)
-        refuse_meta([*params, *model.named_buffers()], mesh_info)
+        refuse_meta([*params, *model.named_buffers()])
         for module, found in planned.items():
             _take_values_of_first_rank(found, calls[module])
         take_values_of_first_rank(model.buffers(), mesh_info)
-    _warn_about_narrow(planned)
     with hoisting({each.param: module for module, found in planned.items() for each in found}):
         for module in planned:
             fully_shard(module, **calls[module])
@@ -142,25 +137,11 @@ def fully_shard_units(
     return unit_names
 
 
-def _warn_of_no_effect(options: dict[str, Any]) -> None:
-    """Warn of options that were given (not None) for a model in which every unit exists."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        warn_user(
-            f"fully_shard_units ignored {', '.join(given)}: this model is sharded already, and "
-            "units that exist stay as they are. Pass all options in the first call, or use the "
-            "setters of FSDPModule, such as set_reshard_after_forward."
-        )
-
-
-def _check_names(arguments: dict[str, Any], where: str, also: tuple[str, ...] = ()) -> None:
-    """Raise unless ``fully_shard`` takes the ``arguments``. A hint may name one of ``also``."""
-    known = [*_SIGNATURE.parameters][1:]
+def _check_names(arguments: dict[str, Any], where: str) -> None:
+    """Raise unless ``fully_shard`` takes the ``arguments``."""
     for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), [*known, *also], n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise TypeError(f"{where} got an unexpected keyword argument {name!r}{hint}")
+        if name not in [*_SIGNATURE.parameters][1:]:
+            raise TypeError(f"{where} got an unexpected keyword argument {name!r}.")
 
 
 def _unit_names(model: nn.Module) -> list[str]:
@@ -323,7 +304,6 @@ def _distribute(
 # --- checks --------------------------------------------------------------------------------
 
 _SIGNATURE = inspect.signature(fully_shard)
-_OWN = ("units", "min_params", "sync_init", "overrides")
 
 
 def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int) -> None:
@@ -357,17 +337,3 @@ def _arguments(
         chosen[name] = for_all["mesh"] if name == "mesh" else _SIGNATURE.parameters[name].default
     check_mesh(chosen["mesh"])
     return chosen
-
-
-def _warn_about_narrow(planned: Planned) -> None:
-    """Warn of parameters that an optimizer would step in a dtype narrower than float32."""
-    trained = [each for each in itertools.chain(*planned.values()) if each.param.requires_grad]
-    narrow = [each for each in trained if is_too_narrow_to_step(each.param.dtype)]
-    if narrow:
-        fqn, param, _ = narrow[0]
-        warn_user(
-            f"{len(narrow)} trainable parameters, the first is {fqn!r}, are {param.dtype}: an "
-            "optimizer that steps them rounds small updates away. Leave them in float32 and pass "
-            f"mp_policy=MixedPrecisionPolicy(param_dtype={param.dtype}), which computes and "
-            "gathers the same, or set requires_grad to False if they are not trained.",
-        )

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -516,13 +516,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for unit in units:
             from_group = enable and _can_allocate(unit)
             _use_comm(unit, replace(unit.settings.comm, from_group=from_group))
-
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Raise: meshard does not gather through symmetric memory yet."""
-        raise NotImplementedError(
-            "gathering through symmetric memory is not built; use set_custom_all_gather, or "
-            "set_allocate_memory_from_process_group_for_comm."
-        )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next gather wait for ``event`` only, not for all work of the current stream.

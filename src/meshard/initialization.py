@@ -374,23 +374,16 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
 # the parts make a model that no rank ever had, and replicas differ for good.
 
 
-def refuse_meta(named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo) -> None:
-    """Raise a ValueError on every rank if one of the tensors is on the meta device on some rank.
-
-    **Collective:** all ranks of the mesh; one small all-gather per axis.
-    """
-    own = [name for name, tensor in named if tensor.is_meta]
-    rows = rows_over_mesh([len(own)], mesh_info, purpose="sync_init")
-    ranks = [rank for rank, (count,) in zip(ranks_of(mesh_info), rows, strict=True) if count]
-    if ranks:
-        example = f" (here {own[0]!r})" if own else ""
-        raise ValueError(
-            "sync_init=True overwrites tensors in memory, but parameters or buffers are on the "
-            f"meta device on ranks {ranks}{example}. Build the model there on every rank, "
-            "leave sync_init out, and call meshard.materialize(model) after sharding. If only rank "
-            "0 has values, then let it pass them to set_model_state_dict of torch, with "
-            "broadcast_from_rank0=True."
-        )
+def refuse_meta(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise a ValueError if one of the tensors is on the meta device."""
+    for name, tensor in named:
+        if tensor.is_meta:
+            raise ValueError(
+                f"sync_init=True overwrites tensors in memory, but {name!r} is on the meta device. "
+                "Build the model there on every rank, leave sync_init out, and call "
+                "meshard.materialize(model) after sharding. If only rank 0 has values, then let it "
+                "pass them to set_model_state_dict of torch, with broadcast_from_rank0=True."
+            )
 
 
 @torch.no_grad()
