@@ -121,11 +121,12 @@ def _microbatches(
                 )
         is_complete = True
     finally:
+        is_cut_off = not is_complete and any(window.is_open for window in windows)
         for window in windows:
             window.is_in_loop = False
         for lifecycle, was_last in zip(lifecycles, before, strict=True):
             lifecycle.is_last_backward = was_last
-            if not is_complete and lifecycle.is_idle:
+            if is_cut_off and lifecycle.is_idle:
                 lifecycle.abort()
         for unit, mode in zip(units, modes_before, strict=True):
             unit.settings.sync = mode

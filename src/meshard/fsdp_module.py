@@ -325,7 +325,7 @@ class GradientSetters(_AnyModule):
         >>> layer = meshard.replicate(torch.nn.Linear(1, 1))
         >>> layer.set_custom_all_reduce(torch.distributed.all_reduce)
         """
-        _replace_comm(self, recurse, all_reduce=comm)
+        _replace_comm(self, recurse, "all_reduce", comm)
 
     def reset_iter_state(self) -> None:
         """Drop a step that was interrupted: reshard all units, close all windows."""
@@ -481,7 +481,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         ``comm`` is a ``meshard.policies.AllGather``; one written for FSDP2 fits. Groups of one rank
         do not use it. None undoes an earlier call.
         """
-        _replace_comm(self, recurse, all_gather=comm)
+        _replace_comm(self, recurse, "all_gather", comm)
 
     def set_custom_reduce_scatter(
         self, comm: ReduceScatter | None, *, recurse: bool = True
@@ -491,7 +491,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         ``comm`` is a ``meshard.policies.ReduceScatter``; one written for FSDP2 fits. Its operation
         is always SUM. None undoes an earlier call.
         """
-        _replace_comm(self, recurse, reduce_scatter=comm)
+        _replace_comm(self, recurse, "reduce_scatter", comm)
 
     def set_allocate_memory_from_process_group_for_comm(
         self, enable: bool, *, recurse: bool = True
@@ -633,16 +633,16 @@ def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
     return [weakref.ref(unit) for each in listed for unit in require_units(each, recurse=False)]
 
 
-def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
-    """Change the custom collectives of the selected units."""
-    for name, comm in changes.items():
-        needs, is_valid = "an object with allocate() and __call__()", hasattr(comm, "allocate")
-        if name == "all_reduce":
-            needs, is_valid = "a callable like torch.distributed.all_reduce", True
-        if comm is not None and not (callable(comm) and is_valid):
-            raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
+def _replace_comm(module: Any, recurse: bool, name: str, comm: Any) -> None:
+    """Change a custom collective of the selected units."""
+    needs = "an object with allocate() and __call__()"
+    is_valid = callable(comm) and hasattr(comm, "allocate")
+    if name == "all_reduce":
+        needs, is_valid = "a callable like torch.distributed.all_reduce", callable(comm)
+    if comm is not None and not is_valid:
+        raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
     for unit in require_units(module, recurse=recurse):
-        _use_comm(unit, replace(unit.settings.comm, **changes))
+        _use_comm(unit, replace(unit.settings.comm, **{name: comm}))
 
 
 def _use_comm(unit: Unit, settings: CommSettings) -> None:

@@ -198,6 +198,15 @@ def test_a_loop_that_is_left_early_drops_its_window(until_last, wrap, how):
     assert_same(full_grads(model), full_grads(plain))
 
 
+@on_threads(2)
+def test_a_loop_whose_end_is_not_asked_for_keeps_what_its_last_batch_has_reduced():
+    model, plain = wrapped("shard"), seeded(MlpStack())
+    for _, number in zip(range(3), meshard.microbatches(model, range(3)), strict=False):
+        for module in (model, plain):
+            run_microbatch(module, number, None)
+    assert_same(full_grads(model), full_grads(plain))
+
+
 class CountedEpochs:
     """Batches that are the number of the epoch; each ``iter`` begins another one, as in loaders."""
 

@@ -285,7 +285,6 @@ EXCEPT = {
     ("FSDPModule.set_custom_all_reduce", "comm"): "None class module",
     ("ReplicateModule.set_custom_all_reduce", "comm"): "None class module",
     ("ReplicateModule.register_comm_hook", "hook"): "class module",
-    ("FSDPModule.set_symm_mem_for_comm", "backend"): " ".join(JUNK),  # refused in any case
 }
 
 
@@ -342,8 +341,6 @@ def made(name):
         called = getattr(meshard, owner)
         called = getattr(called, method) if method else called
     parameters = [*inspect.signature(called).parameters.values()]
-    if owner == "ShardedGradScaler":  # it passes them on
-        parameters += inspect.signature(torch.amp.GradScaler).parameters.values()
     return called, [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
 
 
