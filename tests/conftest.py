@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 
+from tests.support.public import ROOT, is_public
 from tests.support.rank_pool import shared_pool
 
 SEED = 20
@@ -43,6 +44,18 @@ def pytest_configure(config: pytest.Config) -> None:
     """Run a test that is asked for by its name, also a slow one."""
     if config.option.markexpr == "not slow" and any("::" in each for each in config.args):
         config.option.markexpr = ""
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Mark the tests that use public names of meshard only, if they are asked for.
+
+    What decides stands in ``tests.support.public``. It reads the sources, which takes a second.
+    """
+    if "public" in item.config.option.markexpr and isinstance(item, pytest.Function):
+        path = item.path.relative_to(ROOT).with_suffix("")
+        name = item.nodeid.split("::")[1].partition("[")[0]
+        if is_public(".".join(path.parts), name):
+            item.add_marker("public")
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.first_values import ranks_of, rows_over_mesh
-from meshard._engine.hooks import abort_if_interrupted
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.unit import Unit, require_units
 from meshard.policies import GradientSync, check_iterable
@@ -74,11 +73,10 @@ def microbatches(
     ``batches`` is read one batch ahead.
 
     If the loop is left before its last batch has run (by an exception or ``break``), the gradients
-    that it has accumulated are dropped. Do not catch exceptions of a forward or backward inside the
-    loop: the next iteration would raise a RuntimeError.
+    that it has accumulated are dropped. If an exception of a forward or backward is caught inside
+    the loop, the loop goes on, and the optimizer refuses to step by what the others have left.
 
     Raises:
-        RuntimeError: After a microbatch that failed while gradients were accumulated.
         TypeError: ``until_last`` is not a ``GradientSync``.
         ValueError: There is no unit in ``module``.
 
@@ -101,12 +99,13 @@ def _microbatches(
     lifecycles = list({id(unit.lifecycle): unit.lifecycle for unit in units}.values())
     before = [lifecycle.is_last_backward for lifecycle in lifecycles]
     modes_before = [unit.settings.sync for unit in units]
-    voided_before = _count_voided(lifecycles)
-    windows = [unit.gradients.window for unit in units]
+    for lifecycle in lifecycles:
+        lifecycle.abort_if_cut_off()  # a failure before this loop does not count
+    generations = [lifecycle.failure.generation for lifecycle in lifecycles]
     is_complete = False
     try:
-        for window in windows:
-            window.is_in_loop = True
+        for unit in units:
+            unit.gradients.window.is_in_loop = True
         for batch, following in itertools.pairwise(itertools.chain(batches, [_END])):
             is_last = following is _END
             for lifecycle in lifecycles:
@@ -114,13 +113,13 @@ def _microbatches(
             for unit in units:
                 unit.settings.sync = GradientSync.FULL if is_last else until_last
             yield batch
-            if _count_voided(lifecycles) != voided_before:
-                raise RuntimeError(
-                    "a microbatch of this loop over microbatches() failed, which has dropped the "
-                    "gradients of the window; run the window again, or skip it."
-                )
         is_complete = True
+        for lifecycle, generation in zip(lifecycles, generations, strict=True):
+            lifecycle.abort_if_cut_off()
+            if lifecycle.failure.generation != generation:  # a microbatch has failed
+                lifecycle.failure.is_dirty = True
     finally:
+        windows = [unit.gradients.window for unit in units]  # replicate may have made new ones
         is_cut_off = not is_complete and any(window.is_open for window in windows)
         for window in windows:
             window.is_in_loop = False
@@ -130,13 +129,6 @@ def _microbatches(
                 lifecycle.abort()
         for unit, mode in zip(units, modes_before, strict=True):
             unit.settings.sync = mode
-
-
-def _count_voided(lifecycles: Iterable[Lifecycle]) -> list[int]:
-    """Return how often the windows of each root were dropped, also by what has just failed."""
-    for lifecycle in lifecycles:
-        abort_if_interrupted(lifecycle)
-    return [lifecycle.failure.num_voided for lifecycle in lifecycles]
 
 
 # --- pending gradients ---------------------------------------------------------------------------

@@ -30,8 +30,7 @@ from meshard._engine.build import (
     refuse_shared_memory,
     resolve_mesh_info,
 )
-from meshard._engine.manual_unshard import listed
-from meshard._engine.unit import UnitSettings, unit_of
+from meshard._engine.unit import UnitSettings, listed, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import leave_out
 from meshard._params.storage import MemoryLocation

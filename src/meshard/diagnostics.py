@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import Self
 
 from meshard._comm.communicator import CommEvent, observers
-from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, alive, joined, units_in
+from meshard._engine.unit import Unit, alive, joined, listed, units_in
 from meshard._params.sharded_param import tag_left_out, tag_of
 from meshard._params.subclass_params import SubclassParams
 from meshard.optim.owner import owner_reports

@@ -20,7 +20,7 @@ from meshard._comm.communicator import CommSettings, CommStream, can_allocate
 from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import UnitHook, run_in_unit
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.param_group import ParamGroup
+from meshard._engine.param_group import Lease, ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of, with_siblings
 from meshard._gradients.settings import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import MeshInfo, separate_reduce_scatter_pg
@@ -386,10 +386,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     def reshard(self) -> None:
         """Free the unsharded parameters of this unit. Not a collective."""
         for unit in require_units(self, recurse=False):
-            unit.step.is_wanted_unsharded = False
-            awaits_backward = unit.lifecycle.awaits_backward(unit)
-            unit.group.end_manual_unshard(voids_graphs=not awaits_backward)
-            unit.group.reshard()
+            is_open = unit.lifecycle.recorder.is_open(unit.number)
+            unit.group.give_back(voids_graphs=not is_open)
+            unit.group.give(Lease.ALL)
             unit.group.finish_copies()  # the user may edit the shards next
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -540,7 +539,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for group in groups:
             group.check_not_summoned("moved or cast")
             group.finish_pending_step()
-            group.end_manual_unshard()
+            group.give(Lease.ALL)
             group.reshard()
             # Freed even if set_keep_unsharded_storage(True) was called.
             group.unit_params.free_unsharded()
@@ -591,22 +590,19 @@ class UnshardHandle:
     """An ``unshard(async_op=True)`` in flight."""
 
     def __init__(self, units: list[Unit]) -> None:
-        self._manual_unshards = [
-            (weakref.ref(unit.group), manual)
-            for unit in units
-            if (manual := unit.lifecycle.start_manual_unshard(unit)) is not None
-        ]
+        groups = [unit.group for unit in units if unit.params and unit.lifecycle]
+        self._started = [(weakref.ref(group), group.start_for_user()) for group in groups]
 
     def wait(self) -> None:
         """Wait until the unsharded parameters may be used on the current stream.
 
         Does nothing if a forward has used them meanwhile, or they were resharded.
         """
-        for ref, manual_unshard in self._manual_unshards:
+        for ref, number in self._started:
             group = ref()
             if group is not None:
-                group.finish_manual_unshard(manual_unshard)
-        self._manual_unshards.clear()
+                group.finish_for_user(number)
+        self._started.clear()
 
 
 class GradientReductionHandle:

@@ -31,7 +31,7 @@ from meshard._engine.param_group import (
     ParamGroup,
     SummonOptions,
     forget_summoned,
-    register_manually_unsharded,
+    register_summoned,
     sharded_params,
 )
 from meshard._engine.unit import Unit, alive, joined, require_units
@@ -238,7 +238,7 @@ class SummonedUnit:
         self.group.summon(options)
         try:
             self._install(unsharded)
-            register_manually_unsharded(self.group)
+            register_summoned(self.group)
         except BaseException:  # such as a KeyboardInterrupt
             self.close()
             raise

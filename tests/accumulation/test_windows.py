@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
+from meshard import GradientSync, MixedPrecisionPolicy
 from tests.support.models import Made, MlpStack, Ones, seeded
 from tests.support.ones import make, run, values
 from tests.support.parity import assert_same, full_grads, full_state
@@ -47,27 +47,6 @@ def test_finalizing_ends_a_window_in_which_all_is_reduced():
 
 
 # --- units without a backward in the last microbatch ----------------------------------------------
-
-
-@on_threads(4)
-def test_units_that_are_flushed_come_after_those_that_ran_in_the_order_of_backward():
-    def forward(module, x, count):
-        for layer in module.blocks[:count]:
-            x = layer(x)
-        return x
-
-    model = seeded(Made(forward, blocks=[nn.Linear(2, 2, bias=False) for _ in range(3)]))
-    shard_blocks(model, init_device_mesh("cpu", (2, 2)))
-    x = torch.ones(1, 2)
-    with meshard.no_sync(model):
-        model(x, 3).sum().backward()
-    with CommLedger(model) as ledger:
-        model(x, 1).sum().backward()
-    events = [(event.op, event.unit) for event in ledger.events if event.op != "all_gather"]
-    units = ["blocks.0", "blocks.2", "blocks.1"]
-    assert [unit for op, unit in events if op == "reduce_scatter"] == units
-    assert sorted(unit for op, unit in events if op == "all_reduce") == sorted(units)
-    assert len(events) == 6
 
 
 @on_threads(4)

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 import meshard
-from meshard import CommLedger, CPUOffloadPolicy, GradientReductionHandle, GradientSync
+from meshard import CPUOffloadPolicy, GradientReductionHandle, GradientSync
 from tests.support import insides
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_batch, integer_loss
-from tests.support.models import Tables, seeded
+from tests.support.models import seeded
 from tests.support.parity import assert_same, full_state
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.replicated import Pair
@@ -85,27 +85,6 @@ def test_on_processes_too():
     train("NF", shard_blocks)
     train("NF", meshard.replicate)
     train("NF", shard_blocks, offload_policy=CPUOffloadPolicy(pin_memory=False))
-
-
-@on_ranks(2)
-def test_a_unit_that_has_not_run_is_left_to_finalization():
-    shapes = [[(5,)], [(4,)], [(3,)]]
-    model, gradients = Tables(shapes), [[torch.ones(shape)] for (shape,) in shapes]
-    for module in (*model.units, model):
-        meshard.fully_shard(module)
-    model.set_manual_backward_finalization(True)
-    with meshard.no_sync(model):
-        model(gradients).backward()
-    with CommLedger(model) as in_backward:
-        model([None, *gradients[1:]]).backward()
-    with CommLedger(model) as finally_:
-        model.finalize_backward()
-    reduced = [
-        [each.unit for each in ledger.events if each.op == "reduce_scatter"]
-        for ledger in (in_backward, finally_)
-    ]
-    assert reduced == [["units.1", "(root)"], ["units.0"]]
-    assert model.units[0].params[0].grad.full_tensor().tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("mode", ["N", "R"])

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from meshard import CommLedger
 from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.runs import assert_same_values, net, train, values_of
 from tests.support.ranks import on_ranks, on_threads
@@ -147,25 +146,3 @@ def test_a_warning_that_is_an_error_does_not_fail_a_save_that_is_committed(tmp_p
     checkpointer.async_save(110, nn.Linear(1, 1)).wait()  # pytest makes warnings errors
     assert checkpointer.steps() == [110, 300]
     assert "meshard: step 110 was saved beside step 300" in capsys.readouterr().err
-
-
-@on_ranks(2)
-def test_the_second_save_plans_nothing(tmp_path):
-    model = net("fully_shard")
-    optimizer = torch.optim.AdamW(model.parameters())
-    train(model, optimizer, 1)
-    checkpointer = Checkpointer(tmp_path)
-    counts = []
-    for step in range(3):
-        with CommLedger() as ledger:
-            checkpointer.save(step, model, optimizer)
-        counts.append(len(ledger.events))
-        train(model, optimizer, 1)
-    # Each exchange is of sizes, then of what is that long: an agreement, the name of the folder,
-    # the checksums, the outcome. The first save also gathers what ranks hold, and sends the plan.
-    assert counts == [8 + 4, 8, 8]
-    model.gate.requires_grad_(True)
-    train(model, optimizer, 1)
-    with CommLedger() as ledger:
-        checkpointer.save(4, model, optimizer)
-    assert len(ledger.events) == 8 + 4

@@ -146,8 +146,7 @@ def in_pairs(use_reentrant):
 @on_threads(2)
 def test_a_checkpoint_around_several_units(use_reentrant, early_stop):
     with set_checkpoint_early_stop(early_stop):
-        ledger = check_gradients(*sharded_and_plain(in_pairs(use_reentrant)), times=3)
-    assert ledger.counts == {"all_gather": 9, "reduce_scatter": 5}
+        check_gradients(*sharded_and_plain(in_pairs(use_reentrant)), times=3)
 
 
 @on_threads(2)
@@ -158,8 +157,7 @@ def test_a_unit_that_begins_with_the_recomputed_node_is_not_over():
         return checkpoint(nn.Sequential(*model.blocks), x, use_reentrant=False)
 
     blocks = [Made(lambda m, x: x * m.scale, scale=nn.Parameter(torch.empty(6))) for _ in range(3)]
-    ledger = check_gradients(*sharded_and_plain(Made(forward, blocks=blocks)))
-    assert ledger.counts == {"all_gather": 6, "reduce_scatter": 3}
+    check_gradients(*sharded_and_plain(Made(forward, blocks=blocks)))
 
 
 @on_fake_ranks(2)

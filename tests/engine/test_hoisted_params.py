@@ -9,7 +9,6 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
-import meshard
 from meshard import GradientSync, fully_shard_units
 from tests.support.integer_model import (
     LEARNING_RATE,
@@ -116,15 +115,11 @@ def test_gradients_of_hoisted_parameters_agree_bit_for_bit(
 
 @pytest.mark.parametrize("first", list(GradientSync))
 @on_threads(4)
-def test_hoisted_parameters_take_part_in_every_schedule_and_add_no_collective(first):
+def test_hoisted_parameters_take_part_in_every_schedule(first):
     model, oracle = sharded((2, 2), BOTH), tied_model()
     for number, sync in enumerate([first, GradientSync.FULL]):
         model.set_gradient_sync(sync)
-        with meshard.CommLedger(model) as ledger:
-            integer_loss(model(integer_batch(number, dist.get_rank()))).backward()
+        integer_loss(model(integer_batch(number, dist.get_rank()))).backward()
         for rank in range(4):
             integer_loss(oracle(integer_batch(number, rank))).backward()
     assert_same(full_grads(model), full_grads(oracle), bitwise=True)
-    units = sorted({event.unit for event in ledger.events})
-    assert units[0] == "(root)" and "trunks.0" in units and len(units) == 10
-    assert ledger.counts == {"all_gather": 19, "reduce_scatter": 10, "all_reduce": 10}

@@ -9,10 +9,9 @@ from torch.distributed.tensor import DTensor
 import meshard
 from meshard import CommLedger
 from tests.support.against_plain import check_gradients, inputs_of, mean_square, sharded_and_plain
-from tests.support.models import ChosenBlocks, Made, MlpStack, seeded
+from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads, full_state
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
-from tests.support.sharding import shard_blocks
 
 
 def check_step(model, plain):
@@ -100,27 +99,6 @@ def test_flags_set_after_a_second_unshard_hold(is_async):
     model.blocks[1].reshard()
     assert model.blocks[1].up.weight.requires_grad
     check_step(model, plain)
-
-
-@on_threads(2)
-def test_a_prefetched_unit_that_the_user_unshards_stays_unsharded():
-    """The forward that has prefetched it does not run it, and would drop the gather."""
-    model = shard_blocks(seeded(ChosenBlocks()))
-    model(inputs_of(0))
-    handles = []
-
-    def unshard_the_last(*_):
-        handles.append(model.blocks[2].unshard(async_op=True))
-
-    removable = model.blocks[1].register_forward_hook(unshard_the_last)
-    with CommLedger(model) as ledger:
-        model(inputs_of(0), (0, 1))
-        handles[0].wait()
-    removable.remove()
-    assert ledger.counts == {"all_gather": 3}
-    assert not isinstance(model.blocks[2].up.weight, DTensor)
-    model.blocks[2].reshard()
-    assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
 @on_threads(2)

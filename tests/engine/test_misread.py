@@ -145,7 +145,10 @@ model.reshard()
 """
 
 
-@pytest.mark.parametrize("call", ["functional.linear(hidden, model[1].weight)", "model[1](hidden)"])
+@pytest.mark.parametrize(
+    "call",
+    ["functional.linear(hidden, model[1].weight)", "model[1](hidden)", "model[0].forward(hidden)"],
+)
 def test_an_error_outside_of_the_model_that_ends_the_program_is_explained(call):
     program = [sys.executable, "-c", OUTSIDE.format(call=call)]
     text = subprocess.run(program, capture_output=True, text=True, timeout=60).stderr

@@ -1,45 +1,13 @@
 """Units that run more than once, not at all, or in another order than the last time."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import meshard
 from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
-from tests.support.models import Made, MlpBlock, MlpStack, seeded
+from tests.support.models import Made, MlpBlock, MlpStack
 from tests.support.ranks import on_threads
-
-
-@on_threads(2)
-def test_a_unit_used_twice_is_reduced_once():
-    plain = Made(
-        lambda m, x: m.block(m.between(m.block(x))),
-        block=MlpBlock(6, 7),
-        between=nn.Linear(6, 6),
-    )
-    ledger = check_gradients(*sharded_and_plain(plain, ("block", "between")), times=3)
-    assert ledger.counts["reduce_scatter"] == 2
-
-
-@on_threads(2)
-def test_a_unit_of_several_modules_is_gathered_once_for_each_time_that_they_run():
-    def forward(model, x, times):
-        for _ in range(times):
-            x = model.second(model.first(x))
-        return x
-
-    plain = seeded(Made(forward, first=nn.Linear(3, 3), second=nn.Linear(3, 3)))
-    model, x = copy.deepcopy(plain), torch.ones(1, 3)
-    meshard.fully_shard([model.first, model.second])
-    meshard.fully_shard(model)
-    for times in (1, 2, 3):
-        with meshard.CommLedger(model) as ledger, torch.no_grad():
-            model(x, times)
-        assert [event.op for event in ledger.events] == ["all_gather"] * times
-        check_gradients(model, plain, lambda model, rank, times=times: model(x, times).sum())
 
 
 @pytest.mark.parametrize("order", ["forwards", "backwards", "sum, twice"])

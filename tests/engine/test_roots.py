@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
 from tests.support import insides
+from tests.support.against_plain import check_training, sharded_and_plain
+from tests.support.insides import unsharded_units
 from tests.support.models import Made, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_fake_ranks, on_ranks, on_threads
@@ -239,3 +241,13 @@ def test_a_graph_from_before_keeps_no_pending_gradient_back():
     for each in (model, plain):
         train(each.head)
     assert_same(full_grads(model), full_grads(plain))
+
+
+@on_threads(2)
+def test_prefetch_lists_leave_out_units_of_another_root():
+    encoder, plain = sharded_and_plain(MlpStack())
+    decoder, _ = sharded_and_plain(MlpStack())
+    encoder.blocks[2].set_modules_to_forward_prefetch([decoder.blocks[0]])
+    encoder.blocks[0].set_modules_to_backward_prefetch([decoder.blocks[0]])
+    check_training(encoder, plain)
+    assert unsharded_units(decoder) == []

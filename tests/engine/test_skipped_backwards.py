@@ -338,22 +338,6 @@ def test_recomputed_regions_and_unused_parameters(use_reentrant, inner):
     check_gradients(*sharded_and_plain(plain, ("layers", "head"), reshard_after_forward=True), step)
 
 
-@pytest.mark.parametrize("overlapped", [False, True])
-@on_threads(2)
-def test_a_unit_whose_view_of_its_input_is_not_used(overlapped):
-    """No output of the second layer, one of which is a view of its input, reaches the loss."""
-    second = Made(lambda m, x: (m.linear(x), x[:, 0]), linear=layer())
-    plain = Made(lambda m, x: (x := m.first(x), m.second(x))[0], first=layer(), second=second)
-    model, _ = sharded_and_plain(plain, ("first", "second"))
-    if overlapped:
-        meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.1)
-    for _ in range(2):
-        with meshard.CommLedger(model) as ledger:
-            model(torch.ones(2, 4)).square().sum().backward()
-    reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
-    assert sorted(reduced) == ["first", "second"]
-
-
 def energy_of(model, rank, number=0):
     return model(batch_of(rank, number)).sum()
 

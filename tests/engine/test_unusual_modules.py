@@ -251,24 +251,6 @@ def test_a_penalty_on_the_gradient_goes_through_outputs_that_were_changed_in_pla
     check_gradients(*sharded_and_plain(Made(forward, inner=inner), ("inner",)), step)
 
 
-@on_threads(2)
-def test_a_view_of_an_input_does_not_make_its_unit_part_of_what_follows_the_input():
-    def forward(model, x):
-        x = model.first(x)
-        model.second(x)
-        return x
-
-    second = Made(lambda m, x: (x.view(-1), m.inner(x)), inner=nn.Linear(6, 6))
-    model, plain = sharded_and_plain(
-        Made(forward, first=nn.Linear(6, 6), second=second), ("first", "second")
-    )
-    with meshard.CommLedger(model) as ledger:
-        x = inputs_of(0).requires_grad_()
-        (gradient,) = torch.autograd.grad(model(x).sum(), x)
-    assert_same(gradient, torch.ones(3, 6) @ plain.first.weight)
-    assert [event.unit for event in ledger.events] == ["first", "second", "first"]
-
-
 FORWARD_MODE = {
     "replicated": None,
     "hsdp": {"mesh_shape": (2, 1)},

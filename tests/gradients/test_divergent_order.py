@@ -61,7 +61,6 @@ def test_two_forwards_and_one_backward_of_ranks_that_use_different_parameters(pa
         f"blocks.{unit}.{ab}": times_used[unit, n] for unit in (0, 1) for n, ab in enumerate("ab")
     }
     assert values(model) == {"own": 2.0, **{name: n.item() or None for name, n in used.items()}}
-    assert ledger.counts["reduce_scatter"] == 3
     assert_same_events_on_all_ranks(ledger)
 
 

@@ -9,46 +9,17 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import meshard
-from meshard import CommLedger, GradientSync, MixedPrecisionPolicy, ShardPlacementResult
+from meshard import GradientSync, MixedPrecisionPolicy, ShardPlacementResult
 from tests.mesh.expert_meshes import batch_of, block, build, meshes, shard
 from tests.support import insides
 from tests.support.against_plain import check_gradients, check_training
 from tests.support.models import seeded
 from tests.support.parity import assert_same
-from tests.support.ranks import on_ranks, on_threads
+from tests.support.ranks import on_threads
 
 
 def same_on_all(model, rank):
     return model(batch_of(0)).square().mean()
-
-
-@on_ranks(4, timeout=200)
-def test_every_mesh_has_a_unit_and_the_inner_one_is_reduced_first():
-    model = shard(build(), "flat")
-    dense, expert = model.blocks[0].dense.weight, model.blocks[0].expert.weight
-    assert (dense.placements, dense.device_mesh) == ((Shard(0),), model.scale.device_mesh)
-    assert (expert.placements, expert.device_mesh.mesh_dim_names) == ((Shard(1),), ("edp",))
-    units = [
-        label for name in ("(root)", "blocks.0", "blocks.1") for label in (name, f"{name} on edp=2")
-    ]
-    events = []
-    for _ in range(2):
-        with CommLedger(model) as ledger:
-            model(batch_of(0)).sum().backward()
-        events.append(
-            {
-                op: [event for event in ledger.events if event.op == op]
-                for op in ("all_gather", "reduce_scatter")
-            }
-        )
-    for event in events[0]["all_gather"]:
-        assert event.group_size == (2 if "edp" in event.unit else 4), event.unit
-    assert [event.unit for event in events[0]["reduce_scatter"]] == units[::-1]
-    assert [line.split("  ")[0] for line in meshard.describe(model).splitlines()[1:7]] == units
-    # The root, both of it, stays unsharded for backward; the second time, the order is known.
-    gathered = [[event.unit for event in each["all_gather"]] for each in events]
-    assert sorted(gathered[0]) == sorted([*units, *units[2:]])
-    assert gathered[1] == [*units, *units[4:], *units[2:4]]
 
 
 @on_threads(4)

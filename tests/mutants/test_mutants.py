@@ -6,15 +6,38 @@ shows nothing about the suite.
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.mutants.cases import CASES
+from meshard._comm.gradient_buffer import GradientLayout
+from tests.gradients.test_known_numbers import CASES as PUBLIC_CASES
+from tests.gradients.test_known_numbers import Case, backward, sharded
 from tests.mutants.mutants import FOUND
+from tests.support.models import Table
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_without_a_mutant_the_numbers_are_right(name):
-    case = CASES[name]
-    assert case.run() == [case.right] * torch.Size(case.mesh).numel()
+def count_poison(mesh):
+    """Return how many elements of the flat shard hold what was in memory before."""
+    original = GradientLayout.allocate
+
+    def allocate(self, dtype):
+        return original(self, dtype).fill_(float("nan"))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(GradientLayout, "allocate", allocate)
+        model = sharded(mesh, Table([(3,), (5, 2)]))
+        dist.barrier()  # all ranks have patched
+        for sync in "NF":
+            backward(model, sync, torch.zeros(()), [torch.ones(3), torch.ones(5, 2)])
+        dist.barrier()
+    unit = vars(model)["_meshard_unit"]
+    return int(unit.gradients.published._published.flat.isnan().sum())
+
+
+CASES = {**PUBLIC_CASES, "padding_is_zero": Case(count_poison, (4,), (), 0)}
+
+
+def test_without_a_mutant_padding_is_zero():
+    assert CASES["padding_is_zero"].run() == [0] * 4
 
 
 @pytest.mark.slow

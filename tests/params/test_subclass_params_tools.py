@@ -54,30 +54,6 @@ def check_grads(model, kind, plain=None):
     assert_same(full_grads(model), expected_grads(kind, plain), bitwise=True)
 
 
-@on_threads(2)
-def test_a_unit_has_one_gather_and_one_reduction_more():
-    rows, columns = 14, 5  # with one row of padding
-    model = sharded(Int8OnWire)
-    one_backward(model)
-    model.zero_grad()
-    with meshard.CommLedger(model) as ledger:
-        one_backward(model)
-    # Gathered in forward and in backward, and reduced: the weight apart from the bias.
-    events = [
-        (event.unit.endswith("(tensor subclasses)"), event.op, event.payload_bytes)
-        for event in ledger.events
-        if event.unit.startswith("blocks.1")
-    ]
-    assert sorted(events) == [
-        (False, "all_gather", rows * 4),
-        (False, "all_gather", rows * 4),
-        (False, "reduce_scatter", rows * 4),
-        (True, "all_gather", rows * (columns + 4)),  # a byte each, and a scale
-        (True, "all_gather", rows * (columns + 4)),
-        (True, "reduce_scatter", rows * columns * 4),
-    ]
-
-
 @each_kind
 @on_threads(2)
 def test_norms_and_the_table_of_units(kind):

@@ -15,6 +15,7 @@ from tests.support.against_plain import check_gradients, inputs_of
 from tests.support.models import Made, MlpBlock, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_threads
+from tests.support.replicated import bucket_sizes
 
 
 class Net(nn.Module):
@@ -47,7 +48,7 @@ def parity(cap_mb, microbatches):
     peer = DistributedDataParallel(
         peer, find_unused_parameters=True, gradient_as_bucket_view=True, bucket_cap_mb=cap_mb
     )
-    assert len(model._meshard_buckets.units) > (cap_mb != 25)
+    assert len(bucket_sizes(model)) > (cap_mb != 25)
     # Not Adam, which makes a step of rounding alone: a bias before a batch norm has no effect.
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3, momentum=0.9) for m in (model, peer)]
     has_one_order_of_sums = dist.get_world_size() == 2 and microbatches == 1
@@ -91,7 +92,7 @@ def test_ranks_may_use_different_parameters():
 
     plain = seeded(Made(forward, branches=[nn.Linear(3, 3, bias=False) for _ in range(4)]))
     model = meshard.replicate(copy.deepcopy(plain), bucket_cap_mb=3e-5)
-    assert len(model._meshard_buckets.units) == 4
+    assert len(bucket_sizes(model)) == 4
     for uses in [[0, 2], [1]], [[], [3]], [[1], [1, 0]], [[3, 2, 1, 0], [0]]:
         check_gradients(model, plain, partial(step, uses), times=1)
 

@@ -8,6 +8,7 @@ bfloat16 while they are below 256), and a difference of one bit is an error, not
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,6 +32,15 @@ class _Ternary(torch.autograd.Function):
 def ternary(x: torch.Tensor) -> torch.Tensor:
     """Return the nearest of -1, 0 and 1, with integer gradients as of the identity."""
     return _Ternary.apply(x)
+
+
+def fill_with_halves(model: nn.Module, seed: int = 0) -> Any:
+    """Overwrite every parameter by multiples of one half, and return the model."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.copy_(torch.randint(-2, 3, param.shape, generator=generator) / 2)
+    return model
 
 
 class IntegerBlock(nn.Module):
@@ -57,10 +67,7 @@ class IntegerModel(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(IntegerBlock(dim, out) for dim, out in itertools.pairwise(dims))
         self.shift = nn.Parameter(torch.empty(dims[-1]))
-        generator = torch.Generator().manual_seed(seed)
-        with torch.no_grad():
-            for param in self.parameters():
-                param.copy_(torch.randint(-2, 3, param.shape, generator=generator) / 2)
+        fill_with_halves(self, seed)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

@@ -23,7 +23,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -40,7 +39,6 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from meshard._comm import gradient_buffer
 from tests.support.integer_model import LEARNING_RATE, integer_loss, ternary
 from tests.support.rank_pool import shared_pool
 from tests.support.strategies import MODES
@@ -101,7 +99,7 @@ class Microbatch(Literal):
     between: str = "nothing"  # forward and backward
     is_last: bool = True  # as set_is_last_backward says
     is_seen: bool = True  # compared at once, which waits for reductions
-    fails: tuple[str, int] | None = None  # in what, before which block
+    fails: tuple[str, int] | None = None  # in what, before which block; ("loss", 0): above all
 
 
 Operation = Microbatch | tuple[Any, ...]  # ("step",) plays Player.do_step, with what follows
@@ -528,7 +526,10 @@ class Player:
             place = NUM_BLOCKS
         self.model.fails = (what, place)
         try:
-            self.loss(microbatch, x).backward()
+            loss = self.loss(microbatch, x)
+            if what == "loss":
+                loss.register_hook(_stop)
+            loss.backward()
         except Stop:
             pass
         else:
@@ -772,7 +773,6 @@ def failure(
     program: Program,
     *,
     on_processes: bool = False,
-    packs_early: bool = False,
     timeout: float = 120,
 ) -> Exception | None:
     """Play a program on its ranks; return how it fails.
@@ -780,14 +780,11 @@ def failure(
     Args:
         program: What to play.
         on_processes: And not on threads.
-        packs_early: Pack every gradient as it arrives, and not large ones alone; on threads.
         timeout: Seconds.
     """
     on = shared_pool().run if on_processes else run_threads
-    large = 1 if packs_early else gradient_buffer._LARGE
     try:
-        with mock.patch.object(gradient_buffer, "_LARGE", large):
-            on(play, program.num_ranks, program, timeout=timeout)
+        on(play, program.num_ranks, program, timeout=timeout)
     except Exception as error:
         return error
     return None

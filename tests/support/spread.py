@@ -36,6 +36,11 @@ def slow(*row: Any) -> Any:
     return pytest.param(*row, marks=pytest.mark.slow)
 
 
+def unmended(reason: str, *row: Any) -> Any:
+    """Return a row for ``parametrize`` that must fail until its fault is mended."""
+    return pytest.param(*row, marks=pytest.mark.xfail(strict=True, reason=reason))
+
+
 def mostly_slow(values: Iterable[Any], *fast: Any) -> list[Any]:
     """Return ``values`` for ``parametrize``, of which only ``fast`` are in the default tier.
 

@@ -11,7 +11,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh, distributed_c10d
+from torch.distributed import device_mesh
 from torch.testing._internal.distributed.multi_threaded_pg import ThreadLocalWorld
 
 from tests.support.rank_pool import said_by
@@ -153,7 +153,7 @@ def _one_world_per_thread() -> Iterator[None]:
     try:
         with (
             # torch's own table: its fields differ between versions.
-            mock.patch.object(distributed_c10d, "_world", ThreadLocalWorld()),
+            mock.patch("torch.distributed.distributed_c10d._world", ThreadLocalWorld()),
             mock.patch.object(device_mesh, "threading", _threading),
             # init_process_group installs one that prints the rank, one on top of the other.
             mock.patch.object(sys, "excepthook", sys.excepthook),

@@ -8,8 +8,6 @@ stay as they are, except that their buffers are moved to the device.
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,18 +21,18 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from meshard._comm.divergence import name_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
+    register_forward_hooks,
     register_hooks,
     register_load_hooks,
-    run_in_unit,
 )
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.on_access import gather_on_access
 from meshard._engine.param_group import refuse_backward_optimizer
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Root,
     Unit,
     UnitSettings,
+    UnitStep,
     joined,
     nest,
     outside_units,
@@ -436,8 +434,6 @@ def commit(
     for each in reversed(units):  # the outermost unit last, so that its pre-forward hook is first
         register_hooks(each)
         register_load_hooks(each)
-    if unit.settings.unshard_on_access:
-        gather_on_access(unit)
     adopt_inner_units(unit, modules)
 
 
@@ -464,42 +460,10 @@ def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None
     """
     original = type(module)
     if (base, original) not in _classes:
-        forward = direct_forward(original)
-        members = {} if forward is None else {"forward": forward}
-        name = prefix + original.__name__
-        _classes[base, original] = type(name, (base, original), members)
+        _classes[base, original] = type(prefix + original.__name__, (base, original), {})
     module.__class__ = _classes[base, original]
     # Module.__setattr__ would be slow, and has nothing to register for a unit.
     module.__dict__["_meshard_unit"] = unit
-
-
-def direct_forward(original: type[nn.Module]) -> Callable[..., Any] | None:
-    """Return the ``forward`` of the class that ``adopt_module`` makes of ``original``.
-
-    If a user calls the result directly (``module.forward(...)``), it unshards the unit. Inside
-    ``module(...)``, where hooks have unsharded the unit, it only calls the ``forward`` of
-    ``original``. Returns None if ``original`` has no ``forward`` that is a Python function.
-    """
-    plain = original.forward
-    if plain is nn.Module.forward or not inspect.isfunction(plain):
-        return None
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        unit = self._meshard_unit
-        # ``unit`` may be the first of the buckets of ``replicate``, which are siblings. After the
-        # buckets were rebuilt it may have no parameters. So ask the first unit that has any.
-        own = next((each for each in with_siblings(unit) if each.params), None)
-        if own is None or own.lifecycle.is_inside(own):
-            return original.forward(self, *args, **kwargs)
-        method = functools.partial(original.forward, self)
-        return run_in_unit(self, unit, method, args, kwargs)
-
-    # Dynamo counts recompilations for each code object. It also remembers the sizes of tensors in
-    # earlier calls, by file, line and name of the code. If a size changes, dynamo compiles it as a
-    # symbol. So each class gets a code object with a name of its own.
-    name = f"forward of {original.__module__}.{original.__qualname__}"
-    forward.__code__ = forward.__code__.replace(co_name=name)
-    return functools.wraps(plain)(forward)
 
 
 def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
@@ -517,6 +481,10 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
         inner.fqn = fqn
         if inner.parent is None:
             own[-1].add_child(inner)
+            if inner.settings.unshard_on_access and inner.sibling_of is None:
+                for each in with_siblings(inner):
+                    for module in modules:
+                        register_forward_hooks(each, module, is_around=True)
     units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)
@@ -525,9 +493,8 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
         if lifecycle.finalization is not None:
             unit.lifecycle.finalization = ManualFinalization()
         unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
-        unit.lifecycle.retained.take_over(lifecycle.retained)
     for inner in inside if used else ():
-        inner.step.reset()  # drops the progress of the last step under its former root
+        inner.step = UnitStep()  # drops the progress of the last step under its former root
 
 
 def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:

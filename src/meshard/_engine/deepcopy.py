@@ -19,7 +19,6 @@ from torch import nn
 from meshard._comm.divergence import name_copy
 from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.on_access import gather_on_access
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Root,
@@ -133,14 +132,6 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
     Root(copies, name_copy(root.names), Lifecycle)
     copies[0].lifecycle.is_last_backward = source.is_last_backward
     copies[0].lifecycle.finalization = source.finalization and ManualFinalization()
-    for copied in copies:
-        if copied.settings.unshard_on_access and copied.sibling_of is None:
-            gather_on_access(copied)
-    # ``gather_on_access`` has given modules of ``copied`` another ``_parameters`` dict, and only
-    # ``copied`` and the units inside it refer to these. A unit around ``copied`` may have a tied
-    # parameter in such a module. So let all units look up the dicts again.
-    for param in [param for copied in copies for param in copied.params]:
-        param.find_owner_dicts()
 
 
 def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings:

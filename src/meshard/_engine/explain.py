@@ -10,8 +10,7 @@ import functools
 import sys
 from types import TracebackType
 
-from meshard._engine.manual_unshard import listed
-from meshard._engine.unit import Unit
+from meshard._engine.unit import Unit, listed
 
 _OF_TORCH = "got mixed torch.Tensor and DTensor"
 _REMEDIES = (

@@ -12,53 +12,44 @@ takes no communication. (A DTensor with other placements is gathered first.)
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-import threading
-import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
-from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
-from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.utils.parametrize import ParametrizationList
 
 from meshard._engine.explain import explain, explain_uncaught
-from meshard._engine.lifecycle import Lifecycle, OtherThreadError, RefusedError
+from meshard._engine.lifecycle import RefusedError
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
     detached_from_others,
-    left_in,
-    may_collect,
     moved_from_host,
     tensors_in,
 )
 from meshard._engine.param_group import sharded_params
-from meshard._engine.schedule import ForwardCall, ForwardPass
+from meshard._engine.program import Call, Pass
 from meshard._engine.unit import (
     Unit,
     alive,
     outside_units,
-    own_class,
     unit_of,
     units_of,
     with_siblings,
 )
-from meshard._params.sharded_param import GradientHook, ShardedParam, TensorTag, tag_of
+from meshard._params.sharded_param import GradientHook, ShardedParam
 from meshard._params.unit_params import is_alias
 from meshard._torch.dtensor import is_placed_like, is_plain, local_of, plain_of, set_local
 from meshard._torch.private import (
     base_of,
-    current_frames,
-    module_call_code,
+    call_codes,
+    called_in,
     number_of,
     outside_of_transforms,
     skip_dynamo,
@@ -80,7 +71,7 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, param: torch.Tensor)
     unit = unit_ref()
     # torch also calls this for a parameter that was frozen since the forward, and gets no gradient.
     if unit is not None and param.requires_grad:
-        unit.lifecycle.post_gradient(unit, index)
+        unit.lifecycle.on_gradient(unit, index)
 
 
 def register_hooks(unit: Unit) -> None:
@@ -88,20 +79,30 @@ def register_hooks(unit: Unit) -> None:
 
     Also register hooks on ``state_dict``, and cast buffers to ``buffer_dtype``, if it is set.
     """
-    _watch_registrations()
     explain_uncaught()
-    hooks = ModuleHooks(unit)
     for module in alive(unit.modules):
-        module.register_forward_pre_hook(hooks.pre_forward, prepend=True, with_kwargs=True)
-        # With always_call, torch calls this hook after an Exception in forward too, so that the
-        # unit is resharded.
-        module.register_forward_hook(hooks.post_forward, with_kwargs=True, always_call=True)
+        register_forward_hooks(unit, module)
         if unit.sibling_of is None:
             module.register_state_dict_pre_hook(_before_state_dict)
             module.register_state_dict_post_hook(_after_state_dict)
             if unit.buffer_dtype is not None:
                 _cast_buffers(module)
                 module.register_load_state_dict_post_hook(_cast_buffers)
+
+
+def register_forward_hooks(unit: Unit, module: nn.Module, *, is_around: bool = False) -> None:
+    """Let a forward of ``module`` be a forward of ``unit`` too.
+
+    ``is_around``: ``module`` is that of the unit around (``unshard_on_access``). Otherwise it is a
+    module of ``unit`` itself, which then is around the units of ``module`` that have hooks already.
+    """
+    hooks = ModuleHooks(unit, casts=not is_around)
+    module.register_forward_pre_hook(hooks.pre_forward, prepend=not is_around, with_kwargs=True)
+    # With always_call, torch calls this hook after an Exception in forward too, so that the unit is
+    # resharded.
+    module.register_forward_hook(
+        hooks.post_forward, prepend=is_around, with_kwargs=True, always_call=True
+    )
 
 
 @torch.no_grad()
@@ -119,30 +120,6 @@ def _cast_buffers(module: nn.Module, _: Any = None) -> None:
                 buffer.data = buffer.to(unit.buffer_dtype)
 
 
-@functools.cache
-def _watch_registrations() -> None:
-    register_module_parameter_registration_hook(_before_registration)
-
-
-def _before_registration(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-    """Refuse to register an unsharded parameter under a second name: its memory will be freed.
-
-    It may be put back under its old name. A parametrization takes a parameter away for a while, and
-    PEFT does so in the forward of an adapter for parameters that have no layer of their own, such
-    as experts.
-    """
-    tag, fqn = (None, "") if param is None else tag_of(param)
-    if tag is not TensorTag.UNSHARDED or isinstance(module, ParametrizationList):
-        return
-    comes_back = name not in module._parameters and name == fqn.rpartition(".")[2]
-    if not comes_back and module._parameters.get(name) is not param:
-        raise RuntimeError(
-            f"the unsharded parameter {fqn!r} was assigned to {name!r} of a "
-            f"{own_class(module).__name__}; it is freed when its unit is resharded. Tie parameters "
-            "before fully_shard; to keep one for the rest of a forward, use a local variable."
-        )
-
-
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Raise while gradients are pending: a checkpoint would lose them. Finish pending steps.
 
@@ -150,21 +127,11 @@ def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     running forward has unsharded stay unsharded, and ``_put_shards`` replaces them in the result.
     """
     for unit in units_of(module):
-        abort_if_interrupted(unit.lifecycle)
+        unit.lifecycle.abort_if_cut_off()
         if unit.lifecycle.is_idle:
             unit.group.install_sharded()  # a forward may have left unsharded parameters installed
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
-
-
-def abort_if_interrupted(lifecycle: Lifecycle) -> None:
-    """Clean up after a backward that raised, or after a forward that no thread runs any more."""
-    lifecycle.abort_if_failed()
-    if lifecycle.forward is not None and lifecycle.backward is None:
-        outermost = [unit for unit, _ in lifecycle.running[:1]]
-        frames = current_frames().values()
-        if not any(_num_calls_of(unit, frame) for unit in outermost for frame in frames):
-            lifecycle.abort()
 
 
 class _ShardsOnly:
@@ -269,6 +236,10 @@ class UnitHook:
 class ModuleHooks(UnitHook):
     """The forward pre-hook and the forward hook of the modules of a unit."""
 
+    def __init__(self, unit: Unit, *, casts: bool = True) -> None:
+        super().__init__(unit)
+        self._casts = casts  # inputs and outputs
+
     @skip_dynamo
     def pre_forward(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -280,22 +251,10 @@ class ModuleHooks(UnitHook):
         if group.is_summoned:
             group.summoned_by.check_may_run(group)
             return None
-        lifecycle = unit.lifecycle
-        was_idle = lifecycle.is_idle
-        if not was_idle:
-            running = lifecycle.running
-            if lifecycle.backward is not None:
-                lifecycle.abort_if_failed()
-                if lifecycle.backward is not None:
-                    lifecycle.check_recomputes(unit)
-            elif not running or _is_cut_off(running[0][0], unit):
-                if _runs_elsewhere(running[0][0] if running else unit):
-                    raise OtherThreadError(lifecycle, f"a forward of unit {unit.label!r} began")
-                lifecycle.abort()
-        call = without_modes(lifecycle.pre_forward, unit)
-        is_more_than_tensor = kwargs or len(args) != 1 or type(args[0]) is not torch.Tensor
-        if is_more_than_tensor and call is not None and torch.is_grad_enabled():
-            call.may_collect = may_collect((*args, *kwargs.values()))
+        was_idle = unit.lifecycle.is_idle
+        without_modes(unit.lifecycle.begin_call, unit)
+        if not self._casts:
+            return None
         dtype, device = unit.input_dtype, unit.group.spec.device
         if device.type != "cpu" and (was_idle or unit.is_root):
             args, kwargs = moved_from_host(args, device), moved_from_host(kwargs, device)
@@ -317,13 +276,6 @@ class ModuleHooks(UnitHook):
             explain(sys.exc_info()[1], unit)
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
-        lifecycle = unit.lifecycle
-        if lifecycle.backward is None and unit.step.num_running:
-            while lifecycle.running[-1][1].is_read:  # a unit that this forward has read
-                read, _ = lifecycle.running[-1]
-                watched = end_forward(read, module, output, (args, kwargs), failed=failed)
-                if watched is not None:
-                    watch_outputs(output, watched)
         if failed:
             # This may raise too, if a gather has failed. torch would show that error as a warning.
             with contextlib.suppress(RuntimeError):
@@ -331,19 +283,12 @@ class ModuleHooks(UnitHook):
             return None
         watched = end_forward(unit, module, output, (args, kwargs), failed=False)
         result = output
-        if unit.output_dtype is not None:
+        if self._casts and unit.output_dtype is not None:
             result = cast_floats(output, unit.output_dtype)
         if watched is not None:
-            result = detached_from_others(
-                result,
-                (*args, *kwargs.values()),
-                watched.call.began_at,
-                as_view=not unit.step.is_wanted_unsharded,
-            )
+            arguments = (*args, *kwargs.values())
+            result = detached_from_others(result, arguments, watched.call.began_at)
             watch_outputs(result, watched)
-            if watched.call.may_collect:
-                arguments = (*args, *kwargs.values())
-                watch_outputs(left_in(arguments, watched.call.began_at), watched)
         return None if result is output else result
 
     @skip_dynamo_once
@@ -358,11 +303,14 @@ class ModuleHooks(UnitHook):
                 args, kwargs = changed
             output = method(*args, **kwargs)
             result = self.post_forward(module, args, kwargs, output)
-        except Exception:
+        except BaseException:
             if output is None:
                 self.post_forward(module, args, kwargs, None)
             raise
         return output if result is None else result
+
+
+call_codes[ModuleHooks.run.__code__] = "module"
 
 
 @skip_dynamo_once
@@ -382,8 +330,8 @@ class Watched(NamedTuple):
     """An ended call of a unit. Hooks on the outputs tell when the backward of the call begins."""
 
     unit: weakref.ref[Unit]
-    forward_pass: ForwardPass
-    call: ForwardCall
+    this: Pass
+    call: Call
     num_rebuilds: int  # ``ParamGroup.num_rebuilds`` when the call ended
 
 
@@ -392,29 +340,26 @@ def end_forward(
 ) -> Watched | None:
     """End a call of ``unit`` when ``module`` has run. Returns None if the outputs need no hooks."""
     lifecycle = unit.lifecycle
-    forward_pass = lifecycle.present_pass
+    this = lifecycle.present_pass
     # A root gets hooks on its outputs even if it has no parameters. Some units inside may not run
     # in this microbatch, but hold gradients of earlier microbatches. The root's backward has to
     # reduce these gradients.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
-    may_hide = not isinstance(output, torch.Tensor) and lifecycle.backward is None
-    # This comes before post_forward, which may reshard the unit, but not if it is retained.
-    if records and may_hide and _is_hidden(output, unit, inputs):
-        lifecycle.retained.retain_hidden(unit, output, forward_pass)
-    call = without_modes(lifecycle.post_forward, unit, module, failed=failed)
+    is_hidden = False
+    if records and lifecycle.backward is None:
+        is_hidden = _is_hidden(output, unit, inputs)
+    call = without_modes(lifecycle.end_call, unit, module, failed=failed, is_hidden=is_hidden)
     if not records or call is None:
         return None
-    return Watched(weakref.ref(unit), forward_pass, call, unit.group.num_rebuilds)
+    return Watched(weakref.ref(unit), this, call, unit.group.num_rebuilds)
 
 
 @skip_dynamo
-def _output_hook(
-    watched: Watched, may_be_dtensor: bool, gradient: torch.Tensor
-) -> torch.Tensor | None:
+def _output_hook(watched: Watched, may_be_dtensor: bool, gradient: torch.Tensor) -> None:
     unit = watched.unit()
     if unit is None:
-        return None
+        return
     if isinstance(gradient, DTensor) and not may_be_dtensor:
         raise RuntimeError(  # torch would raise later, about some operator in the unit's backward
             f"backward reached the output of unit {unit.label!r}, an ordinary tensor, with a "
@@ -427,16 +372,15 @@ def _output_hook(
             "and this backward, which needs those of the forward; run the backward before "
             "module.to(...), or the forward again after it."
         )
-    return unit.lifecycle.pre_backward(unit, watched.forward_pass, watched.call, gradient)
+    unit.lifecycle.on_output_gradient(unit, watched.this, watched.call)
 
 
 def watch_outputs(output: Any, watched: Watched) -> None:
-    """Register hooks that call ``pre_backward`` before a gradient of an output is used."""
+    """Register hooks that begin the backward of a call before a gradient of an output is used."""
     found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     for each in (*found, *tangents_of(found)):
         tensor = outside_of_transforms(each)
         if tensor.requires_grad:
-            watched.call.is_watched = True
             setattr(tensor, WATCHED, True)
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
             # A linear layer may return a view. If the caller adds to the view in place (`x =
@@ -450,21 +394,18 @@ def watch_outputs(output: Any, watched: Watched) -> None:
 
 
 @skip_dynamo
-def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> tuple[Any, ...] | None:
+def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> None:
     unit, gradient = watched.unit(), gradients[index]
-    if (
-        unit is None
-        or watched.call.reached_in == unit.lifecycle.backward_number
-        or gradient is None
-    ):
-        return None
-    used = _output_hook(watched, True, gradient)
-    return None if used is None else (*gradients[:index], used, *gradients[index + 1 :])
+    is_new = unit is not None and watched.call.reached_in != unit.lifecycle.backward_number
+    if is_new and gradient is not None:
+        _output_hook(watched, True, gradient)
 
 
 def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
     """Whether a backward may come, but ``output`` has no tensor on which to register a hook."""
-    if not unit.params or tensors_in(output):
+    if isinstance(output, torch.Tensor) and output.requires_grad:
+        return False
+    if not unit.params or any(each.requires_grad for each in tensors_in(output)):
         return False
     is_trained = unit.group.num_trainable > 0
     return is_trained or any(tensor.requires_grad for tensor in tensors_in(inputs))
@@ -477,44 +418,7 @@ def has_raised(module: nn.Module) -> bool:
     module inside an ``except`` block. The traceback of that other one begins outside of the call.
     """
     trace = sys.exc_info()[2]
-    return trace is not None and _called_in(trace.tb_frame) is module
-
-
-def _called_in(frame: FrameType) -> object:
-    """Return the module that ``frame`` is a call of; None if ``frame`` is something else."""
-    if frame.f_code is module_call_code:
-        return frame.f_locals.get("self")
-    return frame.f_locals.get("module") if frame.f_code is ModuleHooks.run.__code__ else None
-
-
-def _num_calls_of(unit: Unit, frame: FrameType) -> int:
-    """Return how many calls of modules of ``unit`` are running in the thread of ``frame``."""
-    modules = list(alive(unit.modules))
-    called = (_called_in(each) for each, _ in traceback.walk_stack(frame))
-    return sum(any(each is module for module in modules) for each in called)
-
-
-def _is_cut_off(outermost: Unit, unit: Unit) -> bool:
-    """Whether an exception, such as KeyboardInterrupt, has cut off the forward of ``outermost``.
-
-    torch has not called post_forward then, and that forward is still recorded as running while a
-    forward of ``unit`` begins. To find out, this function looks for the call of ``outermost`` on
-    the stack. That costs much, so it looks in two cases only, which are rare inside a running
-    forward: ``unit`` is ``outermost``; or ``unit`` is the root, and ``outermost`` is not. In other
-    cases it returns False.
-    """
-    if outermost is unit:
-        # There are two calls if this one was made inside another: a module may call itself, or
-        # another module of the list that was given to ``fully_shard``.
-        return _num_calls_of(unit, sys._getframe()) < 2
-    return unit.is_root and not outermost.is_root and not _num_calls_of(outermost, sys._getframe())
-
-
-def _runs_elsewhere(unit: Unit) -> bool:
-    """Whether a call of a module of ``unit`` is running in another thread."""
-    own = threading.get_ident()
-    frames = current_frames().items()
-    return any(_num_calls_of(unit, frame) for thread, frame in frames if thread != own)
+    return trace is not None and called_in(trace.tb_frame) is module
 
 
 def _was_refused(unit: Unit) -> bool:

@@ -1,12 +1,10 @@
 """What happens at each moment of a step. Hooks on modules and on autograd call these methods.
 
 Every rank must issue the same collectives in the same order, even if ranks use different parameters
-of a unit. Units are gathered in the order in which their modules run. A unit is reduced when its
-last gradient arrives. If this rank does not use one of its parameters, a gradient never arrives.
-Then the unit is reduced when a unit that ran before it in forward begins its backward, or when the
-whole backward ends. An outer unit is reduced after the units inside it, even if it had all
-gradients before. So the order depends on which units ran, never on which of their parameters got a
-gradient.
+of a unit. A forward gathers units as their modules run, and records them. Its backward executes the
+program of that record (``program.py``): it gathers a unit at BEGIN, and reshards and reduces it at
+OVER, whether this rank uses the unit or not. The last gradient of a unit starts nothing, except for
+buckets of ``replicate``.
 
 A *window* is all microbatches of one optimizer step.
 
@@ -22,26 +20,30 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from meshard._comm import spans
 from meshard._comm.communicator import Communicator, StepPhase
 from meshard._comm.first_values import compare_first_values
 from meshard._communicators import make_communicator
-from meshard._engine.manual_unshard import ManualUnshard
-from meshard._engine.out_of_turn import Prefetcher, RetainedUnits
-from meshard._engine.param_group import ParamGroup, ParamState, refuse_backward_optimizer
-from meshard._engine.schedule import ForwardCall, ForwardPass, StepSchedule
+from meshard._engine.param_group import (
+    Lease,
+    ParamGroup,
+    ParamState,
+    refuse_backward_optimizer,
+)
+from meshard._engine.program import Call, Event, Pass, Recorder
 from meshard._engine.step_state import BackwardRun, ManualFinalization
 from meshard._engine.unit import Root, Unit, alive, buckets_in
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
-    BackwardCall,
     accumulates_any,
+    calls_on_stack,
     graph_task_id,
     has_backward_optimizers,
     is_distributed_backward,
@@ -66,14 +68,20 @@ _NOT_IN_DDP = (
     "a module of fully_shard or replicate runs inside DistributedDataParallel, and both would "
     "reduce its gradients; leave DistributedDataParallel away: meshard.replicate does what it does."
 )
-_Finalizing = list[weakref.ref[Unit]]
-
-
 _NOT_COMPILED = (
     "modules of fully_shard and replicate do not work under compiled autograd, which would leave "
     "gradients out of .grad; leave torch._dynamo.config.compiled_autograd off, and compile modules "
     "(module.compile()): their backwards are compiled too."
 )
+
+
+# The schedule calls ``unshard()``, and later looks in the graph for what the modules hold.
+_FINDS_NO_PARAMETERS = (
+    "unit {!r} would get no gradients from this schedule, which computes those of parameters apart "
+    "from those of inputs: the unit was resharded after its forward. Call fully_shard(..., "
+    "reshard_after_forward=False) on all units of the stage, or set_reshard_after_forward(False)."
+)
+_Finalizing = list[weakref.ref[Unit]]
 
 
 class RefusedError(RuntimeError):
@@ -97,28 +105,16 @@ class OtherThreadError(RefusedError):
         )
 
 
+def _is_on_stack(unit: Unit, inside: Unit | None = None) -> bool:
+    """Whether this thread runs a module of ``unit``, beside the call of ``inside`` that begins."""
+    return calls_on_stack(alive(unit.modules)) > (inside is unit)
+
+
 @skip_dynamo
 def _end_of_graph_task(lifecycle_ref: weakref.ref[Lifecycle]) -> None:
     lifecycle = lifecycle_ref()
-    if lifecycle is None:
-        return
-    try:
-        lifecycle.finish_backward()
-    except BaseException:
-        lifecycle.record_failure()
-        raise
-
-
-def _backward_raised(lifecycle_ref: weakref.ref[Lifecycle], _: object) -> None:
-    lifecycle = lifecycle_ref()
-    if lifecycle is None:
-        return
-    try:
-        lifecycle.record_failure()
-    except BaseException as error:
-        # This function is a weakref callback, and Python swallows what such a callback raises.
-        # ``Failure.clear`` raises this error again.
-        lifecycle.failure.interrupt = error
+    if lifecycle is not None and lifecycle.backward is not None:
+        lifecycle.finish_backward(lifecycle.backward)
 
 
 class Lifecycle:
@@ -129,25 +125,18 @@ class Lifecycle:
     """
 
     def __init__(self, root: Root) -> None:
-        # The calls that have begun and not ended, outermost first. None: no forward runs. The list
-        # is empty when a forward begins, and stays empty if an interrupt comes before the first
-        # call is recorded.
-        self.forward: list[tuple[Unit, ForwardCall]] | None = None
+        # The calls that have begun and not ended, outermost first. Recomputations are left out.
+        self.running: list[tuple[Unit, Call]] = []
         self.backward: BackwardRun | None = None  # a backward may run inside a forward
         self.failure = root.failure  # shared with the parameter groups
         self.is_last_backward = True
         # Not None after set_manual_backward_finalization(True): ``finalize_backward`` ends windows,
         # and the last backward does not.
         self.finalization: ManualFinalization | None = None
-        self.schedule = StepSchedule()
-        self.retained = RetainedUnits()
+        self.recorder = Recorder()
         self._units = root.units
         self._num_backwards = 0
-        # The passes whose autograd graph may be alive on this rank: hooks in a graph keep its pass
-        # alive. Other ranks may have freed a graph, so this list must not decide whether a
-        # collective is issued.
-        self._passes: list[weakref.ref[ForwardPass]] = []
-        self._prefetcher = Prefetcher(self._units)
+        self._prefetched: list[Unit] = []
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names
@@ -171,78 +160,85 @@ class Lifecycle:
     @property
     def is_idle(self) -> bool:
         """Whether no forward and no backward runs."""
-        return self.forward is None and self.backward is None
+        return not self.running and self.backward is None
 
     @property
-    def running(self) -> list[tuple[Unit, ForwardCall]]:
-        """The calls that have begun and not ended, outermost first. Recomputations are left out."""
-        return [] if self.forward is None else self.forward
-
-    @property
-    def present_pass(self) -> ForwardPass:
+    def present_pass(self) -> Pass:
         """The pass that runs. A recomputation belongs to the pass whose backward runs."""
-        forward_pass = None if self.backward is None else self.backward.current_pass
-        return self.schedule.current if forward_pass is None else forward_pass
+        run = self.backward
+        return run.reached[-1] if run is not None and run.reached else self.recorder.current
 
     # --- forward ----------------------------------------------------------------------
 
-    def pre_forward(self, unit: Unit) -> ForwardCall | None:
+    def begin_call(self, unit: Unit) -> Call | None:
         """Unshard ``unit``, one of whose modules is about to run.
 
         Returns the new call; None in a backward that recomputes the forward (checkpointing).
         """
-        self.abort_if_failed()
-        if self.forward is None and self.backward is None:
-            self._refuse_unless_waited("a forward")
-            self._refuse_other_reductions()
-            # Set before the rest, so that a second thread, and the clean-up after an interrupt, see
-            # that a forward runs.
-            self.forward = []
-            self.retained.begin_forward()
-            self.comm.begin_phase(StepPhase.FORWARD)
-            self.schedule.begin_forward(with_graph=torch.is_grad_enabled())
-            if torch.is_grad_enabled():
-                passes = (ref for ref in self._passes if ref() is not None)
-                self._passes = [*passes, weakref.ref(self.schedule.current)]
-        call, group = None, unit.group
-        in_forward, with_graph = self.backward is None, torch.is_grad_enabled()
-        if in_forward:
-            assert self.forward is not None
-            if len(unit.step.modules_run) == len(unit.modules):
-                unit.step.modules_run.clear()  # all have run: the unit runs a second time
-            call = self.schedule.enter(unit.number, with_graph=with_graph, node=next_node())
-            self.forward.append((unit, call))
-            unit.step.num_running += 1
+        self._check_nests(unit)
+        if self.backward is not None:
+            self._recompute(self.backward, unit)
+            return None
+        with_graph, group = torch.is_grad_enabled(), unit.group
+        if not self.running:
+            self._begin_forward(unit)
+        if group.leases & Lease.USER and unit.reshards_after_forward:
+            unit.step.lost_unshard = True
+            group.give_back(voids_graphs=not self.recorder.is_open(unit.number))
+        call = self.recorder.enter(unit.number, node=next_node(), with_graph=with_graph)
+        self.running.append((unit, call))
         if spans.recorder is not None:
-            self._enter_phase("forward" if in_forward else "recompute", unit)
+            self._enter_phase("forward", unit)
+        if len(unit.step.modules_run) >= len(unit.modules):
+            unit.step.modules_run.clear()  # all have run: the unit runs a second time
         if not group.params:
             return call
-        if self.backward is not None and group.state is ParamState.SHARDED:
-            self._end_units_before_recompute(self.backward, running_node())
-        up_next: list[Unit] = []  # a recomputation prefetches nothing: the backward around it does
-        is_manual = in_forward and group.is_manually_unsharded
         # If a unit has several modules, the first module to run unshards the unit. The others
         # mostly find the unit installed. Then they do not look again for edits by the user, nor
         # read requires_grad again, unless the user has called unshard().
-        is_installed = group.state is ParamState.INSTALLED
-        looks_for_edits = call is not None and (call.is_first or is_manual or not is_installed)
-        reshards_after = unit.reshards_after_forward
-        if looks_for_edits:
-            group.forget_stale(voids_graphs=reshards_after and not unit.step.awaits_gradients)
-        if in_forward:
-            up_next = self._prefetcher.after_entry(unit, self.schedule)
-        keeps_shard = with_graph and reshards_after
-        self._prefetcher.unshard(unit, up_next, in_forward=in_forward, keep_shard=keeps_shard)
-        group.install_unsharded(read_flags=looks_for_edits)
-        if is_manual and not reshards_after:  # the user's unshard() outlasts the forward
-            group.finish_manual_unshard(group.start_manual_unshard())
-        if in_forward and with_graph:
-            unit.step.last_pass = self.schedule.current
-        if group.num_trainable:
-            unit.step.may_run_again = not with_graph
-            unit.step.awaits_gradients |= with_graph
-            unit.note_open()
+        is_first = self.present_pass.calls[unit.number][0] is call
+        if is_first or group.state is not ParamState.INSTALLED or group.leases & Lease.USER:
+            group.drop_if_stale()
+            group.read_flags()
+        following = self._following(unit.settings.forward_prefetch, self.recorder.next_in_forward())
+        keeps_shard = with_graph and unit.reshards_after_forward
+        to_keep = unit.settings.post_forward_group if keeps_shard else None
+        self._unshard(unit, Lease.RUNS, following, in_forward=True, post_forward_group=to_keep)
+        unit.step.awaits_gradients |= with_graph and group.num_trainable > 0
         return call
+
+    def _check_nests(self, unit: Unit) -> None:
+        """Check that a call of ``unit`` is inside the calls that run. Clean up if it is not."""
+        outermost = self.running[0][0] if self.running else None
+        if self.abort_if_failed():
+            if outermost is not None and _is_on_stack(outermost, inside=unit):
+                raise RuntimeError(
+                    f"a backward inside the forward of unit {outermost.label!r} has raised, and "
+                    "the forward went on; do not catch that error inside the forward, whose step "
+                    "is lost."
+                )
+            outermost = None
+        if self.backward is not None:
+            return  # a recomputation
+        thread = threading.get_ident()
+        if outermost is None:
+            self.failure.thread = thread
+        elif self.failure.thread != thread:
+            raise OtherThreadError(self, f"a forward of unit {unit.label!r} began")
+        # It costs much to look at the stack. A KeyboardInterrupt has cut off a forward, if the root
+        # begins once more, or if a part ran by itself and the root begins.
+        elif outermost is unit or (unit.is_root and not outermost.is_root):
+            if not _is_on_stack(outermost, inside=unit):
+                self.abort()
+
+    def _begin_forward(self, unit: Unit) -> None:
+        self._refuse_unless_waited("a forward")
+        self._refuse_other_reductions()
+        self.comm.begin_phase(StepPhase.FORWARD)
+        if self.recorder.begin(sum(group.num_steps for group in self.groups())):
+            for group in self.groups():
+                if group.leases & Lease.LATER:  # for a backward that has not come
+                    group.give(Lease.LATER)
 
     def _refuse_other_reductions(self) -> None:
         """Raise if a feature of torch would take the gradients before meshard reduces them."""
@@ -258,48 +254,78 @@ class Lifecycle:
                 name = f"{param.fqn!r} of unit {group.label!r}"
                 refuse_backward_optimizer(name, param.sharded, refused)
 
-    def post_forward(self, unit: Unit, module: nn.Module, *, failed: bool) -> ForwardCall | None:
+    def end_call(
+        self, unit: Unit, module: nn.Module, *, failed: bool, is_hidden: bool = False
+    ) -> Call | None:
         """Record that ``module`` of ``unit`` has run, or raised; reshard the unit if that is due.
 
-        Returns the call of the unit to which this run of ``module`` belongs. In a recomputation,
-        that is always the last call of the unit in the recomputed pass.
+        ``is_hidden``: a backward may come, and no hook will tell when it begins. Returns the call
+        of the unit to which this run of ``module`` belongs. In a recomputation, that is always the
+        last call of the unit in the recomputed pass.
         """
-        group = unit.group
         if self.backward is not None:
             # A recomputation ends. ``failed`` does not count here: checkpointing may end it early,
             # by an exception.
-            self.check_recomputes(unit)
-            if not unit.step.is_in_backward:
-                group.install_sharded()
             if spans.recorder is not None:
                 self._enter_phase("backward", unit)
-            return self.present_pass.last_call.get(unit.number)
-        call, running = None, self.running
-        if self.forward is not None and unit.step.num_running:
-            while running[-1][0] is not unit:
-                # ``post_forward`` was not called for an inner unit. Usually a KeyboardInterrupt has
-                # ended the inner forward: after that torch calls no hooks. The forward of ``unit``
-                # has caught it, and ends now.
-                inner, cut_off = running.pop()
-                inner.step.num_running -= 1
-                self.schedule.exit(cut_off)
-                inner.group.reshard(keep_post_forward=True)
-            _, call = running.pop()
-            unit.step.num_running -= 1
-            self.schedule.exit(call)
-            if spans.recorder is not None:
-                self._enter_phase_around()
+            calls = self.present_pass.calls.get(unit.number)
+            if not calls:
+                return None
+            if calls[-1].reached_in != self.backward.number:  # its own backward comes later
+                unit.group.install_sharded()
+            return calls[-1]
+        if not self._runs(unit):
+            return None  # ``abort`` has ended it
+        while True:
+            inner, call = self.running.pop()
+            self.recorder.exit(call)
+            if inner is unit:
+                break
+            # Hooks were not called for ``inner``: a KeyboardInterrupt has ended it, and the forward
+            # of ``unit``, which ends now, has caught that.
+            inner.group.give(Lease.RUNS, keep_post_forward=True)
+        if spans.recorder is not None:
+            self._enter_phase_around()
         unit.step.modules_run.add(id(module))
-        if self._runs(unit):
-            return call  # the unit still runs: one of its modules has called itself or another
-        have_all_run = len(unit.step.modules_run) == len(unit.modules)
-        if failed or (have_all_run and unit.reshards_after_forward):
-            group.reshard(keep_post_forward=not failed)
-        elif not running:
-            unit.forget_unchosen_copy()
-        if not running:
-            self._end_forward(failed=failed)
+        if is_hidden:
+            unit.group.keep()
+        if failed:
+            unit.group.give(Lease.RUNS | Lease.USER)
+        elif (
+            unit.reshards_after_forward
+            and not self._runs(unit)
+            and len(unit.step.modules_run) >= len(unit.modules)  # none of them is left to run
+        ):
+            unit.group.give(Lease.RUNS, keep_post_forward=True)
+        if not self.running:
+            self._end_forward(unit, failed=failed)
         return call
+
+    def _runs(self, unit: Unit) -> bool:
+        return any(running is unit for running, _ in self.running)
+
+    def _end_forward(self, outermost: Unit, *, failed: bool) -> None:
+        if failed:
+            # An evaluation (grad is disabled) is no microbatch. If it fails, the window goes on.
+            self.abort(keeps_window=not torch.is_grad_enabled())
+            return
+        for unit in self.units():
+            unit.step.modules_run.clear()
+            group = unit.group
+            if not group.leases & Lease.RUNS:
+                continue
+            if unit.reshards_after_forward:  # only some of its modules have run
+                group.give(Lease.RUNS, keep_post_forward=True)
+                continue
+            if torch.is_grad_enabled() and not unit.gradients.is_replicated:
+                group.keep()  # a loss may read what the modules hold
+            # After an evaluation, and under replicate, users may edit parameters.
+            group.give(Lease.RUNS, keeps_copy=True)
+        if not outermost.reshards_after_forward:
+            outermost.forget_unchosen_copy()
+        self._drop_prefetched()
+        if not torch.is_grad_enabled():
+            self._settle_host()  # after an evaluation the user may edit shards
 
     # Callers of the next two methods test ``spans.recorder`` first: without a trace, a call would
     # cost more than the test.
@@ -316,46 +342,59 @@ class Lifecycle:
         else:
             self._enter_phase("", None)
 
-    def check_recomputes(self, unit: Unit) -> None:
-        """Raise unless a backward of this thread recomputes this forward (checkpointing)."""
-        if graph_task_id() >= 0:
-            return
-        if self.failure.marks:
-            raise RuntimeError(
-                f"a backward inside the forward of unit {unit.label!r} has raised, and the forward "
-                "went on; do not catch that error inside the forward, whose step is lost."
-            )
-        raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
+    # --- gathers ahead ----------------------------------------------------------------
 
-    def is_inside(self, unit: Unit) -> bool:
-        """Whether ``unit`` runs. In a backward: whether its modules hold unsharded parameters."""
-        if self.backward is not None:
-            return unit.group.state is ParamState.INSTALLED
-        return self._runs(unit)
+    def _following(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
+        """Return the units to gather next: those that the user has chosen, or the predicted one."""
+        if chosen:
+            # Units of other roots are left out: their gathers would be dropped when the forward or
+            # backward of this root ends.
+            return [each for each in alive(chosen) if each.root.lifecycle is self]
+        following = None if predicted is None else self._units[predicted]()
+        return [] if following is None else [following]
 
-    def _runs(self, unit: Unit) -> bool:
-        return self.forward is not None and unit.step.num_running > 0
+    def _unshard(
+        self,
+        unit: Unit,
+        why: int,
+        following: Sequence[Unit],
+        *,
+        in_forward: bool,
+        post_forward_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """Unshard ``unit``, which is about to compute, and start gathering the ``following``."""
+        group = unit.group
+        if group.state is ParamState.SHARDED:
+            self._start_unshard(unit, in_forward=in_forward)
+            # This gather was not started ahead, so compute has to wait for it below. Start the next
+            # gathers before that wait, so that they run meanwhile.
+            self._gather_ahead(following, in_forward=in_forward)
+            group.take(why, post_forward_group)
+        else:
+            group.take(why, post_forward_group)
+            self._gather_ahead(following, in_forward=in_forward)
+        group.void_graphs_of_older_steps()
 
-    def _end_forward(self, *, failed: bool) -> None:
-        if failed:
-            # An evaluation (grad is disabled) is no microbatch. If it fails, the window goes on.
-            self.abort(keeps_window=not torch.is_grad_enabled())
-            return
-        self.forward = None
-        self._prefetcher.drop_unused()
-        if not torch.is_grad_enabled():
-            self._settle_host()  # after an evaluation the user may edit shards
-        for unit in self.units():
-            if unit.step.modules_run and unit.group.state is not ParamState.SHARDED:
-                if unit.reshards_after_forward:
-                    # Examples of units that are not sharded here: only some modules of the unit
-                    # have run, or the user called unshard() after its forward.
-                    unit.group.reshard(keep_post_forward=True)
-                elif torch.is_grad_enabled() and not unit.gradients.is_replicated:
-                    unit.group.keep_installed()
-                else:  # replicate, or the end of an evaluation: users may now edit parameters
-                    unit.group.install_sharded()
-            unit.step.modules_run.clear()
+    def _gather_ahead(self, units: Sequence[Unit], *, in_forward: bool) -> None:
+        for head in units:
+            for unit in (head, *head.siblings):  # a forward enters them together
+                if unit.params and unit.group.state is ParamState.SHARDED:
+                    if in_forward:
+                        unit.group.drop_if_stale()
+                    self._start_unshard(unit, in_forward=in_forward)
+                    unit.group.leases |= Lease.AHEAD
+                    self._prefetched.append(unit)
+
+    def _start_unshard(self, unit: Unit, *, in_forward: bool) -> None:
+        is_freed_after = unit.settings.reshard_after_backward
+        unit.group.start_unshard(only_for_backward=not in_forward and is_freed_after)
+
+    def _drop_prefetched(self) -> None:
+        """Drop the gathers that neither a forward, a backward nor an ``unshard()`` has used."""
+        for unit in self._prefetched:
+            if unit.group.leases & Lease.AHEAD:
+                unit.group.give(Lease.AHEAD)
+        self._prefetched.clear()
 
     # --- backward ---------------------------------------------------------------------
 
@@ -364,241 +403,129 @@ class Lifecycle:
         """The number of the backward that runs, or of the next one."""
         return self._num_backwards + (self.backward is None)
 
-    def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
-        """Return the backward that runs; begin it if it has not begun.
-
-        ``first`` is the unit for which a gradient has come. If autograd has put the gradient into
-        ``.grad`` of a parameter, ``early`` is the index of the parameter.
-        """
-        task, run = graph_task_id(), self.backward
-        if run is not None and run.graph_task == task and not self.failure.marks:
-            return run  # the usual case, in which there is nothing to begin and nothing to record
-        if self.abort_if_failed() and early is not None:
-            raise RefusedError(
-                self,
-                "the last backward raised, and its gradients were dropped only now, together with "
-                f"the one that parameter {first.params[early].fqn!r} has just got; call "
-                "reset_iter_state() on the root after a backward that raised, unless a forward "
-                "follows, and run this backward again.",
-            )
-        if self.backward is not None:
-            self._record_nested(self.backward)
-            return self.backward
-        self._refuse_unless_waited("a backward")
-        if is_in_compiled_autograd():
-            raise RefusedError(self, _NOT_COMPILED)
-        if is_distributed_backward():
-            # Also warn, because distributed autograd drops the text of the error.
-            warn_user(_NOT_DISTRIBUTED)
-            raise RuntimeError(_NOT_DISTRIBUTED)
-        # If this method is interrupted before the callbacks below are in place, only this mark
-        # records the failure. Otherwise ``marks.clear()`` below removes the mark.
-        self.failure.marks.append("begun")
-        self._num_backwards += 1
-        run = self.backward = BackwardRun(
-            graph_task=task,
-            thread=threading.get_ident(),
-            keeps_graph=keeps_graph(),
-            accumulates=early is not None or self._will_accumulate(first),
-        )
-        if self.finalization is not None:
-            self.finalization.is_due = True
-            self.finalization.is_split |= run.keeps_graph
-        self.failure.backward_call = BackwardCall()
-        self._queue.begin_backward()
-        patch_new_optimizers()
-        # When a backward raises, autograd drops ``end`` without calling it. Python then calls the
-        # callbacks of the weak references in ``run.ends``, the newest reference first. The callback
-        # of the newest is ``marks.append``, a C method, which no interrupt can cut off. So the
-        # failure is recorded before ``_backward_raised`` gives modules their shards again.
-        end, me = functools.partial(_end_of_graph_task, weakref.ref(self)), weakref.ref(self)
-        queue_backward_callback(end)
-        for unit, grads in buckets_in(self.units()):
-            grads.hide(early if unit is first else None)
-            unit.gradients.begin_backward(unit.settings)
-        self.retained.begin_backward()
-        run.ends = [
-            weakref.ref(end, functools.partial(_backward_raised, me)),
-            weakref.ref(end, self.failure.marks.append),
-        ]
-        # From here on the callbacks record a failure, and the mark "begun" is no longer needed.
-        self.failure.marks.clear()
-        return run
-
-    def _will_accumulate(self, first: Unit) -> bool:
-        """Whether the present graph task adds to ``.grad`` of any parameter of the root."""
-        units = dict.fromkeys((first, *reversed(self.units())))
-        return accumulates_any(param.unsharded for unit in units for param in unit.params)
-
-    def _record_nested(self, run: BackwardRun) -> None:
-        """Record that another graph task, such as one of a reentrant checkpoint, is inside ``run``.
-
-        On CPU, raise if it runs in another thread.
-        """
-        # On a device, autograd runs the backwards of all callers on a thread of its own, so thread
-        # ids tell nothing.
-        if threading.get_ident() != run.thread and self.comm.waits_block_host:
-            raise OtherThreadError(self, "a backward ran")
-        run.has_nested = True
-
-    def pre_backward(
-        self, unit: Unit, forward_pass: ForwardPass, call: ForwardCall, gradient: torch.Tensor
-    ) -> torch.Tensor | None:
-        """Unshard ``unit``, whose backward begins: one of its outputs has got its ``gradient``.
-
-        Returns what autograd uses instead of ``gradient``; None: ``gradient`` itself.
-        """
-        group = unit.group
-        if group.is_summoned:
+    def on_output_gradient(self, unit: Unit, this: Pass, call: Call) -> None:
+        """Begin the backward of a call of ``unit``: one of its outputs has got its gradient."""
+        if unit.group.is_summoned:
             raise RuntimeError(
-                f"a backward reached unit {unit.label!r} inside {group.summoned_by.caller}, from a "
-                "forward made before it; run that backward before, or after."
+                f"a backward reached unit {unit.label!r} inside {unit.group.summoned_by.caller}, "
+                "from a forward made before it; run that backward before, or after."
             )
         run = self._ensure_backward(unit)
         if spans.recorder is not None:
             self._enter_phase("backward", unit)
-        self._reach(run, forward_pass)
-        self._begin_skipped(run, forward_pass, call.exit_position + 1)
-        self._begin_unit(run, unit, forward_pass, call)
-        if not group.params:
-            return None
-        replacement = None
-        if unit.settings.unshard_in_backward:
-            # A checkpoint inside the unit may run a part of the forward again. That part reads the
-            # parameters from the modules, which must hold the unsharded ones.
-            group.install_unsharded(read_flags=False)
-            replacement = self.retained.on_backward(unit, gradient)
-        if unit.step.arrived and self._is_complete(run, unit):
-            # All gradients came in the backwards of later calls of the unit. The reduction has
-            # waited for the backward of the first call, which begins now.
-            self._reduce_outwards(unit)
-        return replacement
+        if this not in run.reached:
+            self._reach(run, this)
+        self._advance(run, this, call.exit + 1)
+        this.begin = min(this.begin, call.exit)
+        self._begin(run, unit, this, call)
+        self._reduce_buckets(run, this)
 
-    def _reach(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
-        """Begin the backward of a pass, unless it has begun. End the passes reached earlier."""
-        if forward_pass in run.reached:
-            return
-        for later in self._ended_passes(run):
-            self._end_pass(run, later)
-        forward_pass.open(self._num_backwards)
-        run.reached.append(forward_pass)
+    def _reach(self, run: BackwardRun, this: Pass) -> None:
+        """Begin the backward of a pass. End those of the passes reached earlier."""
+        for other in self._ended_passes(run):
+            self._advance(run, other, 0)
+        this.rewind()
+        run.reached.append(this)
         # With retain_graph=True, an earlier backward may have gone through the graph of this pass
         # and reduced its units. The present backward brings gradients for these units once more.
-        for call in forward_pass.exits if run.accumulates else ():
+        for call in this.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph and unit.group.num_trainable:
-                unit.await_gradients()
+                unit.step.awaits_gradients = True
 
-    def _end_pass(self, run: BackwardRun, forward_pass: ForwardPass) -> None:
-        """End the units of a pass that have not ended, in the same order on all ranks.
-
-        That reduces a unit of which this rank lacks a gradient. Ranks that lack none have reduced
-        it earlier, at its last gradient.
-        """
-        self._begin_skipped(run, forward_pass, 0)
-        self._end_units_over(run, forward_pass, lambda _: True)
-
-    def _ended_passes(self, run: BackwardRun) -> list[ForwardPass]:
+    def _ended_passes(self, run: BackwardRun) -> list[Pass]:
         """Return the reached passes, except one whose forward has called this backward."""
         return [
-            forward_pass
-            for forward_pass in run.reached
-            if not self.running or forward_pass is not self.schedule.current
+            each for each in run.reached if not self.running or each is not self.recorder.current
         ]
 
-    def _begin_unit(
-        self, run: BackwardRun, unit: Unit, forward_pass: ForwardPass, call: ForwardCall
-    ) -> None:
-        """Begin the backward of ``call``: end units that are over, unshard ``unit``, prefetch."""
-        # If the call has several outputs, another output may have got its gradient before.
-        has_begun = call.reached_in == self._num_backwards
-        call.reached_in = self._num_backwards
-        self._end_units_over(
-            run, forward_pass, lambda first: first.first_inside > call.exit_position
-        )
-        run.current_pass = unit.step.in_pass = forward_pass
-        unit.step.in_call = call
-        if not unit.params:
-            return
-        if not unit.step.is_in_backward:
-            unit.step.is_in_backward = True
-            if unit.group.num_trainable:
-                # ``_reach`` does this too, but not under torch.autograd.grad. Example: a backward
-                # with retain_graph=True has reduced the unit. Then autograd.grad(create_graph=True)
-                # goes through the same graph for a gradient penalty. The backward of the penalty
-                # may bring gradients of the unit on some ranks only, but all must reduce the unit.
-                unit.await_gradients()
-        if unit.settings.unshard_in_backward:
-            # The prefetch is issued once per call, as ranks may use different numbers of outputs.
-            up_next = (
-                [] if has_begun else self._prefetcher.after_backward_of(unit, forward_pass, call)
-            )
-            self._prefetcher.unshard(unit, up_next, in_forward=False, keep_shard=False)
-
-    def _begin_skipped(self, run: BackwardRun, forward_pass: ForwardPass, first: int) -> None:
-        """Begin the backward of ``exits[first:]``, calls that autograd leaves out on this rank.
-
-        Example: the loss of this rank does not use the output of an auxiliary head. Other ranks
-        gather and reduce for these calls, so this rank must do so too. Nothing is done under
-        ``torch.autograd.grad``, which accumulates nothing: it leaves out the same calls on all
-        ranks.
-        """
-        for call in forward_pass.pop_skipped(first) if run.accumulates else ():
+    def _advance(self, run: BackwardRun, this: Pass, first: int) -> None:
+        """Execute the program of a pass down to index ``first``."""
+        while (event := this.next_event()) is not None and event[2] >= first:
+            kind, call, _ = event
             unit = self._units[call.unit]()
-            if unit is None or not unit.params or self._runs(unit):
-                continue
-            if call.is_watched or unit.group.num_trainable:
-                self._begin_unit(run, unit, forward_pass, call)
-                if unit.settings.unshard_in_backward:
-                    unit.group.count_out_frozen()  # as ``pre_backward`` does on other ranks
+            if kind is Event.BEGIN:
+                this.begin -= 1
+                # Autograd has left this call out on this rank. Under torch.autograd.grad, which
+                # accumulates nothing, it leaves out the same calls on all ranks.
+                is_left_out = call.has_graph and call.reached_in != run.number
+                if unit is not None and is_left_out and run.accumulates and not self._runs(unit):
+                    self._begin(run, unit, this, call)
+            else:
+                this.over -= 1
+                if unit is not None:
+                    self._end(run, unit, this)
 
-    def _end_units_over(
-        self,
-        run: BackwardRun,
-        forward_pass: ForwardPass,
-        is_over: Callable[[ForwardCall], bool],
-    ) -> None:
-        """End units of a pass, last first, as long as ``is_over`` of their first call is True."""
-        for number in forward_pass.pop_over(is_over):
-            other = self._units[number]()
-            if other is None:
-                continue
-            self._reshard_after_backward(other)
-            if not self.schedule.runs_before(forward_pass, number):
-                self._reduce_if_due(run, other, is_at_end=False)
-
-    def _end_units_before_recompute(self, run: BackwardRun, node: int) -> None:
-        """End the units whose backward is over when autograd node ``node`` recomputes a forward.
-
-        The recomputation is about to gather. A rank that used all parameters of such a unit may
-        have reduced the unit before this gather, at its last gradient. So a rank that left out a
-        parameter must reduce the unit before this gather too.
-        """
-        forward_pass, backward = run.current_pass, self._num_backwards
-        if forward_pass is not None:
-            self._begin_skipped(run, forward_pass, forward_pass.num_begun_before(node))
-            self._end_units_over(run, forward_pass, lambda first: first.is_over_at(node, backward))
-
-    def post_gradient(self, unit: Unit, index: int) -> None:
-        """Record the gradient of parameter ``index``. Reduce ``unit`` if it has all gradients."""
-        run = self._ensure_backward(unit, index)
-        run.accumulates = True
-        step, group = unit.step, unit.group
-        if not step.awaits_gradients:
-            unit.await_gradients()
-        step.arrived.add(index)
-        # This method runs for every gradient, so it counts them before it calls ``_is_complete``.
-        if len(step.arrived) >= group.num_trainable and self._is_complete(run, unit):
-            # The unit stays unsharded here, because nodes that are still to run may have saved one
-            # of its weights. Example: its first layer is frozen, and the gradient of the unit's
-            # input goes through that layer.
-            self._reduce_outwards(unit)
-            if spans.recorder is not None:
-                around = unit.parent() if unit.parent is not None else None
-                self._enter_phase("backward", around or unit)
+    def _begin(self, run: BackwardRun, unit: Unit, this: Pass, call: Call) -> None:
+        """BEGIN of the backward of ``call``: unshard the unit, and gather the next one."""
+        has_begun = call.reached_in == run.number  # another output may have got its gradient before
+        call.reached_in = run.number
+        group = unit.group
+        if not group.params:
             return
-        if group.gradients.is_replicated:
-            group.gradients.receive(index, unit.settings)
+        # ``_reach`` does this too, but not under torch.autograd.grad. Example: a backward with
+        # retain_graph=True has reduced the unit. Then autograd.grad(create_graph=True) goes through
+        # the same graph for a gradient penalty. The backward of the penalty may bring gradients of
+        # the unit on some ranks only, but all must reduce the unit.
+        if not group.leases & Lease.BACKWARD and group.num_trainable:
+            unit.step.awaits_gradients = True
+        if not unit.settings.unshard_in_backward:
+            return
+        group.count_out_frozen()
+        following = []
+        if not has_begun:  # once per call, as ranks may use different numbers of outputs
+            chosen = unit.settings.backward_prefetch
+            following = self._following(chosen, this.next_in_backward(call))
+            if not chosen:
+                following = [each for each in following if each.settings.unshard_in_backward]
+        self._unshard(unit, Lease.BACKWARD, following, in_forward=False)
+
+    def _end(self, run: BackwardRun, unit: Unit, this: Pass) -> None:
+        """OVER: the backward of ``unit`` in a pass is over. Reshard it, then reduce it."""
+        if self._runs(unit):
+            return  # a forward of the unit has called this backward, and goes on
+        is_held = self.recorder.is_open(unit.number, but=this)
+        if run.makes_graph:
+            unit.group.keep(Lease.GRAPH)  # nodes of the new graph have saved its parameters
+        elif not is_held and unit.settings.reshard_after_backward:
+            unit.group.give_back()
+        self._end_use(unit, Lease.BACKWARD if is_held else Lease.BACKWARD | Lease.KEPT)
+        if not self.recorder.is_open_before(unit.number, this):
+            this.due = min(this.due, this.over)
+            self._reduce(run, unit)
+
+    def _end_use(self, unit: Unit, why: int) -> None:
+        """Let a backward no longer hold ``unit``, for the reasons ``why``."""
+        unit.group.give(why, keeps_copy=not unit.settings.reshard_after_backward)
+        if not unit.group.leases & (Lease.RUNS | Lease.BACKWARD | Lease.USER):
+            unit.group.install_sharded()  # graphs do not read what modules hold
+
+    def _recompute(self, run: BackwardRun, unit: Unit) -> None:
+        """Unshard ``unit`` in a backward, where checkpointing runs its forward again."""
+        if graph_task_id() < 0:
+            raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
+        if spans.recorder is not None:
+            self._enter_phase("recompute", unit)
+        group = unit.group
+        if not group.params:
+            return
+        if group.state is ParamState.SHARDED and run.reached:
+            this = run.reached[-1]
+            self._advance(run, this, this.first_after(running_node(), run.number))
+        group.count_out_frozen()
+        self._unshard(unit, Lease.BACKWARD, (), in_forward=False)
+        unit.step.awaits_gradients |= torch.is_grad_enabled() and group.num_trainable > 0
+
+    def on_gradient(self, unit: Unit, index: int) -> None:
+        """Record that parameter ``index`` has got its gradient."""
+        run = self._ensure_backward(unit, index)
+        run.accumulates = unit.step.awaits_gradients = True
+        unit.step.arrived.add(index)
+        if unit.gradients.is_replicated:
+            if len(unit.step.arrived) >= unit.group.num_trainable and run.reached:
+                self._reduce_buckets(run, run.reached[-1])
+            if unit.step.awaits_gradients:
+                unit.gradients.receive(index, unit.settings)
         if self._queue.may_free:
             self._queue.progress()
 
@@ -609,83 +536,125 @@ class Lifecycle:
         is reduced at the end of the backward, if not before.
         """
         self._ensure_backward(unit).accumulates = True
-        unit.await_gradients()
+        unit.step.awaits_gradients = True
 
-    def _is_complete(self, run: BackwardRun, unit: Unit) -> bool:
-        """Whether all gradients of ``unit`` came, and no rank expects more of them.
+    def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
+        """Return the backward that runs; begin it if it has not begun.
 
-        A unit that is not complete now is reduced when its backward is over.
+        ``first`` is the unit for which a gradient has come. If autograd has put the gradient into
+        ``.grad`` of a parameter, ``early`` is the index of the parameter.
         """
-        step = unit.step
-        if len(step.arrived) < unit.group.num_trainable:
-            return False
-        # The unit may run several times. The backward of its first call comes last. If this rank
-        # used no parameter in that call, all its gradients come before that backward begins. Other
-        # ranks reduce only after that backward has begun, so this rank waits for it too.
-        if step.in_call is not None and not step.in_call.is_first:
-            return False
-        # A unit that was read counts as running until the forward of its reader ends. Units that
-        # run meanwhile are not inside it. Whether they are reduced before its last gradient comes
-        # depends on what this rank has used. So it waits until it is over: then they are over too.
-        if step.in_call is not None and step.in_call.is_read:
-            return False
-        # A reentrant checkpoint starts a nested run of the autograd engine (a graph task) inside
-        # this backward. If a parameter is also used outside of the checkpoint, or in another one,
-        # the nested run brings only one of several gradients to add up.
-        return not run.has_nested and not self.schedule.runs_before(step.in_pass, unit.number)
+        task, run = graph_task_id(), self.backward
+        if run is not None and run.graph_task == task and not self.failure.is_dirty:
+            return run
+        if self.abort_if_failed() and early is not None:
+            raise RefusedError(
+                self,
+                "the last backward raised, and its gradients were dropped only now, together with "
+                f"the one that parameter {first.params[early].fqn!r} has just got; call "
+                "reset_iter_state() on the root after a backward that raised, unless a forward "
+                "follows, and run this backward again.",
+            )
+        if self.backward is not None:
+            self.backward.has_nested = True
+            return self.backward
+        self._refuse_unless_waited("a backward")
+        if is_in_compiled_autograd():
+            raise RefusedError(self, _NOT_COMPILED)
+        if is_distributed_backward():
+            # Also warn, because distributed autograd drops the text of the error.
+            warn_user(_NOT_DISTRIBUTED)
+            raise RuntimeError(_NOT_DISTRIBUTED)
+        end = functools.partial(_end_of_graph_task, weakref.ref(self))
+        queue_backward_callback(end)
+        self.failure.end = weakref.ref(end)
+        self._num_backwards += 1
+        run = self.backward = BackwardRun(
+            number=self._num_backwards,
+            graph_task=task,
+            keeps_graph=keeps_graph(),
+            makes_graph=torch.is_grad_enabled(),
+            accumulates=early is not None or self._will_accumulate(first),
+        )
+        if self.finalization is not None:
+            self.finalization.is_due = True
+            self.finalization.is_split |= run.keeps_graph
+        self._queue.begin_backward()
+        patch_new_optimizers()
+        for unit, grads in buckets_in(self.units()):
+            grads.hide(early if unit is first else None)
+            unit.gradients.begin_backward(unit.settings)
+        return run
 
-    def _reshard_after_backward(self, unit: Unit) -> None:
-        """End the backward of ``unit``, unless this backward runs inside a forward of ``unit``."""
-        if self._runs(unit):
-            return  # that forward goes on, and uses the unsharded parameters
-        unit.step.end_backward()
-        if unit.settings.reshard_after_backward and not unit.step.is_retained:
-            unit.group.reshard()
-        else:
-            unit.group.install_sharded()
+    def _will_accumulate(self, first: Unit) -> bool:
+        """Whether the present graph task adds to ``.grad`` of any parameter of the root."""
+        units = dict.fromkeys((first, *reversed(self.units())))
+        return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
-    def _reduce_if_due(self, run: BackwardRun, unit: Unit, *, is_at_end: bool) -> None:
-        """Reduce ``unit``, of which nothing is left to run, if its gradients are still due.
+    def finish_backward(self, run: BackwardRun) -> None:
+        """End a backward: execute what is left of the passes that it has reached, and publish."""
+        units, ended = self.units(), self._ended_passes(run)
+        for each in run.reached:
+            self._advance(run, each, 0 if each in ended else each.begin)
+        if not run.keeps_graph:
+            self.recorder.close(run.reached)
+        reached = {number for each in ended for number in each.calls}
+        waiting = set()  # units with a graph that this backward has not reached
+        for unit in reversed(units):  # units inside first
+            runs, is_open = self._runs(unit), self.recorder.is_open(unit.number)
+            # No hook tells when a backward enters a graph that a backward has made, and all ranks
+            # reduce its units at the end.
+            is_reached = unit.number in reached or unit.group.leases & Lease.GRAPH
+            if is_open and not is_reached and not runs:
+                waiting.add(unit)
+                continue
+            if not runs:
+                ends = not is_open and not run.keeps_graph
+                self._end_use(unit, Lease.BACKWARD | Lease.LATER if ends else Lease.BACKWARD)
+            self._reduce(run, unit)
+        if run.accumulates and self.finalization is None:
+            # A unit whose backward is still to come is left out: that backward will reduce it.
+            self._publish([u for u in units if u not in waiting or not u.step.awaits_gradients])
+        self._drop_prefetched()
+        for _, grads in buckets_in(units):
+            grads.show()
+        self.backward = None
+        if spans.recorder is not None:
+            self._enter_phase_around()
+        self.failure.end = None  # last: if a line above raises, the backward has failed
 
-        ``is_at_end``: see ``_reduce_outwards``.
-        """
+    # --- reductions -------------------------------------------------------------------
+
+    def _reduce(self, run: BackwardRun, unit: Unit) -> None:
+        """Reduce ``unit``, of which nothing is left to run, if its gradients are due."""
         if not unit.step.awaits_gradients:
             return
-        if any(call.has_graph for other, call in self.running if other is unit):
-            return  # this backward runs inside that call, and the backward of its graph comes later
-        if unit.step.is_wanted_unsharded and not unit.step.arrived:
-            _check_finds_parameters(unit)
         # A pipeline schedule may compute only gradients of inputs now, and those of parameters
         # later. The unit must accumulate zeros then, so that ``_take_split_gradients`` finds the
         # later gradients: it looks only in units that hold unreduced gradients.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
+        if is_split and unit.step.lost_unshard and not (run.makes_graph or unit.step.arrived):
+            raise RuntimeError(_FINDS_NO_PARAMETERS.format(unit.label))
         if run.accumulates or is_split:
-            self._reduce_outwards(unit, is_at_end=is_at_end)
+            self._start_due_reduction(unit)
         elif not run.keeps_graph:
             unit.step.record_taken()
 
-    def _reduce_outwards(self, unit: Unit, *, is_at_end: bool = False) -> None:
-        """Reduce or accumulate ``unit``, whose gradients are complete; then those around it.
+    def _reduce_buckets(self, run: BackwardRun, this: Pass) -> None:
+        """Reduce the buckets of ``replicate`` whose turn it is, as long as they are complete."""
+        # A reentrant checkpoint starts a nested run of the autograd engine. If a parameter is also
+        # used outside of it, the nested run brings only one of several gradients to add up.
+        while not run.has_nested and (first := this.next_due()) is not None:
+            unit = self._units[first.unit]()
+            if unit is not None and unit.step.awaits_gradients:
+                is_complete = len(unit.step.arrived) >= unit.group.num_trainable
+                is_later = self.recorder.is_open_before(first.unit, this)
+                if not unit.gradients.is_replicated or not is_complete or is_later:
+                    return
+                self._start_due_reduction(unit)
+            this.due -= 1
 
-        A unit waits until all units inside it are complete. When the last inner unit is complete,
-        the loop goes on to the outer unit, which has waited. ``is_at_end``: the backward ends, so
-        no gradient will come from inside ``unit``.
-        """
-        unit.step.are_complete = True
-        candidate: Unit | None = unit
-        while candidate is not None and (
-            candidate.step.are_complete or not candidate.step.awaits_gradients
-        ):
-            if candidate.children and not is_at_end and self._awaits_units_inside(candidate):
-                return
-            if candidate.step.are_complete:  # otherwise no gradient is due, as in a frozen unit
-                self._reduce_or_accumulate(candidate)
-            # The unit around may contain other units that are not reduced yet: their turn in
-            # ``finish_backward`` comes later, or their backward does. So is_at_end is False for it.
-            is_at_end = False
-            candidate = candidate.parent() if candidate.parent is not None else None
-
-    def _reduce_or_accumulate(self, unit: Unit) -> None:
+    def _start_due_reduction(self, unit: Unit) -> None:
         """Reduce the gradients of ``unit``, or under NONE only add them up. They are complete."""
         unit.step.record_taken()
         sync = unit.settings.sync
@@ -698,19 +667,6 @@ class Lifecycle:
             )
         else:
             unit.gradients.accumulate(unit.settings)
-
-    def _awaits_units_inside(self, unit: Unit) -> bool:
-        """Whether gradients or backwards of units inside ``unit`` are, or may be, still to come.
-
-        Backwards of frozen units count too, and those that this rank leaves out: other ranks gather
-        for them before they reduce ``unit``.
-        """
-        if unit.has_open_children:
-            return True
-        forward_pass, call = unit.step.in_pass, unit.step.in_call
-        if forward_pass is None or call is None:
-            return False
-        return forward_pass.may_begin_inside(call, self._num_backwards)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         on_reduced = None
@@ -755,39 +711,6 @@ class Lifecycle:
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
-    def finish_backward(self, run: BackwardRun | None = None) -> None:
-        """End the backward that runs. If autograd runs none now, ``run`` stands for it."""
-        run = run or self.backward
-        assert run is not None
-        units = self.units()
-        ended = self._ended_passes(run)
-        for forward_pass in ended:
-            self._end_pass(run, forward_pass)
-            forward_pass.is_spent |= not run.keeps_graph
-        to_come = self._units_to_come(run, units, ended)
-        if run.accumulates or not run.keeps_graph:
-            self.schedule.end_passes()
-        run.current_pass = None
-        self.retained.end_backward()
-        for unit in reversed(units):  # units inside first
-            if unit.number not in to_come:
-                self._reshard_after_backward(unit)
-                self._reduce_if_due(run, unit, is_at_end=True)
-        if run.accumulates and self.finalization is None:
-            # A unit whose backward is still to come is left out: that backward will reduce it.
-            over = [u for u in units if u.number not in to_come or not u.step.awaits_gradients]
-            self._publish(over)
-        self._prefetcher.drop_unused()
-        for _, grads in buckets_in(units):
-            grads.show()
-        self.failure.backward_call = None
-        self.backward = None
-        if spans.recorder is not None:
-            self._enter_phase_around()
-        # ``ends`` is cleared last. If a line above raises, autograd drops the callback that
-        # ``_ensure_backward`` has queued, and the weak references in ``ends`` record the failure.
-        run.ends.clear()
-
     def _publish(self, units: Sequence[Unit]) -> None:
         """As a backward ends, finish the reductions whose results belong into ``.grad``.
 
@@ -805,44 +728,6 @@ class Lifecycle:
             self.notify_reduced(unit)
         self._settle_host()
 
-    def _units_to_come(
-        self, run: BackwardRun, units: Sequence[Unit], ended: Sequence[ForwardPass]
-    ) -> set[int]:
-        """Return the numbers of the units whose backward is still to come, after this backward.
-
-        These units ran in passes that this backward has not reached. Example: for each chunk of the
-        hidden states, a loss runs the output layer and calls backward; the backward of the other
-        layers comes last. All ranks return the same numbers, because the numbers do not depend on
-        which graphs are alive.
-        """
-        if not run.reached:
-            return set()
-        reached = set[int]().union(*(forward_pass.units for forward_pass in ended))
-        return {
-            unit.number
-            for unit in units
-            if (last := unit.step.last_pass) is not None
-            and not last.is_spent
-            and unit.number not in reached
-            and not unit.step.is_in_backward
-            and not unit.step.arrived
-        }
-
-    def start_manual_unshard(self, unit: Unit) -> ManualUnshard | None:
-        """Start gathering ``unit`` for the user's ``unshard()``. None if it has no parameters.
-
-        **Collective:** the shard group.
-        """
-        unit.step.is_wanted_unsharded = True
-        return unit.group.start_manual_unshard() if unit.params else None
-
-    def awaits_backward(self, unit: Unit) -> bool:
-        """Whether a forward of ``unit`` has a graph, on this rank, whose backward may come."""
-        return unit.step.awaits_gradients or any(
-            unit.number in forward_pass.units and not forward_pass.is_spent
-            for forward_pass in alive(self._passes)
-        )
-
     # --- outside of a backward --------------------------------------------------------
 
     def finish_split_backward(self) -> None:
@@ -854,12 +739,22 @@ class Lifecycle:
         self.abort_if_failed()
         with self.failure.recorded():
             self._take_split_gradients()
-            self.finish_backward(BackwardRun())
+            self.finish_backward(BackwardRun(self._num_backwards))
 
     def _take_split_gradients(self) -> None:
+        self.recorder.close_all()
+        self._end_uses()
         for unit in self.units():
             if unit.gradients.is_unreduced:
                 unit.gradients.accumulate(unit.settings)
+
+    def _end_uses(self) -> None:
+        """Let nothing hold the units whose backward has come."""
+        for unit in self.units():
+            if not self.recorder.is_open(unit.number):
+                if unit.settings.reshard_after_backward:
+                    unit.group.give_back()
+                self._end_use(unit, Lease.BACKWARD | Lease.LATER)
 
     def start_flush(self, units: Sequence[Unit]) -> None:
         """Start reducing pending gradients of ``units`` over all ranks, which ends their window."""
@@ -920,11 +815,7 @@ class Lifecycle:
         if finalization.is_split:
             with self.failure.recorded():
                 self._take_split_gradients()
-        for unit in units:
-            # A unit whose backward is still to come stays as it is.
-            is_over = not unit.step.awaits_gradients and not unit.step.is_retained
-            if is_over and unit.settings.reshard_after_backward:
-                unit.group.reshard()
+        self._end_uses()
         full = [unit for unit in units if unit.settings.sync.ends_window]
         self.start_flush(full)
         finalization.started = [weakref.ref(unit) for unit in full]
@@ -964,34 +855,28 @@ class Lifecycle:
 
     # --- failures ---------------------------------------------------------------------
 
-    def record_failure(self) -> None:
-        """Record that a backward raised. Communicate nothing: other ranks may not have failed."""
-        # The mark comes first: the next step then calls abort() even if this method is interrupted.
-        self.failure.marks.append("raised")
-        self.failure.backward_call = None
-        for group in self.groups():
-            group.install_sharded()
-
     def check_between_steps(self, unit: Unit, caller: str) -> None:
         """Raise if a forward or backward of the model runs. Clean up a step that has failed."""
-        self.abort_if_failed()
+        self.abort_if_cut_off()
         if not self.is_idle:
             raise RuntimeError(
                 f"{caller} was called inside the forward or backward of unit {unit.label!r}; call "
-                "it between steps, after reset_iter_state() on the root if a step was interrupted. "
-                "A forward may read parameters of another unit that has unshard_on_access=True."
+                "it between steps, after reset_iter_state() on the root if a step was interrupted."
             )
 
     def abort_if_failed(self) -> bool:
         """Clean up if the last step failed. Return whether it did."""
-        run = self.backward
-        is_elsewhere = run is not None and graph_task_id() != run.graph_task
-        if is_elsewhere and self.failure.has_backward_returned():
-            self.record_failure()  # the backward has raised, and no callback has recorded it yet
-        has_failed = bool(self.failure.marks)
+        has_failed = self.failure.has_happened()
         if has_failed:
             self.abort()
         return has_failed
+
+    def abort_if_cut_off(self) -> None:
+        """Clean up if the last step failed, also if an interrupt has cut off a forward."""
+        if self.abort_if_failed() or self.backward is not None or not self.running:
+            return
+        if not _is_on_stack(self.running[0][0]):
+            self.abort()
 
     def abort(self, *, keeps_window: bool = False) -> None:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
@@ -1001,52 +886,28 @@ class Lifecycle:
         ``keeps_window``, reductions in flight are finished, and an open window stays open and keeps
         its gradients, unless a backward or a reduction has failed.
         """
-        pending = (group.gradients for group in self.groups())
-        is_void = bool(self.failure.marks)
+        is_void = self.failure.has_happened()
         if keeps_window and not is_void:
             with self.failure.recorded():
                 self._queue.finish_all()
         else:
+            pending = (group.gradients for group in self.groups())
             is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
         if is_void:
-            # ``failure.clear()`` at the end removes this mark. If this method is interrupted, the
-            # mark stays, and the next use aborts again.
-            self.failure.marks.append("aborted")
-            self.failure.num_voided += 1
-        if self.backward is not None:
-            self.backward.ends.clear()
-        self._passes = []
-        self.failure.backward_call = None
-        self._prefetcher.drop_unused()
-        self.schedule.forget()
-        self.retained.release()
+            self.failure.is_dirty = True  # if this method is interrupted, the next use aborts again
+            self.failure.generation += 1
+        self.running, self.backward, self.failure.end = [], None, None
+        self._prefetched.clear()
+        self.recorder.forget()
         self._queue.abandon()
         if self.finalization is not None:
             self.finalization.settle()
         for unit in self.units():
-            unit.step.reset()
-        for group in self.groups():
-            group.reshard()
-            group.gradients.abandon(is_void=is_void)
+            unit.step.record_taken()
+            unit.step.modules_run.clear()
+            unit.group.give(Lease.ALL)
+            unit.group.gradients.abandon(is_void=is_void)
         for _, grads in buckets_in(self.units()):
             grads.show()
         self._settle_host()
-        self.forward = self.backward = None
-        self.failure.clear()
-
-
-def _check_finds_parameters(unit: Unit) -> None:
-    """Raise if a pipeline schedule splits this backward, and would miss gradients of ``unit``.
-
-    The schedule calls ``unshard()`` on the unit. Then it looks in the graph for the parameters that
-    the modules of the unit hold. If the forward has resharded the unit, the modules hold shards.
-    The schedule does not find these in the graph, and writes no gradients.
-    """
-    is_split = not unit.settings.sync.reduces and keeps_graph()
-    if is_split and not unit.group.is_manually_unsharded:
-        raise RuntimeError(
-            f"unit {unit.label!r} would get no gradients from this schedule, which computes those "
-            "of parameters apart from those of inputs: the unit was resharded after its forward. "
-            "Call fully_shard(..., reshard_after_forward=False) on all units of the stage, or "
-            "set_reshard_after_forward(False)."
-        )
+        self.failure.is_dirty = False

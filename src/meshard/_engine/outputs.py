@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +21,6 @@ from meshard._torch.private import number_of, tree_flatten, tree_unflatten
 
 WATCHED = "_meshard_watched"  # attribute of an output that has the hook of a unit
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
-_SIMPLE = (torch.Tensor, *_PLAIN)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
@@ -34,36 +33,6 @@ def tensors_in(value: Any) -> list[torch.Tensor]:
 
     map_tensors(collect, value)
     return found
-
-
-def may_collect(value: Any) -> bool:
-    """Whether ``value`` is or has a list, or another object to which a forward may add tensors."""
-    if isinstance(value, _SIMPLE):
-        return False
-    return any(map(may_collect, value)) if type(value) is tuple else True
-
-
-def left_in(arguments: Iterable[Any], since: int) -> list[torch.Tensor]:
-    """Return the tensors that a forward has put into its arguments, as by appending to a list.
-
-    ``since`` is what ``next_node()`` returned when the forward began.
-    """
-    found = []
-    for value in arguments:
-        given = value
-        if type(value) is list:
-            # All layers may append to the same list, and the search below would take longer with
-            # each layer. So leave out the outputs of earlier units, and tensors that do not require
-            # grad. Items of other types, such as tuples of tensors, are searched each time.
-            given = [
-                each
-                for each in value
-                if not hasattr(each, WATCHED)
-                and (type(each) is not torch.Tensor or each.requires_grad)
-            ]
-        if may_collect(given):
-            found += tensors_in(given)
-    return [each for each in found if number_of(each) >= since and not hasattr(each, WATCHED)]
 
 
 def map_tensors(
@@ -150,18 +119,31 @@ def moved_from_host(value: Any, device: torch.device) -> Any:
 
 
 class _Alias(torch.autograd.Function):
-    """An alias with an autograd node of its own. It is no view, so ``detach_()`` works on it."""
+    """An alias with an autograd node of its own.
+
+    It is no view: pipeline schedules that split backwards detach the outputs of their stages in
+    place, which torch refuses for views.
+    """
+
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+    def forward(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None: ...
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         return gradients[0]
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: torch.Tensor) -> Any:
+        return tangents[0].view_as(tangents[0])
 
-def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int, *, as_view: bool) -> Any:
+
+def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int) -> Any:
     """Return ``output`` with an alias for each tensor that was there before the forward.
 
     ``since`` is what ``next_node()`` returned when the forward began: nodes made before have lower
@@ -176,10 +158,6 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int, *, as
     comes when the backward of this unit is over.
     A module may also return a leaf, such as its own parameter. A hook on the leaf would stay there
     for all later backwards.
-
-    With ``as_view`` the alias is a view, which costs least. Pipeline schedules that split backwards
-    detach the outputs of their stages in place, which torch refuses for views. These schedules also
-    call ``unshard()``. So the caller passes False for a unit on which ``unshard()`` was called.
     """
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,8 +165,6 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int, *, as
             return tensor
         is_old = number_of(tensor) < since or hasattr(tensor, WATCHED)  # of a leaf it is -1
         if is_old or any(value is tensor for value in inputs):
-            if as_view:
-                return tensor.view_as(tensor)
             made: torch.Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # torch's
             return made
         return tensor

@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, log_event
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
-from meshard._engine.manual_unshard import InstalledParams, ManualUnshard, listed
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
@@ -31,7 +30,6 @@ from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import pending_holders
 from meshard._torch.private import has_backward_optimizer, is_in_transform
-from meshard._torch.user_line import warn_user
 
 _UNKNOWN = -1  # the version of an unsharded copy that later forwards must not reuse
 
@@ -68,6 +66,20 @@ _ALLOWED = {
     ParamState.INSTALLED: (ParamState.UNSHARDED,),
     ParamState.SUMMONED: (ParamState.SHARDED,),
 }
+
+
+class Lease:
+    """Why a unit is unsharded. It is resharded when no lease is left."""
+
+    # Ints, and no enum.IntFlag: a step combines them often, and these take a tenth of the time.
+    RUNS = 1  # a forward of it runs
+    BACKWARD = 2  # its backward runs: from BEGIN to OVER
+    KEPT = 4  # a forward has left it unsharded for its backward
+    GRAPH = 8  # a backward has, with create_graph=True, for one through the graph that it makes
+    LATER = KEPT | GRAPH
+    USER = 16  # unshard(), until reshard() or the end of a use that reshards
+    AHEAD = 32  # it is gathered ahead of its use
+    ALL = 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +166,8 @@ class ParamGroup:
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
         self.failure: Failure  # shared by all units of a root; ``Root`` sets it
         self.modules: list[weakref.ref[nn.Module]] = []  # of the unit; ``Root`` sets it
-        self.manual_unshard: ManualUnshard | None = None  # set while the user's unshard() lasts
-        # Set while modules keep the unsharded parameters of a forward that has ended.
-        self._kept: InstalledParams | None = None
+        self.leases = 0  # see ``Lease``
+        self._num_given_back = 0  # how often the user's unshard() has ended
         self.pending_step: AwaitedStep | None = None  # a step for which the next gather waits
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
@@ -177,6 +188,9 @@ class ParamGroup:
         # and may belong to other tensors by now. So ``owner_of`` compares the tensor too.
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN
+        self._steps_of_copy = 0  # ``num_steps`` when the unsharded parameters were filled last
+        # The flags ``requires_grad`` that sharded and unsharded parameters had in common last.
+        self._flags: list[bool] = []
         register_owner(self)
 
     @property
@@ -243,15 +257,6 @@ class ParamGroup:
         """A number that grows with steps and edits: see ``UnitParams.version``."""
         return self.num_steps + self.unit_params.version
 
-    @property
-    def is_stale(self) -> bool:
-        return self.state is not ParamState.SHARDED and self._unsharded_version != self.version
-
-    def record_version(self) -> None:
-        """Allow later forwards to reuse the unsharded copy: it is as new as the shards."""
-        if self._unsharded_version == _UNKNOWN:
-            self._unsharded_version = self.version
-
     def forget_version(self) -> None:
         self._unsharded_version = _UNKNOWN
 
@@ -283,9 +288,9 @@ class ParamGroup:
     def check_may_step(self) -> None:
         if self.failure.has_happened():
             raise RuntimeError(
-                f"the last backward through unit {self.label!r} raised, so gradients are those of "
-                "some units only; run the whole window again (the next forward drops them, as "
-                "reset_iter_state() does)."
+                f"the last backward through unit {self.label!r} raised, or a microbatch of its "
+                "loop, so some gradients are missing; run the whole window again (the next forward "
+                "drops them, as reset_iter_state() does)."
             )
         grads = self.gradients
         # For a replicated unit this says that its .grad are hidden: a backward runs, and has not
@@ -339,7 +344,8 @@ class ParamGroup:
 
     def record_step(self) -> None:
         log_event("step", self.unit_params.label)
-        self.install_sharded()  # a copy that a forward has left installed is stale now
+        if not self.leases & Lease.USER:
+            self.install_sharded()  # a copy that a forward has left installed is stale now
         self.num_steps += 1
         self.was_resharded_between = False
         self.gradients.end_window()
@@ -348,6 +354,69 @@ class ParamGroup:
         if self.pending_step is None:  # otherwise the pending step has taken the gradients
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             self.gradients.clear(frozenset(cleared))
+
+    # --- leases -------------------------------------------------------------------------
+
+    def take(self, why: int, post_forward_group: dist.ProcessGroup | None = None) -> None:
+        """Hold the unsharded parameters for a reason, and install them. Gather if need be.
+
+        **Collective:** as ``start_unshard``, if no lease is held.
+        """
+        self.finish_unshard(post_forward_group)
+        self.leases = (self.leases | why) & ~Lease.AHEAD
+        if self.leases & (Lease.KEPT | Lease.USER):
+            pending_holders.add(self)
+        self._install_unsharded()
+
+    def keep(self, why: int = Lease.KEPT) -> None:
+        """Go on holding the unsharded parameters, for a backward that will read them."""
+        if self._unsharded_version == _UNKNOWN:
+            self._unsharded_version = self.version  # a forward may use them too
+        self.leases |= why
+        pending_holders.add(self)
+
+    def give(self, why: int, *, keep_post_forward: bool = False, keeps_copy: bool = False) -> None:
+        """Stop holding the unsharded parameters for a reason. With no lease left, reshard.
+
+        With ``keeps_copy``, modules hold shards then, but the copy stays for the next use.
+        """
+        if why & Lease.USER:
+            self.give_back()
+        self.leases &= ~why
+        if not self.leases and keeps_copy:
+            self.install_sharded()
+        elif not self.leases:
+            self.reshard(keep_post_forward=keep_post_forward)
+
+    def start_for_user(self) -> int:
+        """Start gathering for the user's ``unshard()``. Returns a number for ``finish_for_user``.
+
+        **Collective:** the shard group.
+        """
+        self.drop_if_stale()
+        self.start_unshard(may_keep_shard=False)
+        self.leases |= Lease.USER
+        return self._num_given_back
+
+    def finish_for_user(self, number: int) -> None:
+        """Install the gathered parameters, unless this ``unshard()`` has ended since."""
+        if self.leases & Lease.USER and self._num_given_back == number:
+            self.take(Lease.USER)
+            self.void_graphs_of_older_steps()
+            self.read_flags()
+
+    def give_back(self, *, voids_graphs: bool = False) -> None:
+        """End the user's ``unshard()``. The caller goes on with another lease, or reshards.
+
+        With ``voids_graphs``, autograd refuses a later backward through a graph that has saved the
+        unsharded parameters: no hook would gather them again.
+        """
+        if not self.leases & Lease.USER:
+            return
+        self.leases &= ~Lease.USER
+        self._num_given_back += 1
+        if voids_graphs:
+            self._void_graphs()
 
     # --- gather and reshard -----------------------------------------------------------
 
@@ -419,12 +488,26 @@ class ParamGroup:
         log_event("unsharded", self.unit_params.label)
         gather.in_flight.release()  # the rows were copied out, or are the memory of a parameter
 
-    def forget_stale(self, *, voids_graphs: bool = False) -> None:
-        """Drop a post-forward shard, end the user's ``unshard()``, and reshard a stale copy."""
+    def void_graphs_of_older_steps(self) -> None:
+        """Let autograd refuse graphs that were made before the last optimizer step.
+
+        It does so for an ordinary parameter, which a step edits. Here a step edits the shards, and
+        a gather fills the unsharded parameters without raising their versions.
+        """
+        if self._steps_of_copy != self.num_steps:
+            self._steps_of_copy = self.num_steps
+            self._void_graphs()
+
+    def _void_graphs(self) -> None:
+        copies = (param.unsharded for param in self.params if param.unsharded is not param.sharded)
+        increment_version([plain_of(each) for each in copies])
+
+    def drop_if_stale(self) -> None:
+        """Drop a post-forward shard, and an unsharded copy whose shards were edited since."""
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
-        self.end_manual_unshard(voids_graphs=voids_graphs)
+        self._carry_flags()
         if self.adopt_edits() != self._unsharded_version:
             self.reshard()
 
@@ -443,7 +526,6 @@ class ParamGroup:
             self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
-        self.end_manual_unshard(refuse=False)
         self.install_sharded()
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             log_event("reshard", self.unit_params.label)
@@ -458,21 +540,10 @@ class ParamGroup:
 
     # --- what modules hold ------------------------------------------------------------
 
-    def install_unsharded(self, *, read_flags: bool = True) -> None:
-        if read_flags:
-            installed = self._kept if self.manual_unshard is None else self.manual_unshard.installed
-            if installed is not None:
-                installed.take_flags()  # the user may have set flags on what the modules hold
-            self.num_trainable = take_flags(self.params)
-        elif self.state is ParamState.INSTALLED:
-            return  # modules hold them already
-        else:
-            self.count_out_frozen()
-        if self.state is not ParamState.INSTALLED:
-            # The state changes first. If what follows is interrupted, the clean-up sees from the
-            # state what to undo.
-            self._move(ParamState.INSTALLED)
-        install_unsharded(self.params)
+    def read_flags(self) -> None:
+        """Before a forward: let parameters be frozen and thawed as the user has set it."""
+        self._flags = take_flags(self.params, self._flags)
+        self.num_trainable = sum(self._flags)
 
     def count_out_frozen(self) -> None:
         """In a backward: expect no gradient of parameters that were frozen since the forward.
@@ -482,87 +553,28 @@ class ParamGroup:
         if self.state is not ParamState.INSTALLED:
             self.num_trainable -= take_frozen(self.params)
 
+    def _install_unsharded(self) -> None:
+        if self.state is not ParamState.INSTALLED:
+            # The state changes first. If what follows is interrupted, the clean-up sees from the
+            # state what to undo.
+            self._move(ParamState.INSTALLED)
+            install_unsharded(self.params)
+
     def install_sharded(self) -> None:
-        """Make modules hold the sharded parameters, unless the user's ``unshard()`` lasts."""
-        if self.state is ParamState.INSTALLED and self.manual_unshard is None:
-            self._end_kept()
+        """Make modules hold the sharded parameters."""
+        if self.state is ParamState.INSTALLED:
+            self._carry_flags()
             install_sharded(self.params)
             self._move(ParamState.UNSHARDED)
 
-    def keep_installed(self) -> None:
-        """Leave the unsharded parameters on the modules after a forward, until ``install_sharded``.
+    def _carry_flags(self) -> None:
+        """Let the sharded parameters have the flags that users have set on unsharded ones.
 
-        The user may read them: a loss may be computed from a weight.
+        ``pending_holders`` has this group from when users get hold of these.
         """
-        if self.state is ParamState.INSTALLED and self.manual_unshard is None:
-            since = "a forward that left them unsharded (reshard_after_forward=False, or the root)"
-            self._kept = InstalledParams(self.label, self.params, self.version, since, self._kept)
-            register_manually_unsharded(self)
-
-    def _end_kept(self) -> None:
-        kept, self._kept = self._kept, None
-        if kept is not None:
+        if self in pending_holders:
             pending_holders.discard(self)
-            replaced = kept.end(self.version)
-            if replaced:
-                warn_user(kept.loss_of(replaced))
-
-    # --- unshard() and reshard() by the user ------------------------------------------
-
-    @property
-    def is_manually_unsharded(self) -> bool:
-        """Whether modules hold unsharded parameters because the user called ``unshard()``."""
-        return self.manual_unshard is not None and self.manual_unshard.installed is not None
-
-    def start_manual_unshard(self) -> ManualUnshard:
-        present = self.manual_unshard
-        self.forget_stale()  # ends ``present``
-        self.start_unshard(may_keep_shard=False)
-        if present is not None and present.installed is None:
-            self.manual_unshard = present  # it goes on: its handle was not waited for yet
-            return present
-        # If there was an earlier unshard(), its handle was waited for, and ``forget_stale`` above
-        # has ended it. A new one begins.
-        manual = self.manual_unshard = ManualUnshard()
-        if present is not None and self.state is ParamState.INSTALLED:
-            self.finish_manual_unshard(manual)  # the copy was not stale, and is still installed
-        return manual
-
-    def finish_manual_unshard(self, manual: ManualUnshard) -> None:
-        """Install the gathered parameters, unless this ``unshard()`` has ended since."""
-        if self.manual_unshard is manual:
-            self.finish_unshard()
-            self._end_kept()  # from here on ``manual`` records what modules hold
-            self.install_unsharded()
-            if manual.installed is None:  # several calls of unshard() may share this record
-                manual.installed = InstalledParams(
-                    self.label, self.params, self.version, "unshard()"
-                )
-            register_manually_unsharded(self)
-
-    def end_manual_unshard(self, *, refuse: bool = True, voids_graphs: bool = False) -> None:
-        """End the user's ``unshard()``, if there is one.
-
-        With ``refuse``, raise if a parameter was cast, moved or given other data: the change would
-        be lost. With ``voids_graphs``, count up the versions of the unsharded parameters, so that
-        autograd refuses a later backward through a graph that has saved them.
-        """
-        if self.manual_unshard is None:
-            return
-        manual, self.manual_unshard = self.manual_unshard, None
-        if self._kept is None:  # otherwise ``zero_grad()`` must still find this group
-            pending_holders.discard(self)
-        replaced = [] if manual.installed is None else manual.installed.end(self.version)
-        if replaced and refuse:
-            self.reshard()
-            raise RuntimeError(
-                f"parameter(s) {listed(replaced)} of unit {self.label!r} were cast, moved or given "
-                "other data after unshard(), which changes a copy only; call reshard() before "
-                "module.to(...), and edit unsharded parameters inside "
-                "meshard.unsharded_params(module)."
-            )
-        if voids_graphs and manual.installed is not None:
-            increment_version([plain_of(param.unsharded) for param in self.params])
+            self._flags = take_flags(self.params, self._flags)
 
 
 def sharded_params(group: ParamGroup) -> list[ShardedParam]:
@@ -577,7 +589,7 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 # reference. An id may belong to another tensor later, so ``owner_of`` and ``sharded_params_of``
 # check what they find. ``has_been_sharded`` does not: it only decides about a warning.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-_manually_unsharded: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
+_copies: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _latest = object()  # a token for caches: see ``latest_registration``
 
 
@@ -587,6 +599,8 @@ def register_owner(owner: ParamGroup) -> None:
     for index, param in enumerate(owner.params):
         owner.indices[id(param.sharded)] = index
         _owners[id(param.sharded)] = owner
+        if param.unsharded is not param.sharded:
+            _copies[id(param.unsharded)] = owner
     _latest = object()
 
 
@@ -617,22 +631,21 @@ def has_been_sharded(param: torch.Tensor) -> bool:
     return id(param) in _owners
 
 
-def register_manually_unsharded(owner: ParamGroup) -> None:
-    """Record that modules hold unsharded parameters of ``owner`` outside of a forward."""
+def register_summoned(owner: ParamGroup) -> None:
+    """Record that modules hold parameters of a summoned unit."""
     for held, _ in _unsharded_of(owner):
-        _manually_unsharded[id(held)] = owner
-    # While modules hold unsharded parameters, module.zero_grad() finds only these. meshard's patch
-    # of zero_grad() clears .grad of the sharded ones too, but only while ``pending_holders`` is not
-    # empty.
+        _copies[id(held)] = owner
+    # module.zero_grad() finds only these. meshard's patch of zero_grad() clears .grad of the
+    # sharded ones too, but only while ``pending_holders`` is not empty.
     pending_holders.add(owner)
 
 
 def forget_summoned(owner: ParamGroup) -> None:
-    """Undo ``register_manually_unsharded`` for a summoned unit."""
+    """Undo ``register_summoned``."""
     global _latest
     _latest = object()  # an optimizer of what modules have held is of no use from now on
     for held, _ in _unsharded_of(owner):
-        _manually_unsharded.pop(id(held), None)
+        _copies.pop(id(held), None)
     pending_holders.discard(owner)
 
 
@@ -645,10 +658,10 @@ def _unsharded_of(owner: ParamGroup) -> Iterator[tuple[torch.Tensor | None, torc
 
 def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return ``params`` with the sharded parameter in the place of every unsharded one."""
-    if not _manually_unsharded:
+    if not _copies:
         return list(params)
     given = list(params)
-    owners = {owner for param in given if (owner := _manually_unsharded.get(id(param))) is not None}
+    owners = {owner for param in given if (owner := _copies.get(id(param))) is not None}
     # An owner may have been found by the id of a freed tensor. So compare with the ids of tensors
     # that are alive.
     sharded = {id(held): param for owner in owners for held, param in _unsharded_of(owner)}

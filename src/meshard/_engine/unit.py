@@ -14,7 +14,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -24,7 +23,6 @@ from torch import nn
 from meshard._comm.communicator import CommSettings
 from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.schedule import ForwardCall, ForwardPass
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator, GradientRules
 from meshard._gradients.replicated_grads import ReplicatedGrads
@@ -49,44 +47,24 @@ class UnitSettings(ReduceSettings):
     unshard_in_backward: bool = True
     sync: GradientSync = GradientSync.FULL
     comm: CommSettings = field(default_factory=CommSettings)
-    unshard_on_access: bool = False  # gather when the forward of an outer unit reads a parameter
+    unshard_on_access: bool = False  # it is unsharded together with the unit around it
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class UnitStep:
-    """The progress of a unit in the present step."""
+    """The progress of a unit in the present step. Why it is unsharded: ``ParamGroup.leases``."""
 
     arrived: set[int] = field(default_factory=set)  # indices of params that got a gradient
     awaits_gradients: bool = False  # gradients are due, and not reduced or added up yet
-    may_run_again: bool = False  # a forward ran without grad: a reentrant checkpoint may rerun it
-    is_in_backward: bool = False  # its backward is under way
-    are_complete: bool = False  # its gradients are complete, and it waits for units inside
-    in_call: ForwardCall | None = None  # the call whose backward runs, or ran last
-    in_pass: ForwardPass | None = None  # the pass whose backward runs, or ran last
-    last_pass: ForwardPass | None = None  # the last pass in which it ran with grad enabled
-    is_retained: bool = False  # it stays unsharded for a later backward: see ``RetainedUnits``
-    num_running: int = 0  # forward calls that have begun and not ended
+    lost_unshard: bool = False  # a forward has ended the user's unshard()
     # The ids of its modules that ran in this pass. If all have run, the next call empties the set.
     modules_run: set[int] = field(default_factory=set)
-    is_wanted_unsharded: bool = False  # the user called unshard(), and not reshard() since
-
-    def end_backward(self) -> None:
-        self.is_in_backward = self.may_run_again = False
 
     def record_taken(self) -> None:
-        self.are_complete = self.awaits_gradients = False
+        self.awaits_gradients = self.lost_unshard = False
         self.arrived.clear()
-
-    def reset(self) -> None:
-        """Reset to the state between two steps. A retained unit stays retained."""
-        self.record_taken()
-        self.end_backward()
-        self.num_running = 0
-        self.modules_run.clear()
-        self.in_pass = self.in_call = self.last_pass = None
-        self.is_wanted_unsharded = False
 
 
 class Unit:
@@ -111,8 +89,6 @@ class Unit:
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.children: list[weakref.ref[Unit]] = []  # the units directly inside
-        self._open_at = 0  # the position of the child that ``has_open_children`` found last
-        self._is_over_inside = False  # the last search found no open child, and none opened since
         self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # suffix of the label: mesh of a sibling, or bucket of replicate
@@ -156,55 +132,15 @@ class Unit:
 
         By default the root stays unsharded while grad is enabled, as its backward comes next.
         """
-        if self.step.is_retained:
-            return False
         chosen = self.settings.reshard_after_forward
         if chosen is None:
             return not self.is_root or not torch.is_grad_enabled()
         return bool(chosen)
 
-    @property
-    def has_open_children(self) -> bool:
-        """Whether gradients of a unit inside this one are, or may be, still to come."""
-        # This is called when a unit inside is reduced, so it must be fast. The search begins with
-        # the child that was open the last time, which is often still open. It visits no child
-        # twice: the search is recursive, so two visits at each level would take 2**depth as long.
-        if self._is_over_inside:
-            return False
-        last, count = self._open_at, len(self.children)
-        for position in chain(range(last, count), range(min(last, count))):
-            child = self.children[position]()
-            if child is not None and child.is_open:
-                self._open_at = position
-                return True
-        self._is_over_inside = True
-        return False
-
-    @property
-    def is_open(self) -> bool:
-        """Whether gradients of this unit, or of a unit inside it, may still come."""
-        step = self.step  # units inside count too: a frozen unit may be around a trained one
-        return step.awaits_gradients or step.may_run_again or self.has_open_children
-
-    def await_gradients(self) -> None:
-        """Record that gradients of this unit are still to come."""
-        self.step.awaits_gradients = True
-        self.note_open()
-
-    def note_open(self) -> None:
-        """Let ``has_open_children`` of the units around this one search again."""
-        around = self.parent() if self.parent is not None else None
-        # A search sets ``_is_over_inside`` from the inside outwards. So if it is False for one
-        # unit, it is False for all units around that unit too, and the loop may end.
-        while around is not None and around._is_over_inside:
-            around._is_over_inside = False
-            around = around.parent() if around.parent is not None else None
-
     def add_child(self, child: Unit) -> None:
         """Put ``child`` directly inside this unit."""
         child.parent = weakref.ref(self)
         self.children.append(weakref.ref(child))
-        child.note_open()
 
     def forget_unchosen_copy(self) -> None:
         """Make the next forward gather again, unless the user chose to keep the unit unsharded.
@@ -216,7 +152,7 @@ class Unit:
         for each in with_siblings(self):
             is_chosen = each.settings.reshard_after_forward is not None
             is_kept = is_chosen or not each.settings.reshard_after_backward
-            if not is_kept and not each.step.is_retained:
+            if not is_kept:
                 each.group.forget_version()
 
 
@@ -318,6 +254,12 @@ def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
 def joined(prefix: str, name: str) -> str:
     """Return the dotted name of ``name`` in the module named ``prefix`` (the root's name is "")."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def listed(names: list[str]) -> str:
+    """Return the first three names and how many more there are, for an error."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

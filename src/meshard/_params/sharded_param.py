@@ -152,10 +152,7 @@ class _ParamsBySetattr:
         self._params[name] = param
         module = self._module()
         if module is not None:
-            # Under ``unshard_on_access`` this dict gathers the unit when a parameter is read, and
-            # ``setattr`` reads it. The dict's own ``assign`` calls ``setattr`` without a gather.
-            assign = getattr(self._params, "assign", setattr)
-            assign(module, name, param)
+            setattr(module, name, param)
 
 
 ParamDict = dict[str, "nn.Parameter | None"] | _ParamsBySetattr
@@ -227,10 +224,6 @@ class UnitParam(abc.ABC):
     def add_owner(self, module: nn.Module, name: str) -> None:
         self._owners.append((weakref.ref(module), name))
         self.owner_dicts.append((_param_dict(module), name))
-
-    def find_owner_dicts(self) -> None:
-        """Rebuild ``owner_dicts``, after an owner got another ``_parameters`` dict."""
-        self.owner_dicts = [(_param_dict(module), name) for module, name in self.owners]
 
     @property
     def owners(self) -> list[tuple[nn.Module, str]]:
@@ -394,16 +387,23 @@ class ShardedParam(UnitParam):
 # of Python functions.
 
 
-def take_flags(params: Sequence[UnitParam]) -> int:
-    """Copy ``requires_grad`` from sharded to unsharded parameters; return how many have it."""
+def take_flags(params: Sequence[UnitParam], before: Sequence[bool]) -> list[bool]:
+    """Make ``requires_grad`` of sharded and unsharded parameters equal again, and return it.
+
+    ``before`` are the flags that both had (at first it is empty): where one of them has another
+    one now, the user has set it. If both have, the sharded parameter counts.
+    """
     with without_torch_function():
         flags = list(map(_SHARDED_FLAG, params))
         present = list(map(_UNSHARDED_FLAG, params))
-    if flags != present:
-        for param, flag, before in zip(params, flags, present, strict=True):
-            if flag is not before:
-                param.unsharded.requires_grad_(flag)
-    return sum(flags)
+    if flags == present:
+        return flags
+    for index, param in enumerate(params):
+        if before and flags[index] is before[index]:
+            flags[index] = present[index]
+        param.sharded.requires_grad_(flags[index])
+        param.unsharded.requires_grad_(flags[index])
+    return flags
 
 
 def take_frozen(params: Sequence[UnitParam]) -> int:

@@ -13,7 +13,6 @@ import gc
 import importlib
 import inspect
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -158,46 +157,6 @@ def _leaves_out_any(start: Any) -> bool:
     return False
 
 
-_run_backward = _find("torch.autograd.graph._engine_run_backward")
-
-
-class BackwardCall:
-    """The call of the user, in any thread, that runs the present backward.
-
-    The object is made inside the backward. If the backward raises, its queued callbacks never run,
-    and autograd's device thread may free them too late: after the user has caught the exception. So
-    ``has_returned`` checks if the call is still on the stack of the thread that made it.
-    """
-
-    def __init__(self) -> None:
-        found = _innermost_backward(sys._getframe())
-        self._frames = {} if found is None else {threading.get_ident(): found}
-        if found is None:
-            # This is a thread of autograd. The backward call was made in another thread. It is
-            # unknown in which one, so the backward calls of all other threads are recorded.
-            for thread, frame in _other_threads().items():
-                if (found := _innermost_backward(frame)) is not None:
-                    self._frames[thread] = found
-
-    def has_returned(self) -> bool:
-        """Whether the call has returned or raised. False if no call was found."""
-        own, others = threading.get_ident(), _other_threads()
-        return bool(self._frames) and not any(
-            _is_on_stack(frame, sys._getframe() if thread == own else others.get(thread))
-            for thread, frame in self._frames.items()
-        )
-
-
-def _other_threads() -> dict[int, FrameType]:
-    """Return the innermost frames of the other threads.
-
-    The frame of this thread is left out. If one of its variables held it, that would be a cycle.
-    """
-    frames = current_frames()
-    frames.pop(threading.get_ident())
-    return frames
-
-
 def current_frames() -> dict[int, FrameType]:
     """Return the innermost frame of each thread.
 
@@ -211,20 +170,6 @@ def current_frames() -> dict[int, FrameType]:
     finally:
         if was_enabled:
             gc.enable()
-
-
-def _is_on_stack(frame: FrameType, innermost: FrameType | None) -> bool:
-    while innermost is not None and innermost is not frame:
-        innermost = innermost.f_back
-    return innermost is frame
-
-
-def _innermost_backward(frame: FrameType | None) -> FrameType | None:
-    if _run_backward is None:
-        return None
-    while frame is not None and not _is_frame_of(frame, _run_backward.__code__):
-        frame = frame.f_back
-    return frame
 
 
 def _is_frame_of(frame: FrameType, code: CodeType) -> bool:
@@ -407,7 +352,21 @@ def num_running_steps() -> int:
 
 is_profiling: Callable[[], bool] = _find("torch.autograd._profiler_enabled") or (lambda: False)
 # The code of a module's call around its forward, which has the module as ``self``.
-module_call_code = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
+_module_call = (_find("torch.nn.Module._call_impl") or torch.nn.Module.__call__).__code__
+# The code of calls around a forward, and the name of the variable in it that has the module.
+call_codes = {_module_call: "self"}
+
+
+def called_in(frame: FrameType) -> object:
+    """Return the module that ``frame`` is a call of; None if ``frame`` is something else."""
+    name = call_codes.get(frame.f_code)
+    return None if name is None else frame.f_locals.get(name)
+
+
+def calls_on_stack(modules: Sequence[nn.Module]) -> int:
+    """Return how many calls of ``modules`` this thread is running."""
+    called = (called_in(frame) for frame, _ in traceback.walk_stack(sys._getframe()))
+    return sum(any(each is module for module in modules) for each in called)
 
 
 def is_of_to_empty(fn: Callable[..., Any]) -> bool:

@@ -17,8 +17,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import nn
 
-from meshard._engine.manual_unshard import listed
-from meshard._engine.unit import own_class
+from meshard._engine.unit import listed, own_class
 from meshard._torch.user_line import warn_user
 from meshard.checkpoint.progress import progress_bar
 from meshard.checkpoint.weights_files import (

@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import ParamGroup, owners_of, sharded_params_of
-from meshard._engine.unit import require_units
+from meshard._engine.unit import listed, require_units
 from meshard._mesh.boxes import box_at, coordinate_of
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of, place_like, plain_of, scalar_reads
@@ -242,7 +241,7 @@ class FlatStepper:
                 self._numbers.append(number)
         inner = self._make(made)
         held = {id(param) for group in inner.param_groups for param in group["params"]}
-        if any(id(param) not in held for group in made for param in group["params"]):
+        if held != {id(param) for group in made for param in group["params"]}:
             raise RuntimeError(
                 f"the {type(inner).__name__} that steps one unit does not hold the parameters it "
                 "was to be made for; make it from the param groups that are passed, and not from "

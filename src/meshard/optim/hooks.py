@@ -29,7 +29,6 @@ from torch.optim.optimizer import (
 from meshard._comm import spans
 from meshard._comm.communicator import StepPhase
 from meshard._comm.divergence import is_debugging
-from meshard._engine.manual_unshard import listed
 from meshard._engine.param_group import (
     ParamGroup,
     all_owners,
@@ -39,7 +38,7 @@ from meshard._engine.param_group import (
     owners_of,
     sharded_params_of,
 )
-from meshard._engine.unit import alive, units_of
+from meshard._engine.unit import alive, listed, units_of
 from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local

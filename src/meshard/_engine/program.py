@@ -1,0 +1,189 @@
+"""The order of units in a forward, and the program that the backward of a forward executes.
+
+A unit is given by its number (``Unit.number``). A *pass* is one forward of a root, or of a part
+that the user called by itself. It records its calls in two lists, which are equal on all ranks that
+run the same units: ``exits``, the calls in the order in which they end; and ``firsts``, the first
+call of each unit, in the order in which they begin. The backward of the pass executes these events,
+by descending index:
+
+    BEGIN(call)   index: call.exit     gather the unit, and start the next gather
+    OVER(call)    index: call.opens    reshard the unit of this first call, and reduce it
+
+``opens`` is ``len(exits)`` when the call began. An OVER comes before a BEGIN of lower or equal
+index, as long as its ``opens`` is larger than the ``exit`` of the BEGIN. So a unit is over after
+the backward of all its calls and of all calls inside has begun, and after every unit that began
+later is over.
+
+Whatever autograd tells the engine, a hook on an output or a node that runs a forward again, means
+*advance to an index*: every event at or above the index is executed, whether this rank uses the
+unit or not. That is why all ranks issue the same collectives in the same order.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One run of one unit's forward."""
+
+    unit: int
+    began_at: int  # ``next_node()`` when it began: autograd nodes made before have lower numbers
+    opens: int  # len(Pass.exits) when it began
+    has_graph: bool  # a backward of it may come
+    exit: int = -1  # index in Pass.exits; -1: it has not ended
+    reached_in: int = -1  # number of the last backward that reached it
+
+
+class Event(enum.Enum):
+    """What happens to a unit in the backward of a pass."""
+
+    BEGIN = enum.auto()
+    OVER = enum.auto()
+
+
+@dataclass(slots=True, eq=False)
+class Pass:
+    """One forward with all units inside, and how far the present backward has come in it."""
+
+    number: int  # passes are numbered as they begin
+    exits: list[Call] = field(default_factory=list)
+    firsts: list[Call] = field(default_factory=list)
+    calls: dict[int, list[Call]] = field(default_factory=dict)  # of each unit, as they begin
+    # The cursor: ``exits[begin:]`` have begun, ``firsts[over:]`` are over, and ``firsts[due:]`` are
+    # reduced, or it is not yet their turn. (Only buckets of replicate are reduced before OVER.)
+    begin: int = 0
+    over: int = 0
+    due: int = 0
+
+    def rewind(self) -> None:
+        """Set the cursor to the beginning of the program."""
+        self.begin, self.over, self.due = len(self.exits), len(self.firsts), len(self.firsts)
+
+    def next_event(self) -> tuple[Event, Call, int] | None:
+        """Return the next event with its call and index; None at the end of the program."""
+        call = self.exits[self.begin - 1] if self.begin else None
+        first = self.firsts[self.over - 1] if self.over else None
+        if first is not None and (call is None or first.opens > call.exit):
+            return Event.OVER, first, first.opens
+        return None if call is None else (Event.BEGIN, call, call.exit)
+
+    def next_due(self) -> Call | None:
+        """Return the first call of the unit to be reduced next, if all calls inside have begun."""
+        first = self.firsts[self.due - 1] if self.due else None
+        return None if first is None or self.begin > first.opens else first
+
+    def first_after(self, node: int, backward: int) -> int:
+        """Return the index from which on calls began after autograd's ``node`` was made.
+
+        If there are none, it is above all indices. Their backward is over when ``node`` runs in backward number ``backward``. A call without a
+        graph may be inside a reentrant checkpoint, which runs it again. It counts only once this
+        backward has reached it: before, ``node`` may be that of the checkpoint itself.
+        """
+
+        def is_after(call: Call) -> bool:
+            return call.began_at > node and (call.has_graph or call.reached_in == backward)
+
+        begun = map(self.exits.__getitem__, range(self.begin, len(self.exits)))
+        first = next((call.exit for call in begun if is_after(call)), sys.maxsize)
+        position = self.begin
+        while position and self.exits[position - 1].began_at > node:
+            position -= 1
+            if is_after(self.exits[position]):
+                first = position
+        return first
+
+    def next_in_backward(self, call: Call) -> int | None:
+        return self.exits[call.exit - 1].unit if call.exit > 0 else None
+
+
+_Entry = tuple[int, int, int]
+_NONE = (sys.maxsize, -1)  # the first and the last of no open pass
+
+
+class Recorder:
+    """Records the passes of one root, and predicts which unit comes next in a forward.
+
+    The order of a forward is predicted from the last one that began with the same unit. Backwards
+    need no prediction: their order is that of the program.
+    """
+
+    def __init__(self) -> None:
+        self.current = Pass(0)
+        # Key: the first unit of a pass, a unit, and how many calls of it came before in the pass.
+        # Value: the unit that began next the last time; None if none did.
+        self._following: dict[_Entry, int | None] = {}
+        self._entries: list[_Entry] = []  # of the present pass
+        # The first and the last open pass of each unit, by number: one whose backward has not come.
+        self._open: dict[int, tuple[int, int]] = {}
+        self._num_steps = 0
+
+    def begin(self, num_steps: int) -> bool:
+        """Begin a pass. Return whether optimizers, which have taken ``num_steps``, have stepped.
+
+        A forward whose backward has not come before a step counts as one that has none.
+        """
+        # Learn the order of the last pass now, and not in it: an interrupted pass is forgotten,
+        # because ranks may differ in how far they came.
+        units = [*(unit for _, unit, _ in self._entries[1:]), None]
+        self._following.update(zip(self._entries, units, strict=False))
+        self._entries = []
+        self.current = Pass(self.current.number + 1)
+        has_stepped = num_steps != self._num_steps
+        if has_stepped:
+            self._num_steps = num_steps
+            self._open.clear()
+        return has_stepped
+
+    def enter(self, unit: int, *, node: int, with_graph: bool) -> Call:
+        """Record that a unit begins. ``node`` is the number of the next autograd node."""
+        now = self.current
+        call = Call(unit, node, len(now.exits), with_graph)
+        calls = now.calls.setdefault(unit, [])
+        if not calls:
+            now.firsts.append(call)
+        # Users may call a part of a model by itself, so the first unit of the pass counts.
+        self._entries.append((now.firsts[0].unit, unit, len(calls)))
+        calls.append(call)
+        if with_graph:
+            self._open[unit] = self._open.get(unit, (now.number,))[0], now.number
+        return call
+
+    def exit(self, call: Call) -> None:
+        call.exit = len(self.current.exits)
+        self.current.exits.append(call)
+
+    def next_in_forward(self) -> int | None:
+        """Return the unit that is expected to enter next; None if no unit is expected."""
+        return self._following.get(self._entries[-1]) if self._entries else None
+
+    def is_open(self, unit: int, but: Pass | None = None) -> bool:
+        """Whether the backward of a pass with ``unit``, other than ``but``, has not come."""
+        first, last = self._open.get(unit, _NONE)
+        return first <= last and (but is None or not first == last == but.number)
+
+    def is_open_before(self, unit: int, this: Pass) -> bool:
+        """Whether ``unit`` ran in an earlier pass than ``this``, whose backward may come later."""
+        return self._open.get(unit, _NONE)[0] < this.number
+
+    def close(self, passes: list[Pass]) -> None:
+        """Record that a backward has freed the graphs of the units of ``passes`` that are over."""
+        for each in passes:
+            for unit in (call.unit for call in each.firsts[each.over :]):
+                first, last = self._open.get(unit, _NONE)
+                if first == last == each.number:
+                    del self._open[unit]
+                elif each.number in (first, last):
+                    self._open[unit] = (last, last) if each.number == first else (first, first)
+
+    def close_all(self) -> None:
+        """Record that no backward of an earlier pass will come."""
+        self._open.clear()
+
+    def forget(self) -> None:
+        """Drop what an interrupted pass has recorded. The predicted order stays."""
+        self.current, self._entries = Pass(self.current.number), []
+        self.close_all()
