@@ -30,7 +30,7 @@ from meshard._engine.build import (
     refuse_shared_memory,
     resolve_mesh_info,
 )
-from meshard._engine.unit import UnitSettings, listed, unit_of
+from meshard._engine.unit import UnitSettings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import leave_out
 from meshard._params.storage import MemoryLocation
@@ -42,7 +42,7 @@ from meshard._torch.private import (
     state_of,
     too_new,
 )
-from meshard._torch.user_line import warn_user
+from meshard._torch.user_line import listed, warn_user
 from meshard.fsdp_module import FSDPModule, StageState
 from meshard.optim.hooks import watch_optimizers
 from meshard.policies import (

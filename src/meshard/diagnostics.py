@@ -14,9 +14,10 @@ from typing_extensions import Self
 
 from meshard._comm.communicator import CommEvent, observers
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.unit import Unit, alive, joined, listed, units_in
+from meshard._engine.unit import Unit, alive, joined, units_in
 from meshard._params.sharded_param import tag_left_out, tag_of
 from meshard._params.subclass_params import SubclassParams
+from meshard._torch.user_line import listed
 from meshard.optim.owner import owner_reports
 from meshard.policies import GradientSync
 

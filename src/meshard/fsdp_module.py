@@ -18,7 +18,7 @@ from typing_extensions import deprecated
 
 from meshard._comm.communicator import CommSettings, CommStream, can_allocate
 from meshard._engine.deepcopy import copy_with_units
-from meshard._engine.hooks import UnitHook, run_in_unit
+from meshard._engine.hooks import UnitHook, run_in_units
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import Lease, ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of, with_siblings
@@ -130,8 +130,9 @@ def _dispatching(sharded_class: type[nn.Module], name: str) -> Callable[..., Any
         if called is None:
             bind = getattr(original, "__get__", None)  # a callable object may have none
             called = original if bind is None else bind(self, type(self))
-        unit = unit_of(self) if name in registered else None
-        return run_in_unit(self, unit, called, args, kwargs) if unit else called(*args, **kwargs)
+        if name not in registered:
+            return called(*args, **kwargs)
+        return run_in_units(self, called, args, kwargs)
 
     if original is not None:
         functools.update_wrapper(method, getattr(sharded_class, name))

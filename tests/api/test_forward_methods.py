@@ -1,4 +1,4 @@
-"""Direct calls of ``forward`` and of registered methods, against calls of the module."""
+"""Calls of registered methods, against calls of the module."""
 
 import inspect
 import weakref
@@ -14,10 +14,9 @@ from meshard import CommLedger
 from tests.support import against_plain
 from tests.support.against_plain import check_gradients, check_training, inputs_of
 from tests.support.insides import unsharded_bytes
-from tests.support.models import MlpBlock, MlpStack, seeded
+from tests.support.models import MlpBlock, seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
 
 
@@ -52,7 +51,7 @@ class InATree(nn.Module):
         self.unit = TwoWays()
 
     def forward(self, x):
-        x = self.unit.forward(x * self.scale, scored=True)
+        x = self.unit(x * self.scale, scored=True)
         return self.unit.score(x) + self.unit.all_at_once(x)
 
 
@@ -65,7 +64,6 @@ def sharded_and_plain(units=("unit",), **kwargs):
 
 CALLS = {
     "module": lambda m, x: m(x),
-    "forward": lambda m, x: m.forward(x),
     "method": lambda m, x: m.unit.score(x),
     "calls itself": lambda m, x: m.unit.all_at_once(x),
 }
@@ -80,25 +78,24 @@ def test_whatever_is_called_trains_like_the_plain_model(how, mesh_shape):
 
 
 @on_ranks(2)
-def test_a_direct_call_communicates_and_casts_like_a_call_of_the_module():
-    model, _ = sharded_and_plain(units=())
+def test_a_registered_method_communicates_and_casts_like_a_call_of_the_module():
     x = torch.ones(1, 6)
-    for call in (model, model.forward, model, model.forward):
-        with CommLedger(model) as ledger:
-            call(x).sum().backward()
-        assert ledger.counts == {"all_gather": 1, "reduce_scatter": 1}
     policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float64)
     unit = meshard.fully_shard(seeded(TwoWays()), mp_policy=policy)
     meshard.register_fsdp_forward_method(unit, "score")
-    for call in (unit, unit.forward, unit.score):
-        assert call(x).dtype == torch.float64
+    for call in (unit, unit.score):
+        with CommLedger(unit) as ledger:
+            out = call(x)
+            out.sum().backward()
+        assert out.dtype == torch.float64
+        assert ledger.counts == {"all_gather": 1, "reduce_scatter": 1}
 
 
 @on_threads(2)
 def test_a_method_that_raises_leaves_everything_sharded():
     model, plain = sharded_and_plain()
     text = r"of shape|cannot be multiplied|must match"
-    for method in (model.unit.fails, lambda x: model.forward(x[:, :5])):
+    for method in (model.unit.fails, lambda x: model(x[:, :5])):
         with pytest.raises((ValueError, RuntimeError), match=text):
             method(torch.ones(1, 6))
         assert all(isinstance(param, DTensor) for param in model.parameters())
@@ -177,11 +174,10 @@ def test_a_method_that_was_put_on_the_instance_is_registered(unit):
 
 def test_what_is_wrapped_keeps_its_signature_and_its_module_is_not_kept_alive(unit):
     meshard.register_fsdp_forward_method(unit, "score")
-    assert list(inspect.signature(unit.forward).parameters) == ["x", "scored"]
     assert list(inspect.signature(unit.score).parameters) == ["x"]
     module = meshard.fully_shard(TwoWays())
     meshard.register_fsdp_forward_method(module, "score")
-    module.forward(torch.ones(1, 6)).sum().backward()
+    module.score(torch.ones(1, 6)).sum().backward()
     ref = weakref.ref(module)
     del module
     assert ref() is None
@@ -192,12 +188,3 @@ def test_a_forward_that_was_replaced_on_the_class_is_the_one_that_runs(unit, mon
     x = torch.zeros(1, 6)
     expected = unit.head.weight.full_tensor().sum().expand(1, 6)
     assert_same(unit(x), expected)
-    assert_same(unit.forward(x), expected)
-
-
-@on_ranks(1)
-def test_containers_without_parameters_of_their_own_are_called_directly_too():
-    model = shard_blocks(MlpStack())
-    wrapped = meshard.fully_shard(nn.Sequential(model))
-    wrapped.forward(torch.ones(1, 6)).sum().backward()
-    assert all(param.grad is not None for param in wrapped.parameters())

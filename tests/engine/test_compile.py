@@ -1,7 +1,6 @@
 """Compiled blocks: they train like eager ones, and are compiled once."""
 
 import copy
-import functools
 import warnings
 from contextlib import contextmanager
 
@@ -198,30 +197,15 @@ class Scoring(nn.Module):
         return torch.sin(self.down(x))
 
 
-@pytest.mark.parametrize(
-    "form", mostly_slow(["method", "function", "registered", "direct"], "method")
-)
 @on_ranks(2)
-def test_torch_modules_and_methods_are_compiled(form):
-    torch_layer = functools.partial(
-        nn.TransformerEncoderLayer, 8, 2, dim_feedforward=8, dropout=0.0, batch_first=True
-    )
-    plain = seeded(Scoring() if form in ("registered", "direct") else torch_layer())
+def test_a_registered_method_is_compiled():
+    plain = seeded(Scoring())
     module = meshard.fully_shard(copy.deepcopy(plain))
-    expected = plain.scores if form == "registered" else plain
+    meshard.register_fsdp_forward_method(module, "scores")
     with compiling_at_most_once() as counters:
-        if form == "method":
-            module.compile(backend="aot_eager", fullgraph=True)
-            run = module
-        elif form == "function":
-            run = torch.compile(module, backend="aot_eager", fullgraph=True)
-        elif form == "registered":
-            meshard.register_fsdp_forward_method(module, "scores")
-            run = torch.compile(module.scores, backend="aot_eager")
-        else:
-            run = torch.compile(module.forward, backend="aot_eager")
+        run = torch.compile(module.scores, backend="aot_eager")
         for _ in range(3):
-            for each in (run, expected):
+            for each in (run, plain.scores):
                 each(inputs_of(0, shape=(2, 3, 8))).square().mean().backward()
             assert_same(full_grads(module), full_grads(plain))
         assert counters["stats"]["unique_graphs"] == 1

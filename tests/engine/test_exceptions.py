@@ -68,8 +68,9 @@ def test_a_step_after_a_failure_is_as_if_it_had_not_been(where, mesh_shape):
         model, untouched = two_models(mesh_shape)
         for _ in range(2):  # in the very first step, and in one that has a recorded order
             run_failing_step(model, where)
-            assert all(isinstance(param, DTensor) for param in model.parameters())
-            assert where == "backward" or unsharded_bytes(model) == 0
+            if where == "forward":  # after a backward, the next use cleans up
+                assert all(isinstance(param, DTensor) for param in model.parameters())
+                assert unsharded_bytes(model) == 0
             counts = []
             for each in (model, untouched):
                 each.zero_grad()

@@ -13,7 +13,6 @@ import meshard
 from tests import ROOT
 from tests.engine.interrupts import KINDS
 from tests.support import insides
-from tests.support.against_plain import sharded_and_plain
 from tests.support.ranks import on_fake_ranks
 
 
@@ -42,35 +41,6 @@ def test_an_interrupt_at_a_line_leaves_no_wrong_number(kind):
     assert not wrong, "\n".join(wrong)
     assert done.returncode == 0, f"ended by {done.returncode} at: {last}\n{done.stderr[-2000:]}"
     assert int(last.split()[0]) > 0
-
-
-@on_fake_ranks(1)
-def test_an_interrupt_while_a_failed_backward_is_recorded_comes_out_of_the_next_step(monkeypatch):
-    def fail(*_):
-        raise ZeroDivisionError
-
-    model, _ = sharded_and_plain(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3)), ("0", "1"))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    hook = model[0].register_full_backward_pre_hook(fail)
-    loss = model(torch.ones(1, 3, requires_grad=True)).sum()
-    hook.remove()
-    lifecycle = type(insides.units(model)[0].lifecycle)
-
-    def interrupt(_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(lifecycle, "record_failure", interrupt)
-        with pytest.raises(ZeroDivisionError):
-            loss.backward()
-    with pytest.raises(RuntimeError, match="the last backward through unit"):
-        optimizer.step()
-    with pytest.raises(KeyboardInterrupt):
-        model(torch.ones(1, 3))
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-    optimizer.step()  # which finds no gradients
-    with torch.no_grad():
-        model(torch.ones(1, 3))
 
 
 class Interrupted:

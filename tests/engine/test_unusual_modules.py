@@ -185,26 +185,6 @@ def test_a_parametrization_may_come_and_go_in_a_forward(reshard, recompute):
     assert all(isinstance(param, DTensor) for param in model.parameters())
 
 
-@on_fake_ranks(2)
-def test_an_unsharded_parameter_gets_no_second_name():
-    def forward(module, x):
-        x = module.layer(x)
-        module.layer.weight = module.layer.weight  # its own name
-        module.latest = module.layer.weight
-        return x
-
-    model = nn.Sequential(Made(forward, layer=nn.Linear(6, 6)), nn.Linear(6, 6))
-    meshard.fully_shard(model[0])
-    meshard.fully_shard(model)
-    names = list(model.state_dict())
-    text = "unsharded parameter 'layer.weight' was assigned to 'latest' of a Made.*Tie param"
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=text):
-            model(torch.ones(2, 6))
-        assert list(model.state_dict()) == names
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
 LAYERS = {  # a linear layer returns a view of 3D inputs
     "view": lambda: nn.Linear(4, 4),
     "plain": lambda: nn.LayerNorm(4),

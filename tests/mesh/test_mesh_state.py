@@ -85,13 +85,6 @@ def test_unsharded_params_are_edited_and_computed_with(kind):
 
 
 @on_threads(4)
-def test_forward_called_directly_enters_all_meshes():
-    model, plain, _ = sharded_and_plain("several")
-    check_gradients(model, plain, lambda m, rank: m.forward(several.batch_of(rank // 4)).mean())
-    assert all(isinstance(param, DTensor) for param in model.parameters())
-
-
-@on_threads(4)
 def test_a_read_gathers_all_meshes():
     def read(model, x):
         dense, expert = model.block.dense, model.block.expert

@@ -105,16 +105,6 @@ def test_parameters_lie_over_all_axes_at_rest_and_over_those_of_tensor_paralleli
     assert_same(full_state(model), full_state(build()), bitwise=True)
 
 
-@on_threads(4)
-def test_a_cut_parameter_that_was_cast_after_unshard_is_put_back():
-    model = sharded()
-    model.blocks[0].unshard()
-    model.blocks[0].up.double()
-    with pytest.raises(RuntimeError, match=r"'up.weight'.* of unit 'blocks.0' were cast, "):
-        model.blocks[0].reshard()
-    check_gradients(model, build(), loss_of)
-
-
 @pytest.mark.slow
 @on_threads(8)
 @spread(

@@ -10,7 +10,6 @@ from tests.support.integer_model import IntegerModel, fill_with_halves, integer_
 from tests.support.models import Made
 from tests.support.ranks import on_threads
 from tests.support.replicated import Pair
-from tests.support.spread import unmended
 
 EMPTY = "the backward finds storage of size 0"
 
@@ -68,14 +67,14 @@ def in_no_backward(model, x):
 
 
 @pytest.mark.parametrize("place", ["behind a unit", "on the inputs"])
-@pytest.mark.parametrize("output", [unmended(EMPTY, name) for name in OUTPUTS])
+@pytest.mark.parametrize("output", list(OUTPUTS))
 @on_threads(2)
 def test_a_stored_tensor_of_a_unit_whose_output_needs_no_grad(output, place):
     model = with_router(OUTPUTS[output], is_first=place == "on the inputs")
     Pair(model, make=shard).steps(range(2), with_balance, with_balance)
 
 
-@pytest.mark.parametrize("step", [unmended(EMPTY, in_two_backwards), in_no_backward])
+@pytest.mark.parametrize("step", [in_two_backwards, in_no_backward])
 @on_threads(2)
 def test_a_stored_tensor_in_a_backward_of_its_own_or_in_none(step):
     model = with_router(OUTPUTS["detached"], is_first=False)

@@ -9,9 +9,6 @@ from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_bat
 from tests.support.models import Made
 from tests.support.ranks import on_fake_ranks, on_threads
 from tests.support.sharding import shard_blocks
-from tests.support.spread import unmended
-
-UNNOTICED = "the backward takes new weights and old activations, without a word"
 
 
 def plain(model):
@@ -35,14 +32,14 @@ def step_in_between(model):
     loss.backward()
 
 
-@pytest.mark.parametrize(
-    "shard", [plain, replicate, unmended(UNNOTICED, shard_blocks), unmended(UNNOTICED, kept)]
-)
+@pytest.mark.parametrize("shard", [plain, replicate, shard_blocks, kept])
 @on_threads(2)
 def test_a_step_between_a_forward_and_its_backward_is_an_error(shard):
     model = shard(IntegerModel())
     with pytest.raises(RuntimeError, match=r"modified by an inplace operation|step"):
         step_in_between(model)
+    if shard is not plain:
+        model.reset_iter_state()  # which gives up the gathers in flight
 
 
 @on_threads(2)
@@ -81,10 +78,8 @@ EDITS = {
     "momentum encoder": (average, "codebook"),
     "max_norm": (shorten, "codebook.weight"),
 }
-LOST = "the edit is lost, without a word"
 
 
-@pytest.mark.xfail(strict=True, reason=LOST)
 @pytest.mark.parametrize("reshard", [True, False])
 @pytest.mark.parametrize("how", EDITS)
 @on_fake_ranks(1)
@@ -93,14 +88,14 @@ def test_an_edit_of_weights_in_a_forward_is_warned_of_once(how, reshard):
     codebook = (
         nn.Embedding(2, 4, max_norm=0.1) if how == "max_norm" else nn.Parameter(torch.ones(4))
     )
-    online = nn.Parameter(torch.ones(4))
+    online = nn.Parameter(torch.full((4,), 2.0))
     block = Made(forward, codebook=codebook, online=online)
     meshard.fully_shard(block, reshard_after_forward=reshard)
     model = meshard.fully_shard(Made(lambda m, x: m.block(x), block=block))
 
     def run():
         for _ in range(2):
-            model(torch.ones(2, 4)).sum().backward()
+            model(torch.full((2, 4), 3.0)).sum().backward()
             model.reshard()
 
     with pytest.warns(UserWarning, match=rf"'{name}'(.|\n)*unsharded_params") as warned:

@@ -390,27 +390,3 @@ def test_the_memory_format_may_change_at_any_time(how, when):
         if when != "with gradients":
             model.zero_grad()
             plain.zero_grad()
-
-
-@on_threads(2)
-def test_forward_called_directly_with_an_empty_outermost_bucket_averages():
-    def forward(m, x):
-        for each in (m.c, m.a, m.d, m.b):
-            x = (x * each).sum().tanh()
-        return x
-
-    rows = {"a": 4, "b": 4, "c": 6, "d": 6}
-    model = Made(
-        forward, **{name: nn.Parameter(torch.ones(n, 64) / 99) for name, n in rows.items()}
-    )
-    policy = meshard.MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-    meshard.replicate(model, bucket_cap_mb=10 * 64 * 4 / 2**20, mp_policy=policy)
-    for _ in range(2):
-        model(torch.ones(64)).backward()
-        model.zero_grad()
-    units = model._meshard_buckets.units
-    assert [len(unit.params) for unit in units] == [0, 2, 2]  # or this tests nothing
-    model.forward(torch.full((64,), 1.0 + dist.get_rank())).backward()
-    sent = model.b.grad.clone()
-    dist.broadcast(sent, 0)
-    assert torch.equal(sent, model.b.grad)

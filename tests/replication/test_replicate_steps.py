@@ -161,10 +161,6 @@ def after_a_forward_alone(model, x):
     run(model, x)
 
 
-def forward_called_directly(model, x):
-    integer_loss(model.forward(x)).backward()
-
-
 @on_ranks(2)
 @spread(
     way=[
@@ -176,7 +172,6 @@ def forward_called_directly(model, x):
         with_an_early_regulariser,
         after_evaluation,
         after_a_forward_alone,
-        forward_called_directly,
     ],
     as_views=[True, False],
 )

@@ -26,7 +26,7 @@ from meshard._engine.hooks import (
     register_load_hooks,
 )
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.param_group import refuse_backward_optimizer
+from meshard._engine.param_group import Lease, refuse_backward_optimizer
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Root,
@@ -495,6 +495,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
         unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
     for inner in inside if used else ():
         inner.step = UnitStep()  # drops the progress of the last step under its former root
+        inner.group.give(Lease.KEPT)
 
 
 def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:

@@ -10,7 +10,8 @@ import functools
 import sys
 from types import TracebackType
 
-from meshard._engine.unit import Unit, listed
+from meshard._engine.unit import Unit
+from meshard._torch.user_line import listed
 
 _OF_TORCH = "got mixed torch.Tensor and DTensor"
 _REMEDIES = (

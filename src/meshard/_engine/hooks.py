@@ -41,7 +41,6 @@ from meshard._engine.unit import (
     outside_units,
     unit_of,
     units_of,
-    with_siblings,
 )
 from meshard._params.sharded_param import GradientHook, ShardedParam
 from meshard._params.unit_params import is_alias
@@ -314,15 +313,11 @@ call_codes[ModuleHooks.run.__code__] = "module"
 
 
 @skip_dynamo_once
-def run_in_unit(
-    module: nn.Module, unit: Unit, method: Callable[..., Any], args: Any, kwargs: Any
-) -> Any:
-    """Call ``method`` with ``unit`` of ``module`` unsharded, as ``module(...)`` calls ``forward``.
-
-    ``unit`` must be the outermost of its siblings, which are unsharded too.
-    """
-    for each in reversed(with_siblings(unit)):
-        method = partial(ModuleHooks(each).run, module, method)
+def run_in_units(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """Call ``method`` with the units of ``module`` unsharded, as ``module(...)`` calls forward."""
+    hooks = (getattr(each, "__self__", None) for each in module._forward_pre_hooks.values())
+    for each in reversed([each for each in hooks if isinstance(each, ModuleHooks)]):
+        method = partial(each.run, module, method)
     return method(*args, **kwargs)
 
 
@@ -382,6 +377,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
         tensor = outside_of_transforms(each)
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
+            watched.this.is_watched = True
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
             # A linear layer may return a view. If the caller adds to the view in place (`x =
             # layer(x); x += y`), autograd drops the hook above. The node that made the base of the
@@ -403,12 +399,28 @@ def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> None
 
 def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
     """Whether a backward may come, but ``output`` has no tensor on which to register a hook."""
-    if isinstance(output, torch.Tensor) and output.requires_grad:
+    if not unit.params or (isinstance(output, torch.Tensor) and output.requires_grad):
         return False
-    if not unit.params or any(each.requires_grad for each in tensors_in(output)):
+    found = tensors_in(output)
+    if any(each.requires_grad for each in found):
         return False
     is_trained = unit.group.num_trainable > 0
-    return is_trained or any(tensor.requires_grad for tensor in tensors_in(inputs))
+    if not is_trained and not any(each.requires_grad for each in tensors_in(inputs)):
+        return False
+    if not found and unit not in _warned:
+        _warned.add(unit)
+        warn_user(
+            f"unit {unit.label!r} returned a {type(output).__name__} in which no tensor was "
+            "found, so the beginning of its backward cannot be seen; it stays unsharded until "
+            "a backward ended. Return the tensors that gradients come back through, and zeros "
+            "if only other ranks have any, which would wait for this one; if they are inside "
+            "an object, make its class a dataclass, or register it "
+            "(torch.export.register_dataclass, torch.utils._pytree.register_pytree_node)."
+        )
+    return True
+
+
+_warned: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def has_raised(module: nn.Module) -> bool:

@@ -81,6 +81,10 @@ _FINDS_NO_PARAMETERS = (
     "from those of inputs: the unit was resharded after its forward. Call fully_shard(..., "
     "reshard_after_forward=False) on all units of the stage, or set_reshard_after_forward(False)."
 )
+_WENT_ON = (
+    "a backward inside the forward of unit {!r} has raised, and the forward went on; do not catch "
+    "that error inside the forward, whose step is lost."
+)
 _Finalizing = list[weakref.ref[Unit]]
 
 
@@ -212,24 +216,21 @@ class Lifecycle:
         outermost = self.running[0][0] if self.running else None
         if self.abort_if_failed():
             if outermost is not None and _is_on_stack(outermost, inside=unit):
-                raise RuntimeError(
-                    f"a backward inside the forward of unit {outermost.label!r} has raised, and "
-                    "the forward went on; do not catch that error inside the forward, whose step "
-                    "is lost."
-                )
+                raise RuntimeError(_WENT_ON.format(outermost.label))
             outermost = None
         if self.backward is not None:
             return  # a recomputation
         thread = threading.get_ident()
         if outermost is None:
             self.failure.thread = thread
-        elif self.failure.thread != thread:
+            return
+        if self.failure.thread != thread:
             raise OtherThreadError(self, f"a forward of unit {unit.label!r} began")
-        # It costs much to look at the stack. A KeyboardInterrupt has cut off a forward, if the root
-        # begins once more, or if a part ran by itself and the root begins.
-        elif outermost is unit or (unit.is_root and not outermost.is_root):
-            if not _is_on_stack(outermost, inside=unit):
-                self.abort()
+        # A KeyboardInterrupt may have cut off a forward, if what began it begins once more, or if
+        # the root begins inside a part. In other cases it would cost too much to look at the stack.
+        may_be_cut_off = outermost is unit or (unit.is_root and not outermost.is_root)
+        if may_be_cut_off and not _is_on_stack(outermost, inside=unit):
+            self.abort()
 
     def _begin_forward(self, unit: Unit) -> None:
         self._refuse_unless_waited("a forward")
@@ -263,6 +264,10 @@ class Lifecycle:
         of the unit to which this run of ``module`` belongs. In a recomputation, that is always the
         last call of the unit in the recomputed pass.
         """
+        if self.abort_if_failed():
+            if not failed:
+                raise RuntimeError(_WENT_ON.format(unit.label))
+            return None
         if self.backward is not None:
             # A recomputation ends. ``failed`` does not count here: checkpointing may end it early,
             # by an exception.
@@ -289,6 +294,8 @@ class Lifecycle:
         unit.step.modules_run.add(id(module))
         if is_hidden:
             unit.group.keep()
+            if not self.running and not self.recorder.current.is_watched:
+                self.recorder.close([self.recorder.current])  # no hook tells of its backward
         if failed:
             unit.group.give(Lease.RUNS | Lease.USER)
         elif (
@@ -319,8 +326,10 @@ class Lifecycle:
                 continue
             if torch.is_grad_enabled() and not unit.gradients.is_replicated:
                 group.keep()  # a loss may read what the modules hold
-            # After an evaluation, and under replicate, users may edit parameters.
-            group.give(Lease.RUNS, keeps_copy=True)
+                group.give(Lease.RUNS)
+            else:
+                group.give(Lease.RUNS, keeps_copy=True)
+                group.install_sharded()  # users may edit parameters now
         if not outermost.reshards_after_forward:
             outermost.forget_unchosen_copy()
         self._drop_prefetched()
@@ -520,9 +529,9 @@ class Lifecycle:
         """Record that parameter ``index`` has got its gradient."""
         run = self._ensure_backward(unit, index)
         run.accumulates = unit.step.awaits_gradients = True
-        unit.step.arrived.add(index)
+        unit.gradients.arrived.add(index)
         if unit.gradients.is_replicated:
-            if len(unit.step.arrived) >= unit.group.num_trainable and run.reached:
+            if len(unit.gradients.arrived) >= unit.group.num_trainable and run.reached:
                 self._reduce_buckets(run, run.reached[-1])
             if unit.step.awaits_gradients:
                 unit.gradients.receive(index, unit.settings)
@@ -633,7 +642,7 @@ class Lifecycle:
         # later. The unit must accumulate zeros then, so that ``_take_split_gradients`` finds the
         # later gradients: it looks only in units that hold unreduced gradients.
         is_split = run.keeps_graph and not unit.settings.sync.reduces
-        if is_split and unit.step.lost_unshard and not (run.makes_graph or unit.step.arrived):
+        if is_split and unit.step.lost_unshard and not (run.makes_graph or unit.gradients.arrived):
             raise RuntimeError(_FINDS_NO_PARAMETERS.format(unit.label))
         if run.accumulates or is_split:
             self._start_due_reduction(unit)
@@ -647,7 +656,7 @@ class Lifecycle:
         while not run.has_nested and (first := this.next_due()) is not None:
             unit = self._units[first.unit]()
             if unit is not None and unit.step.awaits_gradients:
-                is_complete = len(unit.step.arrived) >= unit.group.num_trainable
+                is_complete = len(unit.gradients.arrived) >= unit.group.num_trainable
                 is_later = self.recorder.is_open_before(first.unit, this)
                 if not unit.gradients.is_replicated or not is_complete or is_later:
                     return
@@ -771,7 +780,7 @@ class Lifecycle:
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         gradients = unit.gradients
         self._queue.finish_partials_of(gradients)
-        if gradients.is_pending:
+        if gradients.is_pending or gradients.arrived:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
         elif ends_window:
             gradients.end_window()

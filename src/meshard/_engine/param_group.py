@@ -6,6 +6,7 @@ import enum
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 import torch
@@ -21,16 +22,19 @@ from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.sharded_param import (
     ShardedParam,
+    UnitParam,
     install_sharded,
     install_unsharded,
     take_flags,
     take_frozen,
 )
 from meshard._params.unit_params import UnitParams
-from meshard._torch.dtensor import plain_of
+from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.patches import pending_holders
 from meshard._torch.private import has_backward_optimizer, is_in_transform
+from meshard._torch.user_line import listed, warn_user
 
+_VERSION = attrgetter("unsharded._version")
 _UNKNOWN = -1  # the version of an unsharded copy that later forwards must not reuse
 
 
@@ -189,6 +193,8 @@ class ParamGroup:
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN
         self._steps_of_copy = 0  # ``num_steps`` when the unsharded parameters were filled last
+        self._versions: list[int] = []  # of the unsharded parameters, as the engine left them
+        self._has_warned = False  # of edits of unsharded parameters
         # The flags ``requires_grad`` that sharded and unsharded parameters had in common last.
         self._flags: list[bool] = []
         register_owner(self)
@@ -484,6 +490,7 @@ class ParamGroup:
             self._post_forward_shard = PostForwardShard(torch.stack(own), post_forward_group)
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
+        self._versions = list(map(_VERSION, self.params))
         self._gather = None
         log_event("unsharded", self.unit_params.label)
         gather.in_flight.release()  # the rows were copied out, or are the memory of a parameter
@@ -499,8 +506,11 @@ class ParamGroup:
             self._void_graphs()
 
     def _void_graphs(self) -> None:
+        if self.state in (ParamState.UNSHARDED, ParamState.INSTALLED):
+            self._warn_of_edits()
         copies = (param.unsharded for param in self.params if param.unsharded is not param.sharded)
         increment_version([plain_of(each) for each in copies])
+        self._versions = list(map(_VERSION, self.params))
 
     def drop_if_stale(self) -> None:
         """Drop a post-forward shard, and an unsharded copy whose shards were edited since."""
@@ -526,12 +536,39 @@ class ParamGroup:
             self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
+        if self.state in (ParamState.UNSHARDED, ParamState.INSTALLED):
+            self._warn_of_edits()
         self.install_sharded()
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             log_event("reshard", self.unit_params.label)
             self._move(ParamState.SHARDED)
             if not self.keeps_storage:
                 self.unit_params.free_unsharded()
+
+    def _warn_of_edits(self) -> None:
+        """Warn of edits of unsharded parameters, which are a copy, if the shards lack them."""
+        versions = list(map(_VERSION, self.params))
+        if versions == self._versions or self._has_warned:
+            return
+        if self._unsharded_version not in (_UNKNOWN, self.version):
+            return  # the shards were edited too, as by load_state_dict
+        pairs = zip(self.params, versions, self._versions, strict=True)
+        edited = [param for param, now, before in pairs if now != before and self._differs(param)]
+        if edited:
+            self._has_warned = True
+            warn_user(
+                f"parameter(s) {listed([param.fqn for param in edited])} of unit {self.label!r} "
+                "were edited while unsharded, as by their module's forward, and these edits are "
+                "lost: they were made to a copy. Edit them inside meshard.unsharded_params(module)."
+            )
+
+    def _differs(self, param: UnitParam) -> bool:
+        """Whether this rank's part of an unsharded parameter is not its shard any more."""
+        shard, unsharded = plain_of(param.sharded).detach(), plain_of(param.unsharded).detach()
+        if not is_plain(unsharded) or unsharded.shape != param.layout.shape:
+            return False
+        own = param.layout.own_part(unsharded, self.spec.mesh_info.shard_rank)
+        return not torch.equal(own, shard.to(own.device, own.dtype))
 
     def keep_storage(self, keep: bool) -> None:
         self.keeps_storage = keep
@@ -564,6 +601,7 @@ class ParamGroup:
         """Make modules hold the sharded parameters."""
         if self.state is ParamState.INSTALLED:
             self._carry_flags()
+            pending_holders.discard(self)
             install_sharded(self.params)
             self._move(ParamState.UNSHARDED)
 
@@ -573,7 +611,6 @@ class ParamGroup:
         ``pending_holders`` has this group from when users get hold of these.
         """
         if self in pending_holders:
-            pending_holders.discard(self)
             self._flags = take_flags(self.params, self._flags)
 
 

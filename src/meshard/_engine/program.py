@@ -53,6 +53,7 @@ class Pass:
     exits: list[Call] = field(default_factory=list)
     firsts: list[Call] = field(default_factory=list)
     calls: dict[int, list[Call]] = field(default_factory=dict)  # of each unit, as they begin
+    is_watched: bool = False  # an output has a hook, which tells when a backward reaches the pass
     # The cursor: ``exits[begin:]`` have begun, ``firsts[over:]`` are over, and ``firsts[due:]`` are
     # reduced, or it is not yet their turn. (Only buckets of replicate are reduced before OVER.)
     begin: int = 0
@@ -79,9 +80,10 @@ class Pass:
     def first_after(self, node: int, backward: int) -> int:
         """Return the index from which on calls began after autograd's ``node`` was made.
 
-        If there are none, it is above all indices. Their backward is over when ``node`` runs in backward number ``backward``. A call without a
-        graph may be inside a reentrant checkpoint, which runs it again. It counts only once this
-        backward has reached it: before, ``node`` may be that of the checkpoint itself.
+        If there are none, it is above all indices. The backward of these calls is over when
+        ``node`` runs in backward number ``backward``. A call without a graph may be inside a
+        reentrant checkpoint, which runs it again. It counts only once this backward has reached it:
+        before, ``node`` may be that of the checkpoint itself.
         """
 
         def is_after(call: Call) -> bool:

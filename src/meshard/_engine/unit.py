@@ -56,7 +56,6 @@ class UnitSettings(ReduceSettings):
 class UnitStep:
     """The progress of a unit in the present step. Why it is unsharded: ``ParamGroup.leases``."""
 
-    arrived: set[int] = field(default_factory=set)  # indices of params that got a gradient
     awaits_gradients: bool = False  # gradients are due, and not reduced or added up yet
     lost_unshard: bool = False  # a forward has ended the user's unshard()
     # The ids of its modules that ran in this pass. If all have run, the next call empties the set.
@@ -64,7 +63,6 @@ class UnitStep:
 
     def record_taken(self) -> None:
         self.awaits_gradients = self.lost_unshard = False
-        self.arrived.clear()
 
 
 class Unit:
@@ -254,12 +252,6 @@ def owned_names(module: nn.Module) -> set[tuple[nn.Module, str]]:
 def joined(prefix: str, name: str) -> str:
     """Return the dotted name of ``name`` in the module named ``prefix`` (the root's name is "")."""
     return f"{prefix}.{name}" if prefix else name
-
-
-def listed(names: list[str]) -> str:
-    """Return the first three names and how many more there are, for an error."""
-    shown = ", ".join(repr(name) for name in names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:

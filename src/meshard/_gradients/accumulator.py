@@ -184,6 +184,7 @@ class GradientAccumulator:
         self._converted = [
             i for i, param in enumerate(unit_params.params) if param.needs_conversion
         ]
+        self.arrived = set[int]()  # parameters whose gradient lies in .grad of the unsharded one
         self.num_in_flight = 0
         self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
         # Parameters whose gradients were cleared while a reduction was in flight.
@@ -211,6 +212,11 @@ class GradientAccumulator:
             return "not reduced yet (GradientSync.NONE)"
         if self._partial is not None:
             return "not reduced across the replicas yet (GradientSync.REDUCE_SCATTER)"
+        if self.arrived:
+            return (
+                "not reduced yet: a backward has brought them that did not go through the last "
+                "forward of the unit"
+            )
         if self.num_in_flight:
             return "still in flight (set_is_last_backward(False), or not finalized)"
         return ""
@@ -244,6 +250,7 @@ class GradientAccumulator:
         if self.published.has_arrivals:
             for index in gone:  # the user, or a pipeline schedule, may have set .grad here
                 self.unit_params.params[index].unsharded.grad = None
+        self.arrived -= gone
         if self.num_in_flight:
             self._cleared_in_flight |= gone
         self._end_window_if_cleared()
@@ -288,6 +295,7 @@ class GradientAccumulator:
         if self.published.has_arrivals:
             for param in self.unit_params.params:
                 param.unsharded.grad = None
+        self.arrived.clear()
         self.num_in_flight = 0
         self._cleared_in_flight = frozenset()
         if is_void:
@@ -329,6 +337,7 @@ class GradientAccumulator:
     def _take(self, *, may_lack_sums: bool) -> _Arrived:
         """Take the gradients that have arrived. For ``may_lack_sums`` see ``_as_plain``."""
         params = self.unit_params.params
+        self.arrived.clear()
         if not self.published.has_arrivals:
             return _Arrived([None] * len(params), frozenset())
         gradients = [param.unsharded.grad for param in params]

@@ -56,3 +56,9 @@ def warn_user(text: str) -> None:
         module=frame.f_globals.get("__name__"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
+
+
+def listed(names: list[str]) -> str:
+    """Return the first three names and how many more there are, for an error."""
+    shown = ", ".join(repr(name) for name in names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

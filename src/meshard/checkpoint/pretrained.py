@@ -17,8 +17,8 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import nn
 
-from meshard._engine.unit import listed, own_class
-from meshard._torch.user_line import warn_user
+from meshard._engine.unit import own_class
+from meshard._torch.user_line import listed, warn_user
 from meshard.checkpoint.progress import progress_bar
 from meshard.checkpoint.weights_files import (
     INDEX,

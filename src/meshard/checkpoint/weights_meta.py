@@ -17,7 +17,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from meshard._engine.param_group import sharded_params
-from meshard._engine.unit import joined, listed, own_class, units_in
+from meshard._engine.unit import joined, own_class, units_in
+from meshard._torch.user_line import listed
 from meshard.checkpoint.weights_layout import fqn_without_wrappers
 from meshard.initialization import leave_meta
 

@@ -25,12 +25,12 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from meshard._engine.param_group import ParamGroup, owners_of, sharded_params_of
-from meshard._engine.unit import listed, require_units
+from meshard._engine.unit import require_units
 from meshard._mesh.boxes import box_at, coordinate_of
 from meshard._params.flat_params import FlatParams
 from meshard._torch.dtensor import local_of, place_like, plain_of, scalar_reads
 from meshard._torch.patches import params_in
-from meshard._torch.user_line import warn_user
+from meshard._torch.user_line import listed, warn_user
 from meshard.optim.flat_slices import FlatSlice, Member, State, States, history_of
 from meshard.policies import list_of
 

@@ -38,7 +38,7 @@ from meshard._engine.param_group import (
     owners_of,
     sharded_params_of,
 )
-from meshard._engine.unit import alive, listed, units_of
+from meshard._engine.unit import alive, units_of
 from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
@@ -48,7 +48,7 @@ from meshard._torch.private import (
     before_compiling,
     skip_dynamo,
 )
-from meshard._torch.user_line import warn_user
+from meshard._torch.user_line import listed, warn_user
 
 # A cache. For each optimizer: a key, and weak references to the ParamGroups of its parameters. The
 # references are valid while the key is the same. It consists of ``latest_registration()``, which

@@ -22,9 +22,10 @@ from typing_extensions import override
 from meshard._comm.blocking import exchange_numbers, ranks_that_differ
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._engine.param_group import sharded_params_of
-from meshard._engine.unit import listed, require_units
+from meshard._engine.unit import require_units
 from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
 from meshard._torch.dtensor import is_plain, plain_of
+from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout, MeshRanks
 from meshard.optim.flat import (
     POINTWISE,
