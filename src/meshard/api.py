@@ -21,7 +21,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
-from meshard._comm.divergence import is_debugging
 from meshard._engine.build import (
     Collected,
     allocate,
@@ -45,7 +44,6 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import listed, warn_user
 from meshard.fsdp_module import FSDPModule, StageState
-from meshard.initialization import check_same_start
 from meshard.optim.hooks import watch_optimizers
 from meshard.policies import (
     DataParallelMeshDims,
@@ -156,18 +154,11 @@ def fully_shard(
     ignored = as_set(ignored_params)
     found = collect(modules, ignored)
     refuse_shared_memory(found, modules)
-    if mesh is not None and dims is None:
-        _warn_about_order(mesh)
     _warn_about_hooks(found)
     mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
     plans = plan(found, mesh_info, shard_placement_fn, policy)
     device = device_of(mesh_info.mesh)
     host = _host_location(offload_policy, device)
-    if is_debugging():
-        classes = ", ".join(type(each).__name__ for each in modules)
-        for each in plans:
-            named = [(found.fqn, found.param) for found in each.found]
-            check_same_start(named, each.mesh_info, classes)
     units = []
     with torch.inference_mode(mode=False):  # inference tensors would have no version counters
         for each in plans:
@@ -244,18 +235,6 @@ def check_mesh(mesh: object) -> None:
         raise TypeError(f"mesh must be a DeviceMesh or None, got {type(mesh).__name__}.")
 
 
-def _warn_about_order(mesh: DeviceMesh) -> None:
-    """Warn if the names of a 2D mesh say that its first axis shards and its second replicates."""
-    names = mesh.mesh_dim_names
-    if mesh.ndim == 2 and names and "shard" in names[0] and "repl" in names[1]:
-        warn_user(
-            f"{names[0]!r} replicates and {names[1]!r} shards: a 2D mesh is (replicate, shard), "
-            f"whatever its axes are called, and this one is {names}.\nPass dp_mesh_dims="
-            f"DataParallelMeshDims(shard={names[0]!r}, replicate={names[1]!r}), which chooses axes "
-            'by name, or make the mesh with mesh_dim_names=("replicate", "shard").'
-        )
-
-
 def _warn_about_hooks(found: Iterable[Collected]) -> None:
     """Warn of hooks on parameters, which will not run, because shards replace the parameters."""
     hooked = [
@@ -322,25 +301,15 @@ def _settings(
 
 # --- memory --------------------------------------------------------------------------------
 
-_has_warned_of_pinning = False
-
 
 def _host_location(
     policy: TorchOffloadPolicy | None, device: torch.device
 ) -> MemoryLocation | None:
     """Return the host memory where a policy puts shards; None: they are on ``device``."""
-    global _has_warned_of_pinning
     if not isinstance(policy, TorchCPUOffloadPolicy):
         return None
     check_bool("pin_memory", policy.pin_memory)
-    host = MemoryLocation.host_memory(device, pin=policy.pin_memory)
-    if policy.pin_memory and not host.is_pinned and not _has_warned_of_pinning:
-        _has_warned_of_pinning = True
-        warn_user(
-            f"CPUOffloadPolicy(pin_memory=True): the mesh is on {device.type!r}, so there is no "
-            "device to copy to and host memory is not pinned; pass pin_memory=False.",
-        )
-    return host
+    return MemoryLocation.host_memory(device, pin=policy.pin_memory)
 
 
 def move_buffers(modules: Iterable[nn.Module], device: torch.device) -> None:

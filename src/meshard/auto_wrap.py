@@ -12,9 +12,7 @@ in an order in which each module comes after those that hold it.
 
 from __future__ import annotations
 
-import difflib
 import inspect
-import itertools
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from typing import Any
@@ -36,7 +34,6 @@ from meshard._engine.unit import joined, own_class, owned_names, unit_of, withou
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.user_line import warn_user
 from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
-from meshard.diagnostics import is_too_narrow_to_step
 from meshard.initialization import refuse_meta, take_values_of_first_rank
 from meshard.policies import check_bool, check_int
 
@@ -58,7 +55,8 @@ def fully_shard_units(
     """Apply ``fully_shard`` bottom-up to the chosen modules inside ``model``, and to ``model``.
 
     A parameter that is used in several places goes to the innermost unit around all of them. Units
-    that exist stay as they are. **Collective:** every rank, with the same model and arguments.
+    that exist stay as they are, whatever the arguments.
+    **Collective:** every rank, with the same model and arguments.
 
     Args:
         model: The root.
@@ -68,14 +66,12 @@ def fully_shard_units(
             a sibling of their own class, children of a ``ModuleDict`` if several are all of one
             class, and the only child of a ``ModuleList``. Of nested blocks the outermost count.
             If there are no blocks: one unit, and a warning.
-        min_params: The fewest elements that a unit may have. A smaller one becomes part of the unit
-            around it. If that is the root, small neighbours are first joined into one unit, where
-            they have enough elements together.
+        min_params: The fewest elements that a unit may have. A module with fewer stays in the unit
+            around it.
         sync_init: First overwrite the parameters that it shards, and all buffers, with those of the
             first rank of the mesh. Without it every rank must hold the same values.
         overrides: Called as ``(fqn, module)`` for every unit, the root (``""``) included; returns
             arguments of ``fully_shard`` that differ for this unit (None: the default), or None.
-            Neighbours for which it returns the same may become one unit.
         fully_shard_kwargs: All other arguments of ``fully_shard``, for every unit.
 
     Returns:
@@ -85,7 +81,7 @@ def fully_shard_units(
     Raises:
         TypeError: An argument is of the wrong type, or unknown to ``fully_shard``.
         ValueError: A class or predicate matches no module, or a parameter cannot be sharded. Or
-            with ``sync_init`` a tensor is on the meta device on some rank; all ranks raise this.
+            with ``sync_init`` a tensor is on the meta device on this rank.
             Arguments for all units, and parameters, are checked before a module is changed, but not
             the values that ``overrides`` and ``shard_placement_fn`` return.
 
@@ -95,7 +91,7 @@ def fully_shard_units(
     ['', '0', '1']
     """
     _check_arguments(model, mesh, min_params)
-    _check_names(fully_shard_kwargs, "fully_shard_units", _OWN)
+    _check_names(fully_shard_kwargs, "fully_shard_units")
     check_bool("sync_init", sync_init)
     if overrides is not None and not callable(overrides):
         raise TypeError(f"overrides must be callable or None, got {overrides!r}.")
@@ -103,8 +99,6 @@ def fully_shard_units(
     holders = _holders_in(model)
     chosen = _choose(names, holders, units)
     if isinstance(model, TorchFSDPModule):
-        own = {"sync_init": sync_init or None, "overrides": overrides}
-        _warn_of_no_effect({**own, **fully_shard_kwargs})
         return _unit_names(model)
     ignored = as_set(fully_shard_kwargs.get("ignored_params"))
     fully_shard_kwargs["ignored_params"] = ignored  # an iterator could be read only once
@@ -117,25 +111,22 @@ def fully_shard_units(
     for fqn, param, _ in free:
         check_free(fqn, param, joined(own_class(model).__name__, fqn))
     refuse_shared_memory(free, [model])
-    inside_root = _distribute(free, planned, holders, min_params)
+    _distribute(free, planned, holders, min_params)
     mesh = mesh if mesh is not None else default_mesh()
     for_all = {"mesh": mesh, **fully_shard_kwargs}
     calls = {module: _arguments(names[module], module, for_all, overrides) for module in planned}
-    neighbours = [module for module in names if module in inside_root]
-    modules_of_units = _join_small(neighbours, planned, calls, min_params)
     for module, found in planned.items():
         check_parameters(found, device_of(calls[module]["mesh"]))
     if sync_init:
         mesh_info = resolve_mesh_info(mesh, fully_shard_kwargs.get("dp_mesh_dims"))
         params = ((each.fqn, each.param) for found in planned.values() for each in found)
-        refuse_meta([*params, *model.named_buffers()], mesh_info)
+        refuse_meta([*params, *model.named_buffers()])
         for module, found in planned.items():
             _take_values_of_first_rank(found, calls[module])
         take_values_of_first_rank(model.buffers(), mesh_info)
-    _warn_about_narrow(planned)
     with hoisting({each.param: module for module, found in planned.items() for each in found}):
-        for modules in modules_of_units:
-            fully_shard(modules, **calls[modules[0]])
+        for module in planned:
+            fully_shard(module, **calls[module])
     unit_names = _unit_names(model)
     if not chosen and len(unit_names) == 1:
         warn_user(
@@ -146,25 +137,11 @@ def fully_shard_units(
     return unit_names
 
 
-def _warn_of_no_effect(options: dict[str, Any]) -> None:
-    """Warn of options that were given (not None) for a model in which every unit exists."""
-    given = [name for name, value in options.items() if value is not None]
-    if given:
-        warn_user(
-            f"fully_shard_units ignored {', '.join(given)}: this model is sharded already, and "
-            "units that exist stay as they are. Pass all options in the first call, or use the "
-            "setters of FSDPModule, such as set_reshard_after_forward."
-        )
-
-
-def _check_names(arguments: dict[str, Any], where: str, also: tuple[str, ...] = ()) -> None:
-    """Raise unless ``fully_shard`` takes the ``arguments``. A hint may name one of ``also``."""
-    known = [*_SIGNATURE.parameters][1:]
+def _check_names(arguments: dict[str, Any], where: str) -> None:
+    """Raise unless ``fully_shard`` takes the ``arguments``."""
     for name in arguments:
-        if name not in known:
-            close = difflib.get_close_matches(str(name), [*known, *also], n=1)
-            hint = f"; did you mean {close[0]!r}?" if close else "."
-            raise TypeError(f"{where} got an unexpected keyword argument {name!r}{hint}")
+        if name not in [*_SIGNATURE.parameters][1:]:
+            raise TypeError(f"{where} got an unexpected keyword argument {name!r}.")
 
 
 def _unit_names(model: nn.Module) -> list[str]:
@@ -187,7 +164,6 @@ def _take_values_of_first_rank(found: list[Collected], arguments: dict[str, Any]
 
 Holders = dict[nn.Module, list[nn.Module]]  # module -> its holders; these come first
 Planned = dict[nn.Module, list[Collected]]  # the parameters of each unit, with all their uses
-Calls = dict[nn.Module, dict[str, Any]]  # the arguments of ``fully_shard`` for each unit
 
 
 def _holders_in(model: nn.Module) -> Holders:
@@ -307,73 +283,27 @@ def _free_parameters(
 
 def _distribute(
     params: list[Collected], planned: Planned, holders: Holders, min_params: int
-) -> set[nn.Module]:
-    """Give every parameter to a planned unit, and remove units that are too small.
-
-    Returns the units directly inside the root. Small ones among them stay for ``_join_small``.
-    """
+) -> None:
+    """Give every parameter to a planned unit, and remove units that are too small."""
     around: dict[nn.Module, list[nn.Module]] = {}  # what is on all paths from the root to a module
-    has_one_path: dict[nn.Module, bool] = {}
     for module, outer in holders.items():
         around[module] = [*(_in_all([around[each] for each in outer]) if outer else ()), module]
-        has_one_path[module] = len(outer) < 2 and all(has_one_path[each] for each in outer)
-
-    def unit_around(modules: list[nn.Module]) -> nn.Module:
-        return next(module for module in reversed(modules) if module in planned)
 
     def give(found: list[Collected]) -> None:
         for each in found:
-            planned[unit_around(_in_all([around[owner] for owner, _ in each.owners]))].append(each)
+            outer = _in_all([around[owner] for owner, _ in each.owners])
+            planned[next(each for each in reversed(outer) if each in planned)].append(each)
 
     give(params)
-    *inner, root = planned
-    inside_root: set[nn.Module] = set()
+    *inner, _ = planned
     for module in inner:
-        own = planned[module]
-        if own and has_one_path[module] and unit_around(around[module][:-1]) is root:
-            inside_root.add(module)
-        elif _numel(own) < max(min_params, 1):
-            del planned[module]
-            give(own)
-    return inside_root
-
-
-def _numel(found: list[Collected]) -> int:
-    return sum(each.param.numel() for each in found)
-
-
-def _join_small(
-    neighbours: list[nn.Module], planned: Planned, calls: Calls, min_params: int
-) -> list[list[nn.Module]]:
-    """Join neighbouring units that are too small; what is too small even so goes to the root.
-
-    Returns the modules of each unit, inner units first. Modules of one unit have the same
-    arguments.
-    """
-    enough, (*_, root) = max(min_params, 1), planned
-    groups: list[list[nn.Module]] = []
-    for arguments, row in itertools.groupby(
-        neighbours, lambda each: calls[each] if _numel(planned[each]) < enough else None
-    ):
-        group: list[nn.Module] = []
-        size = 0
-        for module in row if arguments is not None else ():
-            group.append(module)
-            size += _numel(planned[module])
-            if size >= enough:
-                groups.append(group)
-                group, size = [], 0
-        for module in group:
-            planned[root] += planned.pop(module)
-    joined_ones = set(itertools.chain(*groups))
-    alone = [[module] for module in planned if module not in joined_ones]
-    return [*alone[:-1], *groups, [root]]
+        if sum(each.param.numel() for each in planned[module]) < max(min_params, 1):
+            give(planned.pop(module))
 
 
 # --- checks --------------------------------------------------------------------------------
 
 _SIGNATURE = inspect.signature(fully_shard)
-_OWN = ("units", "min_params", "sync_init", "overrides")
 
 
 def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int) -> None:
@@ -407,17 +337,3 @@ def _arguments(
         chosen[name] = for_all["mesh"] if name == "mesh" else _SIGNATURE.parameters[name].default
     check_mesh(chosen["mesh"])
     return chosen
-
-
-def _warn_about_narrow(planned: Planned) -> None:
-    """Warn of parameters that an optimizer would step in a dtype narrower than float32."""
-    trained = [each for each in itertools.chain(*planned.values()) if each.param.requires_grad]
-    narrow = [each for each in trained if is_too_narrow_to_step(each.param.dtype)]
-    if narrow:
-        fqn, param, _ = narrow[0]
-        warn_user(
-            f"{len(narrow)} trainable parameters, the first is {fqn!r}, are {param.dtype}: an "
-            "optimizer that steps them rounds small updates away. Leave them in float32 and pass "
-            f"mp_policy=MixedPrecisionPolicy(param_dtype={param.dtype}), which computes and "
-            "gathers the same, or set requires_grad to False if they are not trained.",
-        )

@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -16,17 +16,23 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import deprecated
 
-from meshard._comm.communicator import CommSettings, can_allocate
-from meshard._engine.deepcopy import FORWARD_METHODS, copy_with_units, reduce_as_plain
+from meshard._comm.communicator import CommSettings, CommStream, can_allocate
+from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import UnitHook, run_in_units
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import Lease, ParamGroup
-from meshard._engine.unit import Unit, own_class, require_units, unit_of
-from meshard._engine.unwritten import watching_buffers
+from meshard._engine.unit import Unit, own_class, require_units, unit_of, with_siblings
 from meshard._gradients.settings import DivideFactor, ReduceHook, check_divide_factor
-from meshard._mesh.mesh_info import separate_reduce_scatter_pg
+from meshard._mesh.mesh_info import MeshInfo, separate_reduce_scatter_pg
 from meshard._torch.dtensor import gradient_dtype
-from meshard._torch.private import skip_dynamo_once, state_of, too_new
+from meshard._torch.private import (
+    TrainingState,
+    is_of_to_empty,
+    skip_dynamo_once,
+    state_of,
+    too_new,
+)
+from meshard.initialization import poisoned
 from meshard.policies import (
     AllGather,
     GradientSync,
@@ -66,6 +72,11 @@ def _write(module: Any, recurse: bool, **settings: Any) -> None:
 
 
 # --- registered forward methods ------------------------------------------------------------------
+
+# The name of a dict that is an attribute of modules. A key is the name of a method registered by
+# ``register_fsdp_forward_method``. The value is the method that the user had set on the module
+# itself; None: the module had none of its own.
+FORWARD_METHODS = "_meshard_forward_methods"
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
@@ -192,8 +203,7 @@ class GradientSetters(_AnyModule):
         until ``finalize_backward``.
 
         Raises:
-            RuntimeError: This is not the root; a backward is under way or not finalized yet; or a
-                loop over ``uneven_batches`` is under way, which does not work in this mode.
+            RuntimeError: This is not the root, or a backward is under way or not finalized yet.
         """
         check_bool("enabled", enabled)
         _lifecycle_of_root(self, "set_manual_backward_finalization").set_manual(enabled)
@@ -316,7 +326,7 @@ class GradientSetters(_AnyModule):
         >>> layer = meshard.replicate(torch.nn.Linear(1, 1))
         >>> layer.set_custom_all_reduce(torch.distributed.all_reduce)
         """
-        _replace_comm(self, recurse, all_reduce=comm)
+        _replace_comm(self, recurse, "all_reduce", comm)
 
     def reset_iter_state(self) -> None:
         """Drop a step that was interrupted: reshard all units, close all windows."""
@@ -332,8 +342,9 @@ class GradientSetters(_AnyModule):
         raise TypeError(f"a sharded or replicated {name} needs copy.deepcopy, not copy.copy.")
 
     def __reduce_ex__(self: Any, protocol: Any) -> Any:
-        """Pickle as a plain module. If it has shards, this works only in ``unsharded_params``."""
-        return reduce_as_plain(self)
+        """Raise a TypeError: a pickle would have no units."""
+        name = own_class(self).__name__
+        raise TypeError(f"a sharded or replicated {name} cannot be pickled; save its state_dict().")
 
 
 class FSDPModule(GradientSetters, TorchFSDPModule):
@@ -470,7 +481,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         ``comm`` is a ``meshard.policies.AllGather``; one written for FSDP2 fits. Groups of one rank
         do not use it. None undoes an earlier call.
         """
-        _replace_comm(self, recurse, all_gather=comm)
+        _replace_comm(self, recurse, "all_gather", comm)
 
     def set_custom_reduce_scatter(
         self, comm: ReduceScatter | None, *, recurse: bool = True
@@ -480,7 +491,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         ``comm`` is a ``meshard.policies.ReduceScatter``; one written for FSDP2 fits. Its operation
         is always SUM. None undoes an earlier call.
         """
-        _replace_comm(self, recurse, reduce_scatter=comm)
+        _replace_comm(self, recurse, "reduce_scatter", comm)
 
     def set_allocate_memory_from_process_group_for_comm(
         self, enable: bool, *, recurse: bool = True
@@ -505,13 +516,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for unit in units:
             from_group = enable and _can_allocate(unit)
             _use_comm(unit, replace(unit.settings.comm, from_group=from_group))
-
-    def set_symm_mem_for_comm(self, backend: Literal["NCCL"] = "NCCL") -> None:
-        """Raise: meshard does not gather through symmetric memory yet."""
-        raise NotImplementedError(
-            "gathering through symmetric memory is not built; use set_custom_all_gather, or "
-            "set_allocate_memory_from_process_group_for_comm."
-        )
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """Make the next gather wait for ``event`` only, not for all work of the current stream.
@@ -544,8 +548,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         @functools.wraps(fn)  # units inside recognise to_empty() by the name of its function
         def apply(tensor: torch.Tensor) -> torch.Tensor:
             applied: torch.Tensor = fn(tensor)
-            # Contiguous, because a part of a flat buffer cannot be in channels_last, for example.
-            return applied.contiguous() if isinstance(applied, DTensor) else applied
+            if isinstance(applied, DTensor):
+                return applied.contiguous()  # a part of a flat buffer is in no other format
+            return poisoned(applied) if is_of_to_empty(fn) else applied
 
         shards = [param.sharded for group in groups for param in group.params]
         chosen = [(p, p.grad_dtype, p.grad) for p in shards if gradient_dtype(p) is not p.dtype]
@@ -554,9 +559,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         # both are set again below.
         for param, *_ in chosen:
             param.grad = None
-        with watching_buffers(self, fn, recurse=recurse):
-            # Not torch's FSDPModule._apply, which reads torch's own state.
-            result = super(TorchFSDPModule, self)._apply(apply, recurse)
+        # Not torch's FSDPModule._apply, which reads torch's own state.
+        result = super(TorchFSDPModule, self)._apply(apply, recurse)
         for param, dtype, grad in chosen:
             param.grad_dtype = dtype
             param.grad = None if grad is None else apply(grad).to(dtype)
@@ -626,16 +630,16 @@ def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
     return [weakref.ref(unit) for each in listed for unit in require_units(each, recurse=False)]
 
 
-def _replace_comm(module: Any, recurse: bool, **changes: Any) -> None:
-    """Change the custom collectives of the selected units."""
-    for name, comm in changes.items():
-        needs, is_valid = "an object with allocate() and __call__()", hasattr(comm, "allocate")
-        if name == "all_reduce":
-            needs, is_valid = "a callable like torch.distributed.all_reduce", True
-        if comm is not None and not (callable(comm) and is_valid):
-            raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
+def _replace_comm(module: Any, recurse: bool, name: str, comm: Any) -> None:
+    """Change a custom collective of the selected units."""
+    needs = "an object with allocate() and __call__()"
+    is_valid = callable(comm) and hasattr(comm, "allocate")
+    if name == "all_reduce":
+        needs, is_valid = "a callable like torch.distributed.all_reduce", callable(comm)
+    if comm is not None and not is_valid:
+        raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
     for unit in require_units(module, recurse=recurse):
-        _use_comm(unit, replace(unit.settings.comm, **changes))
+        _use_comm(unit, replace(unit.settings.comm, **{name: comm}))
 
 
 def _use_comm(unit: Unit, settings: CommSettings) -> None:
@@ -653,40 +657,86 @@ def _can_allocate(unit: Unit) -> bool:
 
 
 class StageState(UnitHook):
-    """The answers to what ``torch.distributed.pipelining`` asks of a stage, under torch's names.
+    """The answers to what programs ask of torch's private state of a module, under torch's names.
 
-    torch's schedules turn reductions off. After the last backward they go through the states of all
-    units of the stage, and reduce the parameter group of each. Here one state stands for all units.
-    Trainers read ``_mp_policy``, the dtypes of the unit.
+    Schedules of ``torch.distributed.pipelining`` turn reductions off. After the last backward they
+    go through the states of all units of the stage, and reduce the parameter group of each. Here
+    one state stands for all units. Trainers and tensor subclasses read what is below. All other
+    names raise an AttributeError.
     """
 
     def __init__(self, unit: Unit, policy: MixedPrecisionPolicy) -> None:
-        super().__init__(unit)
-        self._mp_policy = policy
+        vars(self).update(_unit=weakref.ref(unit), _mp_policy=policy)
 
-    @property
-    def _state_ctx(self) -> StageState:
-        return self
-
-    _fsdp_param_group = _comm_ctx = _state_ctx
+    def _alive(self) -> Unit:
+        unit = self._unit()
+        assert unit is not None  # its module is gone, and a program kept this state
+        return unit
 
     @property
     def all_states(self) -> list[StageState]:
         """A list of this state only, which stands for all units."""
         return [self]
 
+    @property
+    def _state_ctx(self) -> StageState:
+        return self
+
+    _fsdp_param_group = _comm_ctx = _state_ctx
     _fsdp_param_groups = all_states  # since torch 2.13
 
     def post_backward(self) -> None:
         """Reduce all gradients of the stage, as far as the ``GradientSync`` of its units says."""
-        unit = self._unit()
-        if unit is not None:
-            unit.lifecycle.finish_split_backward()
+        self._alive().lifecycle.finish_split_backward()
 
     def finalize_backward(self) -> None:
         """Do nothing: ``post_backward`` waits for the reductions."""
 
-    _root_post_backward_final_callback = finalize_backward
+    _root_post_backward_final_callback = _lazy_init = finalize_backward
+
+    @property
+    def post_forward_mesh_info(self) -> MeshInfo | None:
+        """The mesh of the unit; None if ``set_reshard_after_forward(False)`` holds."""
+        unit = self._alive()
+        is_kept = unit.settings.reshard_after_forward is False or not unit.params
+        return None if is_kept else unit.group.spec.mesh_info
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        unit = self._alive()
+        is_chosen = self.post_forward_mesh_info is not None
+        return is_chosen and not (unit.is_root and unit.settings.reshard_after_forward is None)
+
+    @property
+    def _training_state(self) -> Any:
+        """The state of the step, as ``fsdp_pre_all_gather`` reads it."""
+        lifecycle = self._alive().lifecycle
+        if lifecycle.is_idle:
+            return TrainingState.IDLE
+        return TrainingState.FORWARD if lifecycle.backward is None else TrainingState.PRE_BACKWARD
+
+    @property
+    def all_gather_stream(self) -> Any:
+        """The stream on which units are gathered."""
+        unit = self._alive()
+        with unit.lifecycle.comm.on_stream(CommStream.GATHER):
+            return torch.get_device_module(unit.group.spec.device).current_stream()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"meshard has no {name!r}, a private name of torch's fully_shard: call the public "
+            "methods of the module, such as unshard(), reshard(), set_reshard_after_forward() and "
+            "set_modules_to_forward_prefetch(). docs/migrate/from-fsdp2.md lists what is answered."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "post_forward_mesh_info":
+            self.__getattr__(name)
+        for each in with_siblings(self._alive()):
+            if value is None:
+                each.settings.reshard_after_forward, each.settings.post_forward_group = False, None
+            elif not each.settings.reshard_after_forward:
+                each.settings.reshard_after_forward = True
 
 
 def share_comm_ctx(modules: list[Any]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,7 +19,6 @@ from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import params_in
 from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
 from meshard.optim.hooks import check_may_step, overlapped_optimizers
-from meshard.policies import check_bool, check_int
 
 # One callback per backward of a scaled loss. Autograd drops it when that backward is over.
 _scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
@@ -41,33 +38,6 @@ def _mark_backward(_: Tensor) -> None:
 
     _scaled_backwards.add(do_nothing)
     queue_backward_callback(do_nothing)
-
-
-# Arguments of torch's scaler must lie between these two numbers.
-_LIMITS = {
-    "init_scale": (0.0, math.inf),
-    "growth_factor": (1.0, math.inf),
-    "backoff_factor": (0.0, 1.0),
-    "growth_interval": (0, math.inf),
-}
-
-
-def _check_arguments(given: dict[str, Any]) -> None:
-    """Raise unless these are valid arguments of torch's scaler, which checks only two."""
-    device = given["device"]
-    try:
-        is_device = isinstance(device, str) and bool(torch.device(device))
-    except RuntimeError:
-        is_device = False
-    if not is_device:
-        raise ValueError(f'device must be one by name, such as "cuda" or "cpu", got {device!r}.')
-    for name, (lowest, highest) in _LIMITS.items():
-        value = given[name]
-        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not lowest < value < highest:
-            raise ValueError(f"{name} must be between {lowest} and {highest}, got {value!r}.")
-    check_int("growth_interval", given["growth_interval"])
-    check_bool("enabled", given["enabled"])
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -90,9 +60,6 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def __init__(
         self, *args: Any, process_group: dist.ProcessGroup | None = None, **kwargs: Any
     ) -> None:
-        bound = inspect.signature(torch.amp.GradScaler).bind(*args, **kwargs)
-        bound.apply_defaults()
-        _check_arguments(bound.arguments)
         if process_group is not None and not isinstance(process_group, dist.ProcessGroup):
             raise TypeError(f"process_group must be a ProcessGroup or None, got {process_group!r}.")
         super().__init__(*args, **kwargs)

@@ -8,7 +8,7 @@ with the same random numbers on every rank, and each rank keeps its part.
 from __future__ import annotations
 
 import contextlib
-import zlib
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -16,11 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.blocking import broadcast, gather_from_all
-from meshard._comm.first_values import INT_OF_SIZE, ranks_of, rows_of_all_ranks
+from meshard._comm.blocking import broadcast
+from meshard._comm.first_values import ranks_of, rows_over_mesh
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
-from meshard._engine.unwritten import is_untouched, poisoned
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.sharded_param import ShardedParam
 from meshard._torch.dtensor import (
@@ -32,6 +31,32 @@ from meshard._torch.dtensor import (
     plain_tensors_in,
 )
 from meshard.weights import SummonedUnit
+
+# --- memory without values -----------------------------------------------------------------
+
+
+def _poison_of(dtype: torch.dtype) -> float | int | None:
+    """Return a value that no initialisation writes; None if the dtype has none to spare."""
+    if (dtype.is_floating_point and dtype.itemsize > 1) or dtype.is_complex:
+        return math.nan
+    if dtype in (torch.int16, torch.int32, torch.int64):
+        return torch.iinfo(dtype).min
+    return None
+
+
+def poisoned(new: torch.Tensor) -> torch.Tensor:
+    """Fill new memory so that it shows which elements have not been written to."""
+    poison = _poison_of(new.dtype)
+    return new if poison is None else new.fill_(poison)
+
+
+def _is_untouched(tensor: torch.Tensor) -> bool:
+    """Whether some elements of ``tensor`` still have the value that ``poisoned`` wrote."""
+    poison = _poison_of(tensor.dtype)
+    return poison is not None and bool((tensor.isnan() | (tensor == poison)).any())
+
+
+# --- materialize ---------------------------------------------------------------------------
 
 
 @torch.inference_mode(False)  # the module may train later, so it must hold no inference tensors
@@ -162,7 +187,7 @@ class _Initialisation:
         finally:
             for summoned in self._summoned.values():
                 summoned.close()
-        self.untouched += [name for name, tensor in self._given.values() if is_untouched(tensor)]
+        self.untouched += [name for name, tensor in self._given.values() if _is_untouched(tensor)]
 
     def _visit(self, fqn: str, module: nn.Module) -> None:
         if module in self._seen:
@@ -213,7 +238,7 @@ class _Initialisation:
             values = summoned.edited_values()
             for param, value in zip(summoned.params, values, strict=True):
                 name = self._new.pop(param, None)
-                if name is not None and is_untouched(value):
+                if name is not None and _is_untouched(value):
                     self.untouched.append(name)
             summoned.close()
             summoned.write(values)
@@ -261,11 +286,9 @@ def _check_on_meta_alike(groups: list[ParamGroup]) -> None:
         # Meshes that users have made separately may be equal.
         own = [group for group in groups if group.spec.mesh_info.mesh == mesh]
         params = [param for group in own for param in sharded_params(group)]
-        rows = [[sum(local_of(param.sharded).is_meta for param in params)]]
-        for process_group in mesh_info.groups:
-            purpose = "comparison of ranks by materialize"
-            rows = rows_of_all_ranks(rows, process_group, device_of(mesh), purpose=purpose)
-        counts = dict(zip(ranks_of(mesh_info), (count for (count,) in rows), strict=False))
+        num_meta = sum(local_of(param.sharded).is_meta for param in params)
+        rows = rows_over_mesh([num_meta], mesh_info, purpose="comparison of ranks by materialize")
+        counts = dict(zip(ranks_of(mesh_info), (count for (count,) in rows), strict=True))
         if len(set(counts.values())) > 1:
             raise ValueError(
                 "materialize initialises the model as one, but ranks have different numbers of "
@@ -350,27 +373,17 @@ def _random_state(meshes: list[MeshInfo], device: torch.device) -> Iterator[None
 # Each rank keeps a part of the values that it has before sharding. If ranks have different values,
 # the parts make a model that no rank ever had, and replicas differ for good.
 
-_CHUNK = 1 << 20  # elements of a tensor that a checksum converts to int64 at a time
 
-
-def refuse_meta(named: Iterable[tuple[str, torch.Tensor]], mesh_info: MeshInfo) -> None:
-    """Raise a ValueError on every rank if one of the tensors is on the meta device on some rank.
-
-    **Collective:** all ranks of the mesh; one small all-gather per axis.
-    """
-    own = [name for name, tensor in named if tensor.is_meta]
-    row = torch.tensor([len(own)], device=device_of(mesh_info.mesh))
-    counts = _gather_over_mesh(row, mesh_info, "(sync_init)").view(-1).tolist()
-    ranks = [rank for rank, count in zip(ranks_of(mesh_info), counts, strict=True) if count]
-    if ranks:
-        example = f" (here {own[0]!r})" if own else ""
-        raise ValueError(
-            "sync_init=True overwrites tensors in memory, but parameters or buffers are on the "
-            f"meta device on ranks {ranks}{example}. Build the model there on every rank, "
-            "leave sync_init out, and call meshard.materialize(model) after sharding. If only rank "
-            "0 has values, then let it pass them to set_model_state_dict of torch, with "
-            "broadcast_from_rank0=True."
-        )
+def refuse_meta(named: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raise a ValueError if one of the tensors is on the meta device."""
+    for name, tensor in named:
+        if tensor.is_meta:
+            raise ValueError(
+                f"sync_init=True overwrites tensors in memory, but {name!r} is on the meta device. "
+                "Build the model there on every rank, leave sync_init out, and call "
+                "meshard.materialize(model) after sharding. If only rank 0 has values, then let it "
+                "pass them to set_model_state_dict of torch, with broadcast_from_rank0=True."
+            )
 
 
 @torch.no_grad()
@@ -402,66 +415,3 @@ def overwrite_by_first_rank(local: torch.Tensor, mesh_info: MeshInfo, *, label: 
                 plain, buffer = plain.narrow(dim, 0, first.size(dim)), first
         if buffer.data_ptr() != plain.data_ptr():
             plain.copy_(buffer)  # torch raises if an expanded dim would get different values
-
-
-def check_same_start(named: list[tuple[str, nn.Parameter]], mesh_info: MeshInfo, unit: str) -> None:
-    """Raise a RuntimeError if ranks bring different parameters, or different values, to one unit.
-
-    Called under ``MESHARD_DEBUG=1`` only. **Collective:** all ranks of the mesh; two small
-    all-gathers per axis.
-    """
-    device = device_of(mesh_info.mesh)
-    text = "\n".join(f"{name} {tuple(param.shape)} {param.dtype}" for name, param in named)
-    outline = torch.tensor([len(named), zlib.crc32(text.encode())], device=device)
-    outlines = _gather_over_mesh(outline, mesh_info)
-    ranks = ranks_of(mesh_info)
-    if not bool((outlines == outlines[0]).all()):
-        counts = [f"rank {r}: {int(row[0])}" for r, row in zip(ranks, outlines, strict=True)]
-        raise RuntimeError(
-            f"the ranks are about to shard different parameters as one unit ({unit}); numbers of "
-            f"parameters: {', '.join(counts)}, with other names, shapes or dtypes. Build the same "
-            "model on every rank, and call fully_shard on its modules in the same order."
-        )
-    if not named:
-        return
-    own_sums = torch.tensor([_checksum(param) for _, param in named], device=device)
-    sums = _gather_over_mesh(own_sums, mesh_info)
-    differs = (sums != sums[0]).any(dim=0).tolist()
-    if not any(differs):
-        return
-    first = differs.index(True)
-    pairs = zip(ranks, sums[:, first], strict=True)
-    others = ", ".join(str(rank) for rank, own in pairs if own != sums[0, first])
-    raise RuntimeError(
-        f"the ranks bring different values to one unit ({unit}): of its {len(named)} parameters "
-        f"{sum(differs)} differ, first {named[first][0]!r}, where rank(s) "
-        f"{others} differ from rank {ranks[0]}. Seed every rank alike before "
-        "building the model, load the same file on every rank, or call "
-        "fully_shard_units(..., sync_init=True)."
-    )
-
-
-def _gather_over_mesh(
-    row: torch.Tensor, mesh_info: MeshInfo, label: str = "(comparison of initial values)"
-) -> torch.Tensor:
-    """Return every rank's ``row [n]`` as ``[ranks, n]``, replica by replica."""
-    rows = gather_from_all(row, mesh_info.shard_group, label=label)
-    if mesh_info.replicate_group is not None:
-        rows = gather_from_all(rows, mesh_info.replicate_group, label=label)
-    return rows.view(-1, row.numel())
-
-
-@torch.no_grad()
-def _checksum(param: torch.Tensor) -> int:
-    """Return 63 bits that depend on every bit of ``param`` and on its position."""
-    total = 0
-    for plain in plain_tensors_in(plain_of(param).detach()):
-        if plain.is_meta:
-            continue
-        # Read as integers of at most 32 bits: ``% 2**63`` would lose the highest bit of 64.
-        bits = plain.contiguous().view(-1).view(INT_OF_SIZE[min(plain.itemsize, 4)])
-        for number, chunk in enumerate(bits.split(_CHUNK)):
-            weights = torch.arange(chunk.numel(), device=bits.device).add_(number * _CHUNK)
-            weights.mul_(0x9E3779B97F4A7C1).bitwise_or_(1)  # odd, so that bits are not shifted out
-            total += int(weights.mul_(chunk).sum())
-    return total % 2**63

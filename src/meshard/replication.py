@@ -104,8 +104,6 @@ class Buckets:
         are_views: bool,  # whether .grad are views of the buckets
         sends_buffers: bool,  # whether forwards overwrite buffers by those of one rank
     ) -> None:
-        self.buffers_from = 0  # the rank in the mesh whose buffers are sent
-        self.is_looped = False  # if True, uneven_batches calls ``prepare``, and forwards do not
         self._comm_hook: CommHook | None = None  # runs instead of all-reduces
         self._params = params
         self._spec = spec
@@ -140,7 +138,6 @@ class Buckets:
         """Return buckets for the copied units. The copied buckets are never rebuilt."""
         copied = copy.copy(self)
         copied.units = [memo[id(unit)] for unit in self.units]
-        copied.is_looped, copied.buffers_from = False, 0
         copied._comm_hook = None  # its state belongs to the original
         copied._params, copied._recorders, copied._is_final = [], [], True
         copied._configure_gradients()
@@ -195,7 +192,7 @@ class Buckets:
         lifecycle.abort_if_failed()  # otherwise ``backward`` may be one that has raised
         # A forward inside a backward recomputes an earlier one, with the same buckets and buffers.
         is_in_backward = lifecycle.backward is not None
-        if torch.is_grad_enabled() and not self.is_looped and not is_in_backward:
+        if torch.is_grad_enabled() and not is_in_backward:
             self.prepare(module)
 
     def prepare(self, module: nn.Module) -> None:
@@ -250,13 +247,13 @@ class Buckets:
 
     @torch.no_grad()
     def _send_buffers(self, module: nn.Module) -> None:
-        """Give all ranks the buffers of rank ``buffers_from``. **Collective:** all of the mesh."""
+        """Give all ranks the buffers of the first rank. **Collective:** all of the mesh."""
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in module.buffers():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            broadcast(flat, self._group, label="(buffers)", source=self.buffers_from)
+            broadcast(flat, self._group, label="(buffers)")
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))

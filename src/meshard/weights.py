@@ -27,7 +27,6 @@ from meshard._comm.blocking import (
     scatter_from_first,
     send_max,
 )
-from meshard._engine.hooks import register_outside_hooks, remove_outside_hooks
 from meshard._engine.param_group import (
     ParamGroup,
     SummonOptions,
@@ -232,17 +231,12 @@ class SummonedUnit:
         self.group = unit.group
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
-        self._had_hooks = False
         # The tags of the installed parameters, for ``close``. References to the tensors would keep
         # alive what the user replaces. Weak references would not do either: torch cannot swap a
         # tensor that has one, as ``load_state_dict`` may.
         self._tags: list[list[str | None]] = []
         self.group.summon(options)
         try:
-            # A summoned module may be pickled like a plain one. The modules of a unit leave their
-            # hooks out of the pickle. But modules inside that are in no unit would pickle theirs
-            # (see ``register_outside_hooks``). So these hooks are removed until ``close``.
-            self._had_hooks = remove_outside_hooks(unit)
             self._install(unsharded)
             register_summoned(self.group)
         except BaseException:  # such as a KeyboardInterrupt
@@ -315,8 +309,6 @@ class SummonedUnit:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)
         self.group.dismiss()
-        if self._had_hooks:
-            register_outside_hooks(self.unit)
 
     @torch.no_grad()
     def write(self, values: list[torch.Tensor]) -> None:

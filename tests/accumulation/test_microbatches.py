@@ -117,8 +117,8 @@ def run_microbatch(model, number, fails_in):
 @pytest.mark.parametrize("fails_in", [ZeroDivisionError, KeyboardInterrupt, "backward"])
 @pytest.mark.parametrize("failing", [1, 2])
 @pytest.mark.parametrize("until_last", [GradientSync.NONE, GradientSync.FULL])
-def test_a_loop_that_has_caught_an_exception_does_not_go_on(fails_in, failing, until_last):
-    """Nor does it end in silence, if it was the last microbatch that failed."""
+def test_the_step_of_a_loop_that_has_caught_an_exception_is_refused(fails_in, failing, until_last):
+    """Also if it was the last microbatch that failed."""
     model, plain = shard_blocks(seeded(MlpStack())), seeded(MlpStack())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = [param.to_local().clone() for param in model.parameters()]
@@ -128,13 +128,9 @@ def test_a_loop_that_has_caught_an_exception_does_not_go_on(fails_in, failing, u
             with contextlib.suppress(ZeroDivisionError, KeyboardInterrupt):
                 run_microbatch(model, number, fails_in if fails and number == failing else None)
 
-    with pytest.raises(RuntimeError, match=r"dropped the gradients .* begin the window anew"):
-        window(fails=True)
-    if fails_in == "backward":
-        with pytest.raises(RuntimeError, match="the last backward through unit"):
-            optimizer.step()
-    else:
-        optimizer.step()  # has no gradients
+    window(fails=True)
+    with pytest.raises(RuntimeError, match="a microbatch of its loop, so some gradients are miss"):
+        optimizer.step()
     after = [param.to_local() for param in model.parameters()]
     assert all(map(torch.equal, before, after))
     window(fails=False)
@@ -147,14 +143,14 @@ def test_a_loop_that_has_caught_an_exception_does_not_go_on(fails_in, failing, u
 @on_threads(2)
 def test_a_microbatch_that_is_run_again_in_the_loop_does_not_make_up_for_the_others():
     model = shard_blocks(seeded(MlpStack()))
-    loop = meshard.microbatches(model, range(2))
-    run_microbatch(model, next(loop), None)
-    number = next(loop)
-    with pytest.raises(ZeroDivisionError):
-        run_microbatch(model, number, ZeroDivisionError)
-    run_microbatch(model, number, None)
-    with pytest.raises(RuntimeError, match="dropped the gradients"):
-        next(loop)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for number in meshard.microbatches(model, range(2)):
+        if number == 1:
+            with pytest.raises(ZeroDivisionError):
+                run_microbatch(model, number, ZeroDivisionError)
+        run_microbatch(model, number, None)
+    with pytest.raises(RuntimeError, match="some gradients are missing"):
+        optimizer.step()
 
 
 @on_threads(2)
@@ -173,6 +169,44 @@ def test_a_loop_goes_on_after_an_exception_that_has_dropped_nothing():
     assert_same(full_grads(model), full_grads(plain))
 
 
+def wrapped(wrap):
+    model = seeded(MlpStack())
+    return meshard.replicate(model) if wrap == "replicate" else shard_blocks(model)
+
+
+@on_threads(2)
+@spread(until_last=list(GradientSync), wrap=["shard", "replicate"], how=["raise", "break"])
+def test_a_loop_that_is_left_early_drops_its_window(until_last, wrap, how):
+    """Also by an exception that no unit sees, as one in the loss."""
+    model, plain = wrapped(wrap), seeded(MlpStack())
+
+    def window(leaves_at):
+        for number in meshard.microbatches(model, range(3), until_last=until_last):
+            if number == leaves_at and how == "break":
+                break
+            loss = model(torch.full((2, 6), 0.25 * number + 0.25)).square().mean()
+            if number == leaves_at:
+                raise ZeroDivisionError
+            loss.backward()
+
+    with pytest.raises(ZeroDivisionError) if how == "raise" else contextlib.nullcontext():
+        window(leaves_at=1)
+    assert not meshard.pending_gradients(model)
+    window(leaves_at=None)
+    for number in range(3):
+        run_microbatch(plain, number, None)
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@on_threads(2)
+def test_a_loop_whose_end_is_not_asked_for_keeps_what_its_last_batch_has_reduced():
+    model, plain = wrapped("shard"), seeded(MlpStack())
+    for _, number in zip(range(3), meshard.microbatches(model, range(3)), strict=False):
+        for module in (model, plain):
+            run_microbatch(module, number, None)
+    assert_same(full_grads(model), full_grads(plain))
+
+
 class CountedEpochs:
     """Batches that are the number of the epoch; each ``iter`` begins another one, as in loaders."""
 
@@ -183,7 +217,11 @@ class CountedEpochs:
         return iter([torch.full((1, 2), float(self.epoch))])
 
 
-@pytest.mark.parametrize("loop", [meshard.microbatches, meshard.uneven_batches])
+def weighted(model, batches):
+    return (batch for batch, _ in meshard.uneven_batches(model, batches))
+
+
+@pytest.mark.parametrize("loop", [meshard.microbatches, weighted])
 @on_threads(1)
 def test_batches_are_iterated_once(loop):
     model = meshard.replicate(torch.nn.Linear(2, 1))

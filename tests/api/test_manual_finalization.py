@@ -352,18 +352,6 @@ def test_a_forward_that_raises_drops_what_is_not_finalized():
 
 
 @on_ranks(1)
-def test_uneven_batches_do_not_work_with_it():
-    model = in_the_mode(meshard.replicate)
-    with pytest.raises(RuntimeError, match="uneven_batches does not work with set_manual"):
-        next(meshard.uneven_batches(model, [1]))
-    model.set_manual_backward_finalization(False)
-    for _ in meshard.uneven_batches(model, [1]):
-        with pytest.raises(RuntimeError, match="in a loop over uneven_batches"):
-            model.set_manual_backward_finalization(True)
-        backward(model)
-
-
-@on_ranks(1)
 def test_units_are_resharded_as_their_settings_say():
     model = in_the_mode()
     for reshards in (False, True):

@@ -62,13 +62,6 @@ def test_each_computes_in_its_dtype_and_gradients_are_sent_in_the_widest(apply, 
 
 
 @on_ranks(1)
-def test_an_error_names_the_parameters_that_keep_their_dtype():
-    model = meshard.fully_shard(nn.Linear(2, 2), mp_policy=policy())
-    with pytest.raises(RuntimeError, match=r"own dtype: 'bias \(torch.float32\)'. Leave only"):
-        model(torch.ones(1, 2))
-
-
-@on_ranks(1)
 def test_it_is_called_once_per_parameter_and_not_in_copies():
     called = []
 

@@ -41,14 +41,13 @@ def test_one_all_reduce_per_bucket_and_full_of_exactly_the_bytes_of_gradients(sc
 
 
 @on_ranks(4)
-def test_a_frozen_bucket_is_not_reduced_by_ranks_without_a_batch_either():
+def test_a_frozen_bucket_is_not_reduced_with_uneven_batches_either():
     model = net()
     model[2].requires_grad_(False)
     replicated(model)
     with meshard.CommLedger() as ledger:
-        for batch in meshard.uneven_batches(model, own_batches()):
-            if batch is not None:
-                loss_of(model, batch).backward()
+        for batch, weight in meshard.uneven_batches(model, own_batches()):
+            (weight * loss_of(model, batch)).backward()
             model.zero_grad()
     assert ledger.counts["all_reduce"] == 2 * LONGEST  # the first weight and bias are a bucket each
 

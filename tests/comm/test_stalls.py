@@ -128,7 +128,7 @@ def test_what_prepares_a_first_step_is_named_in_words():
         if dist.get_rank() == 0:
             text = "\n".join(found)
             assert "the set-up of shared memory, before the first collective of these" in text
-            assert "the comparison of initial values, before the first reduction, in" in text
+            assert "the comparison of initial values, at the first reduction, in" in text
 
 
 @on_ranks(2)

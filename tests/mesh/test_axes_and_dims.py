@@ -1,7 +1,5 @@
 """Named axes of a larger mesh, which shard and replicate."""
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +13,7 @@ import meshard
 from meshard import DataParallelMeshDims, GradientSync
 from tests.support.against_plain import check_gradients, check_training, inputs_of
 from tests.support.models import seeded
-from tests.support.ranks import fake_group, on_fake_ranks, on_threads
+from tests.support.ranks import on_fake_ranks, on_threads
 from tests.support.spread import mostly_slow
 from tests.support.threads import run_threads
 
@@ -133,22 +131,11 @@ def test_ordinary_parameters_lie_over_the_data_parallel_axes_only():
     check_gradients(model, linear(), window)
 
 
-@pytest.mark.parametrize("names", [("shard", "replicate"), ("dp_shard", "dp_replicate")])
 @on_fake_ranks(4)
-def test_names_that_say_the_other_way_round_are_warned_of(names):
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=names)
-    with pytest.warns(UserWarning, match=f"'{names[0]}' replicates") as caught:
-        meshard.fully_shard(nn.Linear(4, 4), mesh)
-    assert "dp_mesh_dims=DataParallelMeshDims" in str(caught[0].message)
-    assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("names", [("replicate", "shard"), None, ("a", "b")])
-def test_other_names_and_those_chosen_by_name_are_not_warned_of(names):
-    with fake_group(4), warnings.catch_warnings():
-        warnings.simplefilter("error")
-        meshard.fully_shard(nn.Linear(4, 4), init_device_mesh("cpu", (2, 2), mesh_dim_names=names))
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
-        dims = DataParallelMeshDims(shard="shard", replicate="replicate")
-        layer = meshard.fully_shard(nn.Linear(4, 4), mesh, dp_mesh_dims=dims)
-        assert layer.weight.placements == (Shard(0), Replicate())
+def test_axes_are_read_by_their_place_unless_they_are_chosen_by_name():
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("shard", "replicate"))
+    layer = meshard.fully_shard(nn.Linear(4, 4), mesh)
+    assert layer.weight.placements == (Replicate(), Shard(0))
+    dims = DataParallelMeshDims(shard="shard", replicate="replicate")
+    layer = meshard.fully_shard(nn.Linear(4, 4), mesh, dp_mesh_dims=dims)
+    assert layer.weight.placements == (Shard(0), Replicate())

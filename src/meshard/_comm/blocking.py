@@ -43,13 +43,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8)
 
 
-def broadcast(
-    buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str, source: int = 0
-) -> None:
-    """Overwrite ``buffer``, which is contiguous, with that of rank ``source`` of ``group``."""
+def broadcast(buffer: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> None:
+    """Overwrite ``buffer``, which is contiguous, with that of the first rank of ``group``."""
     if group.size() > 1 and buffer.numel():
         with _waiting("broadcast", buffer, group, label):
-            dist.broadcast(_bytes(buffer.view(-1)), group=group, group_src=source)
+            dist.broadcast(_bytes(buffer.view(-1)), group=group, group_src=0)
 
 
 def gather_from_all(source: torch.Tensor, group: dist.ProcessGroup, *, label: str) -> torch.Tensor:

@@ -1,9 +1,9 @@
 """Comparison of the parameter values that the ranks have passed to ``fully_shard``.
 
-The ranks compare before the first reduction over all ranks and not earlier, because weights may be
+The ranks compare with the first reduction over all ranks and not earlier, because weights may be
 loaded after sharding. They compare a sum over a few elements of each parameter. This is enough to
-notice that ranks were seeded differently, or that only some have loaded weights. MESHARD_DEBUG=1
-compares every bit, before anything is sharded.
+notice that ranks were seeded differently, or that only some have loaded weights. A difference is a
+warning, and under MESHARD_DEBUG=1 an error on all ranks.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import exchange_numbers
+from meshard._comm.divergence import check_fingerprint, is_debugging
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._torch.private import backend_name
 from meshard._torch.user_line import warn_user
 
-INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_INT_OF_SIZE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _SAMPLES = 16  # about so many elements of each parameter are read, in a few microseconds
 
 
@@ -43,15 +44,15 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     for tensor in tensors:
         if tensor.is_meta or type(tensor) is not torch.Tensor:
             return None
-        bits = tensor.reshape(-1).view(INT_OF_SIZE[tensor.itemsize])
+        bits = tensor.reshape(-1).view(_INT_OF_SIZE[tensor.itemsize])
         every = max(1, bits.numel() // _SAMPLES)
         samples.setdefault((bits.device, bits.dtype), []).append(bits[::every])
     sums = [(torch.cat(each) if len(each) > 1 else each[0]).sum() for each in samples.values()]
     return sum((each.to(sums[0].device) for each in sums[1:]), sums[0]) if sums else None
 
 
-def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
-    """Warn if ranks sharded different values, or if only some have loaded weights since.
+def compare_first_values(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
+    """Tell if ranks sharded different values, or if only some have loaded weights since.
 
     ``brought`` has the mesh and the sample of each unit. None: there is no sample, for example
     because the parameters were on the meta device.
@@ -72,34 +73,34 @@ def warn_if_different(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) ->
             sum(values is not None and values.is_written is each for values in samples)
             for each in (True, False)
         )
-        rows = [[totals[0], which, totals[1], written, unwritten]]
-        purpose = "comparison of initial values, before the first reduction"
-        for group in mesh_info.groups:
-            rows = rows_of_all_ranks(rows, group, device_of(mesh_info.mesh), purpose=purpose)
+        rows = rows_over_mesh(
+            [totals[0], which, totals[1], written, unwritten],
+            mesh_info,
+            purpose="comparison of initial values, at the first reduction",
+        )
         ranks = ranks_of(mesh_info)
         if any(row[1] != which for row in rows):  # ranks have samples of different parameters
-            _warn_if_some_loaded(dict(zip(ranks, rows, strict=False)))
+            _tell_if_some_loaded(dict(zip(ranks, rows, strict=False)))
             continue
         others = [str(r) for r, row in zip(ranks, rows, strict=False) if row[0] != rows[0][0]]
         if others:
-            warn_user(
+            _tell(
                 f"the ranks brought different values to fully_shard: rank(s) {', '.join(others)} "
                 f"differ from rank {ranks[0]}, and nothing was loaded since. Each rank kept its "
                 "part, so what is trained is a mixture of models, and replicas differ for good. "
                 "Seed every rank alike before building the model, load the same file on every "
-                "rank, or call fully_shard_units(..., sync_init=True). MESHARD_DEBUG=1 names the "
-                "parameters.",
+                "rank, or call fully_shard_units(..., sync_init=True)."
             )
 
 
-def _warn_if_some_loaded(rows: dict[int, list[int]]) -> None:
-    """Warn if all ranks sharded equal values, and then some wrote to all units, others to none."""
+def _tell_if_some_loaded(rows: dict[int, list[int]]) -> None:
+    """Tell if all ranks sharded equal values, and then some wrote to all units, others to none."""
     if len({brought for _, _, brought, *_ in rows.values()}) > 1:
         return  # the ranks that wrote may have loaded what another rank had from the start
     loaded = [str(r) for r, (*_, written, unwritten) in rows.items() if written and not unwritten]
     others = [str(r) for r, (*_, written, unwritten) in rows.items() if unwritten and not written]
     if loaded and others:
-        warn_user(
+        _tell(
             f"rank(s) {', '.join(loaded)} have loaded or changed their weights since fully_shard, "
             f"and rank(s) {', '.join(others)} have not, so what is trained is a mixture of models. "
             "Each rank loads its own part: call load_state_dict or load_pretrained on every rank, "
@@ -108,17 +109,29 @@ def _warn_if_some_loaded(rows: dict[int, list[int]]) -> None:
         )
 
 
-def rows_of_all_ranks(
-    rows: list[list[int]], group: dist.ProcessGroup, device: torch.device, *, purpose: str
-) -> list[list[int]]:
-    """Return the ``rows`` of all ranks, in rank order. **Collective:** all ranks of ``group``."""
-    # torch's fake backend leaves outputs unfilled, so there is nothing to compare.
-    if group.size() == 1 or backend_name(group, device) == "fake":
-        return rows
-    width, own = len(rows[0]), [number for row in rows for number in row]
-    of_all = exchange_numbers(own, group, device, purpose=purpose)
-    gathered = [number for each in of_all for number in each]
-    return [gathered[start : start + width] for start in range(0, len(gathered), width)]
+def _tell(text: str) -> None:
+    if is_debugging():
+        raise RuntimeError(text)
+    warn_user(text)
+
+
+def rows_over_mesh(row: list[int], mesh_info: MeshInfo, *, purpose: str) -> list[list[int]]:
+    """Return the ``row`` of every rank, in the order of ``ranks_of``.
+
+    Over torch's fake backend it returns this rank's row for every rank.
+    **Collective:** all ranks of the mesh; one all-gather per process group.
+    """
+    device, numbers = device_of(mesh_info.mesh), row
+    for group in mesh_info.groups:
+        if backend_name(group, device) == "fake":  # it leaves outputs unfilled
+            numbers = numbers * group.size()
+        elif group.size() > 1:
+            if is_debugging():
+                check_fingerprint(purpose, group)
+            gathered = exchange_numbers(numbers, group, device, purpose=purpose)
+            numbers = [number for each in gathered for number in each]
+    width = len(row)
+    return [numbers[start : start + width] for start in range(0, len(numbers), width)]
 
 
 def ranks_of(mesh_info: MeshInfo) -> list[int]:

@@ -18,14 +18,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import is_debugging, name_root
+from meshard._comm.divergence import name_root
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_forward_hooks,
     register_hooks,
     register_load_hooks,
-    register_outside_hooks,
-    remove_outside_hooks,
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import Lease, refuse_backward_optimizer
@@ -394,8 +392,7 @@ def allocate(
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
     unit.set_params(unit_params)
-    if not is_debugging():  # under MESHARD_DEBUG=1 ``check_same_start`` has compared all values
-        unit.group.record_first_values(locals_)
+    unit.group.record_first_values(locals_)
     return unit
 
 
@@ -483,8 +480,6 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     for inner, fqn in inside.items():
         inner.fqn = fqn
         if inner.parent is None:
-            if inner.children:  # it was a root around units: see ``register_outside_hooks``
-                remove_outside_hooks(inner)
             own[-1].add_child(inner)
             if inner.settings.unshard_on_access and inner.sibling_of is None:
                 for each in with_siblings(inner):
@@ -493,10 +488,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)
-    root = Root(units, name_root(groups), Lifecycle)
-    if inside:
-        register_outside_hooks(unit)
-    root.has_new_buffers = any(each.has_new_buffers for each in roots)
+    Root(units, name_root(groups), Lifecycle)
     for lifecycle in used:
         if lifecycle.finalization is not None:
             unit.lifecycle.finalization = ManualFinalization()

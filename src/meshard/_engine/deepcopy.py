@@ -1,11 +1,9 @@
-"""Copies of modules with units: deep copies, and pickles.
+"""Deep copies of modules with units.
 
-A deep copy has units of its own, with their own shards, hooks, settings and steps, on the same
+A copy has units of its own, with their own shards, hooks, settings and steps, on the same
 mesh. The units are copied first. Then the modules are copied as instances of their original
 classes; their hooks and parameters find the copied units and shards in the memo of
 ``copy.deepcopy``. Last, the copied units are connected with their modules and with one another.
-
-A pickle has no units. It is the pickle of a plain module, and loads without meshard.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import torch
 from torch import nn
 
 from meshard._comm.divergence import name_copy
-from meshard._engine.hooks import check_may_pickle, gradient_hook_maker
+from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
@@ -31,17 +29,7 @@ from meshard._engine.unit import (
     own_class,
     unit_of,
     units_in,
-    units_of,
 )
-from meshard._torch.private import composable_keys
-
-# The name of a dict that is an attribute of modules. A key is the name of a method registered by
-# ``register_fsdp_forward_method``. The value is the method that the user had set on the module
-# itself; None: the module had none of its own.
-FORWARD_METHODS = "_meshard_forward_methods"
-# The names of the attributes of a module that are dicts with ids of hooks as keys. The values are
-# the hooks, or True in ``_forward_hooks_with_kwargs`` and its like.
-_HOOKS = [name for name in vars(nn.Module()) if "_hooks" in name]
 
 
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
@@ -157,42 +145,3 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),
     )
-
-
-# --- pickles -------------------------------------------------------------------------------
-
-
-def reduce_as_plain(module: nn.Module) -> Any:
-    """Return what ``__reduce_ex__`` of ``module`` must return to pickle it as a plain module.
-
-    That is an instance of its original class, without its unit and our hooks.
-    """
-    for unit in units_of(module):
-        check_may_pickle(unit)
-    # An instance of the user's class, because that may define ``__reduce_ex__``, called below.
-    plain: nn.Module = object.__new__(own_class(module))
-    plain.__dict__.update(_plain_state(module))
-    # Protocol 1: under later ones pickle raises, because ``plain`` and ``module`` differ in class.
-    return plain.__reduce_ex__(1)
-
-
-def _plain_state(module: nn.Module) -> dict[str, Any]:
-    state = {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_meshard_") and name not in composable_keys
-    }
-    for name, method in vars(module).get(FORWARD_METHODS, {}).items():
-        if method is not None:
-            state[name] = method
-    ours = {
-        key
-        for name in _HOOKS
-        for key, hook in state.get(name, {}).items()
-        if str(getattr(hook, "__module__", "")).startswith("meshard.")
-    }
-    for name in _HOOKS:
-        if name in state:
-            hooks = state[name].items()
-            state[name] = type(state[name])((key, hook) for key, hook in hooks if key not in ours)
-    return state

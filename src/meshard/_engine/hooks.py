@@ -24,13 +24,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshard._engine.explain import explain, explain_uncaught
 from meshard._engine.lifecycle import RefusedError
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
     detached_from_others,
-    explain,
-    explain_outside,
     moved_from_host,
     tensors_in,
 )
@@ -43,7 +42,6 @@ from meshard._engine.unit import (
     unit_of,
     units_of,
 )
-from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import GradientHook, ShardedParam
 from meshard._params.unit_params import is_alias
 from meshard._torch.dtensor import is_placed_like, is_plain, local_of, plain_of, set_local
@@ -80,6 +78,7 @@ def register_hooks(unit: Unit) -> None:
 
     Also register hooks on ``state_dict``, and cast buffers to ``buffer_dtype``, if it is set.
     """
+    explain_uncaught()
     for module in alive(unit.modules):
         register_forward_hooks(unit, module)
         if unit.sibling_of is None:
@@ -217,29 +216,6 @@ def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
     return type(one) is type(other)  # a subclass, such as float8, has its memory in inner tensors
 
 
-def check_may_pickle(unit: Unit | None) -> None:
-    """Raise if ``unit`` was freed (None), runs, has pending gradients, or has only shards here.
-
-    On ranks where ``unsharded_params`` has unsharded it, it has more than shards.
-    """
-    name = "a unit that is gone"
-    if unit is not None:
-        group, name = unit.group, f"unit {unit.label!r}"
-        unit.lifecycle.check_between_steps(unit, "pickle")
-        group.finish_pending_step()
-        group.check_nothing_is_pending()
-        if not group.params or isinstance(group.unit_params, ReplicatedParams):
-            return
-        if group.is_summoned and group.summoned_by.unshards_here(group):
-            return
-    raise TypeError(
-        f"a module of {name} cannot be pickled here: this rank has shards of its parameters. "
-        "Pickle it inside meshard.unsharded_params(module), as a plain module; or save its "
-        "state_dict() (shards with torch.distributed.checkpoint, or unsharded by "
-        "get_model_state_dict with full_state_dict=True)."
-    )
-
-
 class UnitHook:
     """A hook that refers weakly to its unit."""
 
@@ -252,17 +228,8 @@ class UnitHook:
         vars(copied).update(vars(self))
         unit = self._unit()
         if id(unit) in memo:
-            copied._unit = weakref.ref(memo[id(unit)])
+            vars(copied)["_unit"] = weakref.ref(memo[id(unit)])
         return copied
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as a function that does nothing: a pickled module is a plain one, without units.
-
-        As a forward hook, that function would replace the output by its result. So pickles leave
-        forward hooks out.
-        """
-        check_may_pickle(self._unit())
-        return partial, (nn.Identity,)  # a callable of torch's that takes any arguments
 
 
 class ModuleHooks(UnitHook):
@@ -305,7 +272,7 @@ class ModuleHooks(UnitHook):
             return None
         failed = output is None and has_raised(module)
         if failed:
-            explain(sys.exc_info()[1], unit, module, (args, kwargs))
+            explain(sys.exc_info()[1], unit)
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         if failed:
@@ -354,58 +321,6 @@ def run_in_units(module: nn.Module, method: Callable[..., Any], args: Any, kwarg
     for each in reversed([each for each in hooks if isinstance(each, ModuleHooks)]):
         method = partial(each.run, module, method)
     return method(*args, **kwargs)
-
-
-class _OutsideHook(UnitHook):
-    """A hook on a module that is inside a root and has no unit.
-
-    If the user calls that module by itself, and it fails because it reads a shard, the hook
-    explains the error.
-    """
-
-    def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        if output is None:  # torch.compile traces this line only, as ``_explain`` is skipped
-            self._explain(module)
-
-    @skip_dynamo
-    def _explain(self, module: nn.Module) -> None:
-        unit = self._unit()
-        if unit is None or not has_raised(module):
-            return
-        lifecycle = unit.root.lifecycle
-        if lifecycle is None or lifecycle.is_idle:
-            explain_outside(sys.exc_info()[1], alive(unit.root.units))
-
-
-def register_outside_hooks(unit: Unit) -> None:
-    """Register hooks that explain errors of the modules in ``unit`` that are in no inner unit.
-
-    A hook costs each call of its module a microsecond or two. So only a root around other units has
-    such hooks: most of its modules are in inner units, and get none.
-    """
-    if unit.params and not unit.gradients.is_replicated:
-        for module in _modules_inside(unit):
-            module.register_forward_hook(_OutsideHook(unit), always_call=True)
-
-
-def remove_outside_hooks(unit: Unit) -> bool:
-    """Undo ``register_outside_hooks``; return whether there was any hook."""
-    found = [
-        (module, number)
-        for module in _modules_inside(unit)
-        for number, hook in module._forward_hooks.items()
-        if isinstance(hook, _OutsideHook)
-    ]
-    for module, number in found:
-        del module._forward_hooks[number]
-        module._forward_hooks_always_called.pop(number, None)
-    return bool(found)
-
-
-def _modules_inside(unit: Unit) -> list[nn.Module]:
-    modules = alive(unit.modules)
-    inside = [each for module in modules for _, each in outside_units("", module, set())]
-    return [each for each in dict.fromkeys(inside) if each not in modules]
 
 
 class Watched(NamedTuple):

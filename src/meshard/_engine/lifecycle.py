@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from torch import nn
 
 from meshard._comm import spans
 from meshard._comm.communicator import Communicator, StepPhase
-from meshard._comm.first_values import warn_if_different
+from meshard._comm.first_values import compare_first_values
 from meshard._communicators import make_communicator
 from meshard._engine.param_group import (
     Lease,
@@ -39,7 +39,6 @@ from meshard._engine.param_group import (
 from meshard._engine.program import Call, Event, Pass, Recorder
 from meshard._engine.step_state import BackwardRun, ManualFinalization
 from meshard._engine.unit import Root, Unit, alive, buckets_in
-from meshard._engine.unwritten import warn_about_unwritten
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
@@ -139,20 +138,13 @@ class Lifecycle:
         # and the last backward does not.
         self.finalization: ManualFinalization | None = None
         self.recorder = Recorder()
-        # The divide factor of units for which the user has not set one. None: the number of ranks.
-        self.usual_divide_factor: float | None = None
-        # ``meshard.uneven_batches`` sets this function during its loop. It is called before each
-        # reduction over all ranks (``FULL``).
-        self.before_reduction: Callable[[], None] | None = None
         self._units = root.units
         self._num_backwards = 0
         self._prefetched: list[Unit] = []
         devices = (group.spec.device for group in self.groups() if group.params)
         comm = make_communicator(next(devices, torch.device("cpu")))
         comm.root_names = root.names
-        # Whether ranks have compared their initial weights. Under MESHARD_DEBUG=1 (``is_checked``)
-        # ``fully_shard`` has compared them.
-        self._has_compared = comm.is_checked
+        self._has_compared = False  # whether ranks have compared their initial weights
         self._queue = ReduceQueue(comm)
         self.use(comm)
 
@@ -242,9 +234,6 @@ class Lifecycle:
 
     def _begin_forward(self, unit: Unit) -> None:
         self._refuse_unless_waited("a forward")
-        if unit.root.has_new_buffers:
-            unit.root.has_new_buffers = False
-            without_modes(warn_about_unwritten, alive(self.units()[0].modules))
         self._refuse_other_reductions()
         self.comm.begin_phase(StepPhase.FORWARD)
         if self.recorder.begin(sum(group.num_steps for group in self.groups())):
@@ -687,8 +676,6 @@ class Lifecycle:
             unit.gradients.accumulate(unit.settings)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
-        if over_replicas and self.before_reduction is not None:
-            self.before_reduction()
         on_reduced = None
         if unit.on_reduced:
             self._queue.finish_of(unit.gradients)
@@ -701,29 +688,28 @@ class Lifecycle:
                     "ordinary way (detach() of what overlap_optimizer has returned)."
                 )
             on_reduced = functools.partial(self.notify_reduced, unit) if ends_window else None
-        if over_replicas and not self._has_compared:
-            self._compare_first_values()
         self._queue.start(
             unit.gradients,
             unit.settings,
             over_replicas=over_replicas,
             ends_window=ends_window,
-            usual_factor=self.usual_divide_factor,
             on_reduced=on_reduced,
         )
+        if over_replicas and not self._has_compared:
+            self._compare_first_values()
         if ends_window:
             unit.gradients.end_window()
 
     def _compare_first_values(self) -> None:
-        """Warn if ranks have different initial weights. Called before a collective of all ranks.
+        """Tell of different initial weights on ranks. Called after a collective of all ranks.
 
         **Collective:** the meshes of all sharded units. ``CommLedger`` does not list it.
         """
-        self._has_compared = True
         groups = [group for group in self.groups() if group.params]
         sharded = [group for group in groups if not group.gradients.is_replicated]
-        brought = [(group.spec.mesh_info, group.take_first_values()) for group in sharded]
-        without_modes(warn_if_different, brought)
+        brought = [(group.spec.mesh_info, group.first_values()) for group in sharded]
+        without_modes(compare_first_values, brought)
+        self._has_compared = True
 
     def notify_reduced(self, unit: Unit) -> None:
         """Call ``unit.on_reduced``, once per backward, when its gradients are published."""
@@ -808,11 +794,11 @@ class Lifecycle:
         is_unfinished = finalization is not None and (
             finalization.is_due or finalization.started is not None
         )
-        if is_unfinished or graph_task_id() >= 0 or self.before_reduction is not None:
+        if is_unfinished or graph_task_id() >= 0:
             raise RuntimeError(
-                "set_manual_backward_finalization cannot change the mode during a backward, "
-                "between a backward and its finalize_backward() (or reset_iter_state()), or in a "
-                "loop over uneven_batches; change it before the first forward of a step."
+                "set_manual_backward_finalization cannot change the mode during a backward, or "
+                "between a backward and its finalize_backward() (or reset_iter_state()); change it "
+                "before the first forward of a step."
             )
         self.finalization = ManualFinalization() if enabled else None
 

@@ -165,7 +165,6 @@ class ParamGroup:
         # Optimizer steps. They are counted because torch's foreach kernels edit a DTensor without
         # raising its version counter.
         self.num_steps = 0
-        self.num_effective_steps = 0  # steps that found a .grad
         self.num_rebuilds = 0  # how often the unsharded parameters were made anew
         self.was_resharded_between = False  # a forward since the last step has resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
@@ -180,7 +179,7 @@ class ParamGroup:
         self._post_forward_shard: PostForwardShard | None = None
         # Two sums over a few elements of the initial weights. The first is over unsharded weights;
         # ranks compare it. The second is over this rank's shards; it tells whether the shards were
-        # written to since. None: nothing was recorded, or ``take_first_values`` has returned it.
+        # written to since. None: nothing was recorded.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # All optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
         # Under ``replicate`` also some that step parameters of other buckets.
@@ -276,11 +275,11 @@ class ParamGroup:
         if total is not None and sharded is not None:
             self._first = FirstValues(which, total), sharded
 
-    def take_first_values(self) -> FirstValues | None:
-        """Return the recorded sample once; after that, or if there is none, return None."""
+    def first_values(self) -> FirstValues | None:
+        """Return the recorded sample, if there is one."""
         if self._first is None:
             return None
-        (values, sharded), self._first = self._first, None
+        values, sharded = self._first
         shards = self._shards(values.which)
         # Compare values, because writes through ``param.data`` do not raise the version counter.
         now = sum_of_samples(shards)
@@ -296,9 +295,9 @@ class ParamGroup:
     def check_may_step(self) -> None:
         if self.failure.has_happened():
             raise RuntimeError(
-                f"the last backward through unit {self.label!r} raised, so gradients are those of "
-                "some units only; run the whole window again (the next forward drops them, as "
-                "reset_iter_state() does)."
+                f"the last backward through unit {self.label!r} raised, or a microbatch of its "
+                "loop, so some gradients are missing; run the whole window again (the next forward "
+                "drops them, as reset_iter_state() does)."
             )
         grads = self.gradients
         # For a replicated unit this says that its .grad are hidden: a backward runs, and has not
@@ -355,7 +354,6 @@ class ParamGroup:
         if not self.leases & Lease.USER:
             self.install_sharded()  # a copy that a forward has left installed is stale now
         self.num_steps += 1
-        self.num_effective_steps += any(p.sharded.grad is not None for p in self.params)
         self.was_resharded_between = False
         self.gradients.end_window()
 

@@ -168,7 +168,6 @@ class Root:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         self.names = names  # the number of this root in each process group: see ``name_root``
         self.failure = Failure()
-        self.has_new_buffers = False  # whether ``watching_buffers`` has marked any
         self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
         self._make = make
         for number, unit in enumerate(units):

@@ -42,12 +42,12 @@ class ReduceQueue:
         self._factors.clear()
         self._comm.begin_phase(StepPhase.BACKWARD)
 
-    def _divide_factor(self, settings: ReduceSettings, usual: float | None) -> float | None:
-        """Return the divide factor that the user has set, or else ``usual``.
+    def _divide_factor(self, settings: ReduceSettings) -> float | None:
+        """Return the divide factor that the user has set; None: the number of ranks.
 
         A callable or a tensor is read once. The number is kept until the next backward begins.
         """
-        chosen = usual if settings.divide_factor is None else settings.divide_factor
+        chosen = settings.divide_factor
         if chosen is None or isinstance(chosen, float):
             return chosen
         if id(chosen) not in self._factors:
@@ -62,7 +62,6 @@ class ReduceQueue:
         *,
         over_replicas: bool,
         ends_window: bool,
-        usual_factor: float | None,  # used if the user has set no factor; None: number of ranks
         on_reduced: Callable[[], None] | None,
     ) -> None:
         """Start reducing what a unit has accumulated. On CPU, first advance the other reductions.
@@ -82,7 +81,7 @@ class ReduceQueue:
             self.finish_of(gradients)  # an earlier one may yield the partial that this one adds
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
-        divide_factor = self._divide_factor(settings, usual_factor)
+        divide_factor = self._divide_factor(settings)
         if self._comm.waits_block_host:
             # Advance before the new reduction allocates: it can then use memory that the earlier
             # reductions free. These were sending during the backward of this unit, so the wait is

@@ -44,7 +44,7 @@ class ReduceHook:
 class ReduceSettings:
     """The settings of a unit that its reductions read. They may change between steps."""
 
-    divide_factor: DivideFactor | None = None  # None: ``Lifecycle.usual_divide_factor``
+    divide_factor: DivideFactor | None = None  # None: the number of ranks
     zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
     max_input_buffers: int = 3  # how many units may have unsharded gradients in flight at once
     scatter_group: dist.ProcessGroup | None = None  # None: the group of the all-gathers

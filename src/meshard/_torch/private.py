@@ -430,8 +430,8 @@ _fully_shard: Any = torch.distributed.fsdp.fully_shard
 state_of = getattr(_fully_shard, "state", lambda _: None)
 # The key in a module's ``__dict__`` under which ``state_of`` looks.
 _STATES = getattr(_contract, "STATE_KEY", "")
-# The keys in a module's ``__dict__`` that ``register_as_sharded`` writes.
-composable_keys = {key for key in (_registry, _STATES) if key}
+# What a step does, for tensor subclasses that read it in ``fsdp_pre_all_gather``.
+TrainingState = _find("torch.distributed.fsdp._fully_shard._fsdp_common.TrainingState")
 
 
 def register_as_sharded(module: nn.Module, state: object) -> None:

@@ -1,4 +1,4 @@
-"""The user's code on the call stack: its line, for warnings, and the modules in its variables."""
+"""The line of the user's code on the call stack, for warnings."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import os
 import sys
 import sysconfig
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
 import torch
-from torch import nn
 
 _PACKAGES = (Path(__file__).parents[1], Path(torch.__file__).parent)
 _NOT_THE_USERS = tuple(f"{folder}{os.sep}" for folder in _PACKAGES)
@@ -58,21 +56,6 @@ def warn_user(text: str) -> None:
         module=frame.f_globals.get("__name__"),
         registry=frame.f_globals.setdefault("__warningregistry__", {}),
     )
-
-
-def modules_of_callers() -> Iterator[nn.Module]:
-    """Iterate over the modules in variables of the calling functions, or in attributes of ``self``.
-
-    Functions of torch and of this library are left out.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        if not frame.f_code.co_filename.startswith(_NOT_THE_USERS):
-            of_self = getattr(frame.f_locals.get("self"), "__dict__", {})
-            for each in [*frame.f_locals.values(), *frame.f_globals.values(), *of_self.values()]:
-                if issubclass(type(each), nn.Module):
-                    yield each
-        frame = frame.f_back
 
 
 def listed(names: list[str]) -> str:

@@ -48,7 +48,7 @@ from meshard._torch.private import (
     before_compiling,
     skip_dynamo,
 )
-from meshard._torch.user_line import listed, modules_of_callers, warn_user
+from meshard._torch.user_line import listed, warn_user
 
 # A cache. For each optimizer: a key, and weak references to the ParamGroups of its parameters. The
 # references are valid while the key is the same. It consists of ``latest_registration()``, which
@@ -151,8 +151,7 @@ def warn_about_strays(
         strays = [param for param in strays if id(param) in inside]
     if not strays:
         return
-    known = {**_names_in_models(strays), **names}
-    shown = [known.get(id(param)) or f"(of shape {tuple(param.shape)})" for param in strays]
+    shown = [names.get(id(param)) or f"(of shape {tuple(param.shape)})" for param in strays]
     text = (
         f"ranks drift apart: trainable parameters {listed(shown)} are in no unit "
         f"({len(strays)} in all), so each rank steps them by its own gradients, and norms differ.\n"
@@ -164,22 +163,8 @@ def warn_about_strays(
     if is_debugging():
         raise RuntimeError(text)
     for param in strays:
-        tag_tensor(param, TensorTag.LEFT_OUT, known.get(id(param), ""))
+        tag_tensor(param, TensorTag.LEFT_OUT, names.get(id(param), ""))
     warn_user(text)
-
-
-def _names_in_models(params: Sequence[torch.Tensor]) -> dict[int, str]:
-    """Return the dotted names of ``params`` in the outermost modules that hold them, by id.
-
-    Units do not know the modules around them. So this looks through the variables of the calling
-    functions, where a training loop has its model. Parameters that it does not find have no name.
-    """
-    wanted, found = set(map(id, params)), dict[int, str]()
-    for module in modules_of_callers():
-        for name, param in module.named_parameters(remove_duplicate=False):
-            if id(param) in wanted and len(name) > len(found.get(id(param), "")):
-                found[id(param)] = name
-    return found
 
 
 def _modules_around(owners: Iterable[ParamGroup]) -> set[nn.Module]:
