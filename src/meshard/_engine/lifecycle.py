@@ -307,7 +307,7 @@ class Lifecycle:
         return call
 
     def _runs(self, unit: Unit) -> bool:
-        return any(running is unit for running, _ in self.running)
+        return bool(self.running) and any(running is unit for running, _ in self.running)
 
     def _end_forward(self, outermost: Unit, *, failed: bool) -> None:
         if failed:

@@ -83,6 +83,7 @@ class Lease:
     LATER = KEPT | GRAPH
     USER = 16  # unshard(), until reshard() or the end of a use that reshards
     AHEAD = 32  # it is gathered ahead of its use
+    LENT = KEPT | USER  # users get hold of what the modules hold
     ALL = 63
 
 
@@ -371,7 +372,7 @@ class ParamGroup:
         """
         self.finish_unshard(post_forward_group)
         self.leases = (self.leases | why) & ~Lease.AHEAD
-        if self.leases & (Lease.KEPT | Lease.USER):
+        if self.leases & Lease.LENT:
             pending_holders.add(self)
         self._install_unsharded()
 
@@ -388,8 +389,10 @@ class ParamGroup:
 
         With ``keeps_copy``, modules hold shards then, but the copy stays for the next use.
         """
-        if why & Lease.USER:
-            self.give_back()
+        if why & self.leases & Lease.LENT:
+            self._carry_flags()
+            if why & Lease.USER:
+                self.give_back()
         self.leases &= ~why
         if not self.leases and keeps_copy:
             self.install_sharded()
@@ -421,6 +424,7 @@ class ParamGroup:
         """
         if not self.leases & Lease.USER:
             return
+        self._carry_flags()
         self.leases &= ~Lease.USER
         self._num_given_back += 1
         if voids_graphs:
@@ -605,18 +609,15 @@ class ParamGroup:
 
     def install_sharded(self) -> None:
         """Make modules hold the sharded parameters."""
+        self._carry_flags()
         if self.state is ParamState.INSTALLED:
-            self._carry_flags()
             install_sharded(self.params)
             self._move(ParamState.UNSHARDED)
-        pending_holders.discard(self)
+            pending_holders.discard(self)
 
     def _carry_flags(self) -> None:
-        """Let the sharded parameters have the flags that users have set on unsharded ones.
-
-        ``pending_holders`` has this group from when users get hold of these.
-        """
-        if self in pending_holders:
+        """Let the sharded parameters have the flags that users have set on unsharded ones."""
+        if self.leases & Lease.LENT and self.state is not ParamState.SUMMONED:
             self._flags = take_flags(self.params, self._flags)
 
 
