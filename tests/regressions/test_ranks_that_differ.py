@@ -177,7 +177,6 @@ def skip_a_block():
     return str(error.value)
 
 
-@pytest.mark.xfail(strict=True, reason="the report begins with unequal counts of batches")
 def test_the_report_of_a_mismatch_lists_causes_by_how_common_they_are(run_ranks, monkeypatch):
     """With the remedy of each."""
     monkeypatch.setenv("MESHARD_DEBUG", "1")

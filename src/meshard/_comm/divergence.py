@@ -41,10 +41,11 @@ _POLL_SECONDS = 0.25
 _FAREWELL_SECONDS = 2.0
 _GO = "go"
 REMEDY = (
-    "The usual cause is a rank with more batches or microbatches than another. Every rank must run "
-    "the same units of the same models in the same order, with as many microbatches, the same "
-    "GradientSync and the same divide factor; ranks may differ in which parameters of a unit they "
-    "use."
+    "The usual causes: a forward, an evaluation or generate() on one rank only, which all ranks "
+    "must run; a unit or a tower that one rank has skipped, which it must run on a dummy input at "
+    "the same place in the forward, with the result times zero added to the loss; or a rank with "
+    "more batches or microbatches than another. GradientSync and divide factor must be the same on "
+    "all ranks too; ranks may differ in which parameters of a unit they use."
 )
 
 # Key: a default process group. Value: how many rounds (see above) have ended in an error on this
