@@ -133,7 +133,7 @@ def diverge(how, patience=LONG, param_dtype=None):
         how(model, second)
     seconds = time.monotonic() - start
     os.environ["MESHARD_DEBUG_TIMEOUT"] = str(LONG)
-    assert "Every rank must run the same units" in str(error.value)
+    assert "a unit or a tower that one rank has skipped" in str(error.value)
     for each in (model, second):
         each.reset_iter_state()
         each.set_gradient_sync(GradientSync.FULL)
@@ -181,7 +181,7 @@ def test_the_error_names_what_each_rank_was_about_to_do(
 def test_a_rank_with_one_microbatch_more_is_told(run_ranks, until_last):
     for message, _ in run_ranks(diverge, 2, partial(one_microbatch_more, until_last)):
         assert message.count("the last of its window") == 1
-        assert "with as many microbatches" in message
+        assert "more batches or microbatches than another" in message
 
 
 @pytest.mark.slow
