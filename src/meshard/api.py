@@ -125,8 +125,8 @@ def fully_shard(
         ignored_params: Parameters to leave as they are, gradients too.
         dp_mesh_dims: Names of the data-parallel axes of ``mesh``, if it has others. Parameters are
             ordinary tensors, or DTensors on ``mesh`` that are replicated along the named axes.
-        unshard_on_access: Unshard the unit when the forward of a unit around it reads one of its
-            parameters, as ``nn.MultiheadAttention`` reads ``out_proj.weight``.
+        unshard_on_access: Unshard the unit together with the unit around it, whose forward reads
+            its parameters, as ``nn.MultiheadAttention`` reads ``out_proj.weight``.
 
     Returns:
         ``module``, the same object; its class is now also a subclass of ``FSDPModule``.

@@ -1,5 +1,6 @@
 """Ranks that do different things: right gradients where they may, an error where they may not."""
 
+import copy
 import logging
 import re
 
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
+from tests.support.against_plain import check_gradients, inputs_of
 from tests.support.integer_model import (
     IntegerModel,
     fill_with_halves,
@@ -191,3 +193,29 @@ def test_the_report_of_a_mismatch_lists_causes_by_how_common_they_are(run_ranks,
         assert all(places), text
         starts = [place.start() for place in places]
         assert starts == sorted(starts), text
+
+
+@pytest.mark.parametrize("computes", [False, True])
+@on_threads(2)
+def test_a_rank_may_return_zeros_that_require_no_grad(computes):
+    """As an expert without tokens does, whether or not it has used its weights."""
+
+    def expert(module, x, is_empty):
+        y = module.layer(x) if computes or not is_empty else None
+        return torch.zeros_like(x) if is_empty else y
+
+    def forward(model, x, is_empty):
+        for block in model.blocks:
+            x = x + block(x, is_empty)
+        return x * model.scale
+
+    def step(model, rank):
+        return sum(model(inputs_of(rank, n), rank == 1).square().mean() for n in range(2))
+
+    blocks = [Made(expert, layer=nn.Linear(6, 6)) for _ in range(3)]
+    plain = seeded(Made(forward, blocks=blocks, scale=nn.Parameter(torch.empty(6))))
+    model = copy.deepcopy(plain)
+    for block in model.blocks:
+        meshard.fully_shard(block)
+    meshard.fully_shard(model)
+    check_gradients(model, plain, step)

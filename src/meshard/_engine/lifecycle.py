@@ -371,6 +371,8 @@ class Lifecycle:
     ) -> None:
         """Unshard ``unit``, which is about to compute, and start gathering the ``following``."""
         group = unit.group
+        if self._is_kept_here(unit):
+            group.reshard(keep_post_forward=True)
         if group.state is ParamState.SHARDED:
             self._start_unshard(unit, in_forward=in_forward)
             # This gather was not started ahead, so compute has to wait for it below. Start the next
@@ -385,12 +387,24 @@ class Lifecycle:
     def _gather_ahead(self, units: Sequence[Unit], *, in_forward: bool) -> None:
         for head in units:
             for unit in (head, *head.siblings):  # a forward enters them together
-                if unit.params and unit.group.state is ParamState.SHARDED:
+                group, is_kept_here = unit.group, self._is_kept_here(unit)
+                if is_kept_here:
+                    group.reshard(keep_post_forward=True)
+                if unit.params and group.state is ParamState.SHARDED:
                     if in_forward:
-                        unit.group.drop_if_stale()
+                        group.drop_if_stale()
                     self._start_unshard(unit, in_forward=in_forward)
-                    unit.group.leases |= Lease.AHEAD
+                    if is_kept_here:
+                        group.finish_unshard()  # no hook would wait for it
+                    group.leases |= Lease.AHEAD
                     self._prefetched.append(unit)
+
+    def _is_kept_here(self, unit: Unit) -> bool:
+        """Whether ``unit`` is kept because no output of it on this rank requires grad.
+
+        Other ranks may have resharded it. So it is gathered again where these gather it.
+        """
+        return unit.group.leases == Lease.KEPT and unit.reshards_before_backward
 
     def _start_unshard(self, unit: Unit, *, in_forward: bool) -> None:
         is_freed_after = unit.settings.reshard_after_backward

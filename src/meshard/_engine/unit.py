@@ -130,10 +130,14 @@ class Unit:
 
         By default the root stays unsharded while grad is enabled, as its backward comes next.
         """
+        is_default = self.settings.reshard_after_forward is None
+        return self.reshards_before_backward or (is_default and not torch.is_grad_enabled())
+
+    @property
+    def reshards_before_backward(self) -> bool:
+        """Whether the unit is resharded when its forward ends, and a backward may follow."""
         chosen = self.settings.reshard_after_forward
-        if chosen is None:
-            return not self.is_root or not torch.is_grad_enabled()
-        return bool(chosen)
+        return not self.is_root if chosen is None else bool(chosen)
 
     def add_child(self, child: Unit) -> None:
         """Put ``child`` directly inside this unit."""
