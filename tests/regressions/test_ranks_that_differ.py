@@ -8,9 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import meshard
-from tests.support.against_plain import check_gradients, inputs_of
+from tests.support.against_plain import check_gradients, inputs_of, sharded_and_plain
 from tests.support.integer_model import (
     IntegerModel,
     fill_with_halves,
@@ -169,6 +170,37 @@ def test_the_report_of_a_long_wait_for_a_head_that_one_rank_calls_names_the_unit
 
 
 # --- what the report of a mismatch advises -------------------------------------------------------
+
+
+class Hidden:
+    """An output in which no tensor is found."""
+
+
+def run_hiding(model, x):
+    kept = checkpoint(model.checkpointed, x @ model.own.weight, use_reentrant=True)
+    hidden = Hidden()
+    hidden.both = kept, model.other(kept)
+    return hidden
+
+
+def run_around(model, x, uses_other=True):
+    kept, other = model.hiding(x).both
+    return model.last(kept + other if uses_other else kept)
+
+
+@pytest.mark.parametrize("parts", [False, True])
+@pytest.mark.filterwarnings("ignore:unit .* returned a Hidden")
+@on_threads(2)
+def test_a_rank_may_skip_a_unit_beside_a_reentrant_checkpoint_in_one_that_hides_its_output(parts):
+    layers = {name: nn.Linear(6, 6) for name in ("checkpointed", "other", "own")}
+    plain = Made(run_around, hiding=Made(run_hiding, **layers), last=nn.Linear(6, 6))
+    units = ("hiding.checkpointed", "hiding.other", "hiding", "last")
+    model, plain = sharded_and_plain(plain, units)
+
+    def step(model, rank):
+        return model(inputs_of(rank), uses_other=rank == 0 or not parts).square().mean()
+
+    check_gradients(model, plain, step)
 
 
 def skip_a_block():

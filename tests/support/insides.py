@@ -18,6 +18,7 @@ from meshard._comm import gradient_buffer
 from meshard._comm.streams import StreamCommunicator
 from meshard._communicators import make_communicator
 from meshard._engine import lifecycle
+from meshard._engine.param_group import Lease
 from meshard._engine.unit import Unit, units_in, units_of
 
 
@@ -39,6 +40,14 @@ def labels(module: nn.Module) -> list[str]:
 def unsharded_units(module: nn.Module) -> list[str]:
     """Return the names of the units that are not resharded, or not gathered to the end."""
     return [unit.label for unit in units_in(module) if unit.group.state.name != "SHARDED"]
+
+
+def leases(module: nn.Module) -> tuple[str, str]:
+    """Return why the unit of ``module`` is unsharded ("RUNS KEPT", say), and its state."""
+    (unit,) = units_of(module)
+    bits = [(name, bit) for name, bit in vars(Lease).items() if name.isupper()]
+    held = [name for name, bit in bits if bit.bit_count() == 1 and unit.group.leases & bit]
+    return " ".join(held), unit.group.state.name.lower()
 
 
 def unsharded_storages(module: nn.Module) -> list[torch.UntypedStorage]:

@@ -21,9 +21,12 @@ unit or not. That is why all ranks issue the same collectives in the same order.
 
 from __future__ import annotations
 
+import bisect
 import enum
+import itertools
 import sys
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 
 @dataclass(slots=True, eq=False)
@@ -52,6 +55,7 @@ class Pass:
     number: int  # passes are numbered as they begin
     exits: list[Call] = field(default_factory=list)
     firsts: list[Call] = field(default_factory=list)
+    begun: list[Call] = field(default_factory=list)  # all calls, as they begin
     calls: dict[int, list[Call]] = field(default_factory=dict)  # of each unit, as they begin
     is_watched: bool = False  # an output has a hook, which tells when a backward reaches the pass
     # The cursor: ``exits[begin:]`` have begun, ``firsts[over:]`` are over, and ``firsts[due:]`` are
@@ -85,25 +89,20 @@ class Pass:
         reentrant checkpoint, which runs it again. It counts only once this backward has reached it:
         before, ``node`` may be that of the checkpoint itself.
         """
-
-        def is_after(call: Call) -> bool:
-            return call.began_at > node and (call.has_graph or call.reached_in == backward)
-
-        begun = map(self.exits.__getitem__, range(self.begin, len(self.exits)))
-        first = next((call.exit for call in begun if is_after(call)), sys.maxsize)
-        position = self.begin
-        while position and self.exits[position - 1].began_at > node:
-            position -= 1
-            if is_after(self.exits[position]):
-                first = position
-        return first
+        start = bisect.bisect_right(self.begun, node, key=attrgetter("began_at"))
+        for call in itertools.islice(self.begun, start, None):
+            if call.has_graph or call.reached_in == backward:
+                return call.opens  # what begins later has not ended by then
+        return sys.maxsize
 
     def next_in_backward(self, call: Call) -> int | None:
         return self.exits[call.exit - 1].unit if call.exit > 0 else None
 
 
 _Entry = tuple[int, int, int]
-_NONE = (sys.maxsize, -1)  # the first and the last of no open pass
+_NONE = frozenset[int]()
+# Forwards with grad that neither a backward nor a step follows would pile up.
+_MAX_OPEN = 1000
 
 
 class Recorder:
@@ -119,8 +118,8 @@ class Recorder:
         # Value: the unit that began next the last time; None if none did.
         self._following: dict[_Entry, int | None] = {}
         self._entries: list[_Entry] = []  # of the present pass
-        # The first and the last open pass of each unit, by number: one whose backward has not come.
-        self._open: dict[int, tuple[int, int]] = {}
+        # The numbers of the passes with a unit whose backward has not come.
+        self._open: dict[int, set[int]] = {}
         self._num_steps = 0
 
     def begin(self, num_steps: int) -> bool:
@@ -150,8 +149,12 @@ class Recorder:
         # Users may call a part of a model by itself, so the first unit of the pass counts.
         self._entries.append((now.firsts[0].unit, unit, len(calls)))
         calls.append(call)
+        now.begun.append(call)
         if with_graph:
-            self._open[unit] = self._open.get(unit, (now.number,))[0], now.number
+            numbers = self._open.setdefault(unit, set())
+            numbers.add(now.number)
+            if len(numbers) > _MAX_OPEN:
+                numbers.remove(min(numbers))
         return call
 
     def exit(self, call: Call) -> None:
@@ -164,22 +167,17 @@ class Recorder:
 
     def is_open(self, unit: int, but: Pass | None = None) -> bool:
         """Whether the backward of a pass with ``unit``, other than ``but``, has not come."""
-        first, last = self._open.get(unit, _NONE)
-        return first <= last and (but is None or not first == last == but.number)
+        return not self._open.get(unit, _NONE) <= (_NONE if but is None else {but.number})
 
     def is_open_before(self, unit: int, this: Pass) -> bool:
         """Whether ``unit`` ran in an earlier pass than ``this``, whose backward may come later."""
-        return self._open.get(unit, _NONE)[0] < this.number
+        return any(number < this.number for number in self._open.get(unit, _NONE))
 
     def close(self, passes: list[Pass]) -> None:
         """Record that a backward has freed the graphs of the units of ``passes`` that are over."""
         for each in passes:
-            for unit in (call.unit for call in each.firsts[each.over :]):
-                first, last = self._open.get(unit, _NONE)
-                if first == last == each.number:
-                    del self._open[unit]
-                elif each.number in (first, last):
-                    self._open[unit] = (last, last) if each.number == first else (first, first)
+            for call in each.firsts[each.over :]:
+                self._open.get(call.unit, set()).discard(each.number)
 
     def close_all(self) -> None:
         """Record that no backward of an earlier pass will come."""
