@@ -331,8 +331,11 @@ class Lifecycle:
         if not outermost.reshards_after_forward:
             outermost.forget_unchosen_copy()
         self._drop_prefetched()
-        if not torch.is_grad_enabled():
-            self._settle_host()  # after an evaluation the user may edit shards
+        if not torch.is_grad_enabled():  # after an evaluation the user may edit shards
+            for group in self.groups():
+                if not group.leases & Lease.USER:
+                    group.install_sharded()
+            self._settle_host()
 
     # Callers of the next two methods test ``spans.recorder`` first: without a trace, a call would
     # cost more than the test.
