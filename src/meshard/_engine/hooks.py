@@ -346,7 +346,11 @@ def end_forward(
     is_hidden = False
     if records and lifecycle.backward is None:
         is_hidden = _is_hidden(output, unit, inputs)
-    call = without_modes(lifecycle.end_call, unit, module, failed=failed, is_hidden=is_hidden)
+    try:
+        call = without_modes(lifecycle.end_call, unit, module, failed=failed, is_hidden=is_hidden)
+    except BaseException:
+        lifecycle.failure.is_dirty = True  # an interrupt may leave the unit half resharded
+        raise
     if not records or call is None:
         return None
     return Watched(weakref.ref(unit), this, call, unit.group.num_rebuilds)

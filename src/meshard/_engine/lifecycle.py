@@ -919,9 +919,8 @@ class Lifecycle:
         else:
             pending = (group.gradients for group in self.groups())
             is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
-        if is_void:
-            self.failure.is_dirty = True  # if this method is interrupted, the next use aborts again
-            self.failure.generation += 1
+        self.failure.is_dirty = True  # if this method is interrupted, the next use aborts again
+        self.failure.generation += is_void
         self.running, self.backward, self.failure.end = [], None, None
         self._prefetched.clear()
         self.recorder.forget()

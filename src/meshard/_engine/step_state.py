@@ -51,7 +51,7 @@ class Failure:
     """
 
     def __init__(self) -> None:
-        self.is_dirty = False  # something that finishes gradients, or cleans up, has raised
+        self.is_dirty = False  # what ends a forward, finishes gradients or cleans up has raised
         self.generation = 0  # how often gradients were dropped
         self.end: weakref.ref[Any] | None = None  # while a backward runs: the callback for its end
         self.thread = 0  # that of the last forward
@@ -67,7 +67,7 @@ class Failure:
 
     @contextlib.contextmanager
     def recorded(self) -> Iterator[None]:
-        """Record a failure if the body raises. The body finishes gradients; some are lost then."""
+        """Record a failure if the body raises, as an interrupt may. It leaves things half done."""
         try:
             yield
         except BaseException:
