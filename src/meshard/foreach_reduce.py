@@ -187,12 +187,6 @@ class Divisors(NamedTuple):
     before_all_reduce: Fraction
     after_all_reduce: Fraction
 
-    def after(self, divided_by: int, shard_count: int) -> Divisors:
-        """Return the divisors that are left, given that packing has divided by ``divided_by``."""
-        if shard_count > 1:
-            return self._replace(after_scatter=self.after_scatter / divided_by)
-        return self._replace(after_all_reduce=self.after_all_reduce / divided_by)
-
 
 def is_divide_factor(number: float) -> bool:
     """Whether ``number`` can divide gradients: it must be in float32's positive normal range."""
@@ -209,8 +203,7 @@ def resolve_divisors(
     The reduce-scatter divides by ``c / R`` and the all-reduce by ``R``: exactly ``c`` in all. In
     float16, which overflows at 65504, each of these two numbers is split: a power of two near its
     square root divides before the collective, and the rest after it. In other dtypes the whole
-    number divides after the sum, so that division rounds only once. (``early_divisor`` says when
-    packing divides instead.)
+    number divides after the sum, so that division rounds only once.
 
     >>> [float(divisor) for divisor in resolve_divisors(8, 4, None, torch.float32)]
     [1.0, 8.0, 1.0, 4.0]
@@ -223,20 +216,6 @@ def resolve_divisors(
         return Divisors(_ONE, scatter, _ONE, across)
     scatter_first, across_first = _near_root(scatter), _near_root(across)
     return Divisors(scatter_first, scatter / scatter_first, across_first, across / across_first)
-
-
-def early_divisor(divisors: Divisors, shard_count: int) -> int:
-    """Return the number by which gradients may be divided while they are packed; 1 if by none.
-
-    Dividing there saves a pass over the sum. The number is the divisor of the reduce-scatter, or of
-    the all-reduce if the shard group has one rank. In float16, or if that divisor is no power of
-    two, the result is 1. A division by a power of two may come before the sum, because it is exact
-    if its result is above 1e-37 (in float32).
-    """
-    share = divisors.after_scatter if shard_count > 1 else divisors.after_all_reduce
-    is_power = share.denominator == 1 and share.numerator & (share.numerator - 1) == 0
-    is_split = divisors.before_scatter != 1 or divisors.before_all_reduce != 1  # in float16
-    return share.numerator if is_power and not is_split else 1
 
 
 def _near_root(divisor: Fraction) -> Fraction:
@@ -283,13 +262,12 @@ class ReducePlan(NamedTuple):
     replicate_count: int  # how many replicas there are, even if this reduction has no all-reduce
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
-    divided_by: int = 1  # what packing divides by: see ``early_divisor``
     # Averages the gradients over the replicas in place. The all-reduce then sums only their marks.
     average: Callable[[torch.Tensor], None] | None = None
 
     @property
     def divisors(self) -> Divisors:
-        """The divisors of the reduction, as if packing did not divide (``divided_by``)."""
+        """What to divide by before and after each collective."""
         return resolve_divisors(
             self.shard_group.size(), self.replicate_count, self.divide_factor, self.wire_dtype
         )
@@ -339,8 +317,6 @@ class Reduction:
         self._partial = partial
         self._comm = comm
         self._divisors = plan.divisors
-        if plan.divided_by != 1:
-            self._divisors = self._divisors.after(plan.divided_by, plan.shard_group.size())
         if plan.average is not None:
             self._divisors = self._divisors._replace(before_all_reduce=_ONE, after_all_reduce=_ONE)
         # Sums have the wider of the two dtypes, because marks are read from them. In the narrower
@@ -416,10 +392,6 @@ class Reduction:
         if self._plan.replicate_group is not None:
             self._start_all_reduce()
 
-    def free_if_sent(self) -> bool:
-        """Free the send buffer if the reduce-scatter is done. Return whether it has been freed."""
-        return self._scattered.free_if_sent()
-
     def _start_scatter(self, rows: Rows) -> None:
         plan = self._plan
         self._scattered = self._comm.reduce_scatter(
@@ -441,10 +413,7 @@ class Reduction:
         if self._partial is not None:
             if self._unused is not None:
                 self._unused = self._unused & marks.is_marked(self._partial)
-            # If the shard group has one rank, packing may have divided the new gradients by the
-            # divisor of the all-reduce. The old partial is divided by it only here.
-            divided_by = plan.divided_by if plan.shard_group.size() == 1 else 1
-            self._result.add_(self._partial, alpha=1 / divided_by)
+            self._result.add_(self._partial)
         if self._sum_dtype != plan.accumulate_dtype:
             self._result = self._result.to(plan.accumulate_dtype)
         if plan.replicate_group is None and plan.replicate_count > 1:

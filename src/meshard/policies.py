@@ -109,10 +109,11 @@ class MixedPrecisionPolicy(TorchMixedPrecisionPolicy):
             gradients (the widest one where they differ).
         output_dtype: The dtype to which floating-point outputs of forward are cast. None: no cast.
         cast_forward_inputs: Cast floating-point inputs of forward to ``param_dtype``.
-        accumulate_dtype: The dtype in which gradients are added up across microbatches, and across
-            ranks where the backend allows it. None: the wider of float32 and the dtypes of those
-            parameters that are not frozen. float16 may overflow: gradients are added up in it
-            before they are divided by the number of ranks.
+        accumulate_dtype: The dtype in which gradients are added up across ranks, where the backend
+            allows it, and across microbatches before they are put into ``.grad``, which has the
+            dtype of the shard. None: the wider of float32 and the dtypes of those parameters that
+            are not frozen. float16 may overflow: gradients are added up in it before they are
+            divided by the number of ranks.
         buffer_dtype: The dtype in which floating-point buffers are kept, updated and saved from now
             on. None: the dtype that they have. Integer and complex buffers are never cast.
         param_dtype_override_fn: Called once with each parameter when its unit is made. If it

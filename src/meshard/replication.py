@@ -262,7 +262,7 @@ class Buckets:
 def _is_in_use(unit: Unit) -> bool:
     """Whether a graph, accumulated gradients, a reduction or an optimizer uses this bucket."""
     grads = unit.gradients
-    is_reduced = grads.window.is_open or grads.num_in_flight > 0
+    is_reduced = grads.window.is_open or grads.is_in_flight
     return unit.step.awaits_gradients or bool(unit.on_reduced) or is_reduced
 
 

@@ -45,12 +45,22 @@ def test_an_optimizer_clears_its_own_parameters_only(again):
     assert values(model) == {"a": 2.0, "b": again}
 
 
-@on_threads(2)
-def test_sums_stay_wide_when_the_set_of_used_parameters_changes():
-    model = make((2,), dtype=torch.bfloat16)
+@on_threads(4)
+@pytest.mark.parametrize("mode", "NR")
+def test_sums_stay_wide_when_the_set_of_used_parameters_changes(mode):
+    model = make((2, 2), dtype=torch.bfloat16)
     for number in range(300):
-        run(model, "F", 1.0, 1.0 if number in (0, 299) else None)
+        run(model, mode if number < 299 else "F", 1.0, 1.0 if number in (0, 299) else None)
     assert values(model) == {"a": 300.0, "b": 2.0}
+
+
+@on_threads(2)
+def test_a_reduction_is_added_to_a_gradient_in_the_dtype_of_the_gradient():
+    model = make((2,), dtype=torch.bfloat16)
+    run(model, "F", 256.0, None)
+    run(model, "F", 1.0, None)  # 257 is no bfloat16
+    run(model, "F", 3.0, 1.0)
+    assert values(model) == {"a": 260.0, "b": 1.0}
 
 
 @on_threads(4)

@@ -75,7 +75,6 @@ def test_programs_where_gradients_are_packed_as_they_arrive(program):
 @pytest.mark.parametrize(
     "mutant",
     [
-        mutants.all_reduce_of_grad_and_new,
         slow(mutants.partial_keyed_by_position),
         # Of these most programs fail, so to shorten one takes ten times as long.
         slow(mutants.partial_added_after_the_all_reduce),

@@ -1,10 +1,8 @@
 """MESHARD_DEBUG=1: ranks that diverge get an error, after which the model still trains."""
 
-import contextlib
 import os
 import time
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import CommLedger, GradientSync
 from tests.support.against_plain import check_gradients, sharded_and_plain
-from tests.support.insides import large_from
 from tests.support.models import ChosenBlocks, MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks
@@ -62,15 +59,6 @@ def late(model, _):
 def other_factor(model, _):
     model.blocks[1].set_gradient_divide_factor(3.0 if is_odd() else 2)
     step(model)
-
-
-def other_hooks(model, _):
-    """Without a hook, gradients of a large unit are divided before they are sent."""
-    changes_nothing = SimpleNamespace(before=lambda unsharded: None)
-    with large_from(1), contextlib.ExitStack() as stack:
-        if is_odd():
-            stack.callback(meshard.register_reduce_hook(model, changes_nothing).remove)
-        step(model)
 
 
 def other_order_of_roots(model, second):
@@ -154,12 +142,6 @@ GATHER, REDUCTION = "all_gather of unit 'blocks.", "the reduction of unit 'block
     [
         (other_unit_in_forward, 2, GATHER + "1' (root ", GATHER + "2' (root "),
         (other_factor, 2, REDUCTION + "1', divided by 2.0", REDUCTION + "1', divided by 3.0"),
-        (
-            other_hooks,
-            2,
-            REDUCTION + "2', divided by 2.0 (2 of it before the sum)",
-            REDUCTION + "2', divided by 2.0, the last",
-        ),
         # The fourth and the eighth call of fully_shard.
         (other_order_of_roots, 2, GATHER + "0' (root 4, ", GATHER + "0' (root 8, "),
         (other_order_on_shared_streams, 2, GATHER + "0' (root 4, ", GATHER + "0' (root 8, "),

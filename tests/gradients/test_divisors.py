@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshard.foreach_reduce import divide_, early_divisor, resolve_divisors
+from meshard.foreach_reduce import divide_, resolve_divisors
 from tests.support.spread import spread
 
 factors = st.one_of(
@@ -34,18 +34,6 @@ def test_float16_is_divided_first_by_a_power_of_two_near_the_root(ranks, first):
 def test_float16_splits_each_groups_share_around_its_own_collective():
     divisors = resolve_divisors(16, 64, None, torch.float16)
     assert divisors == (4.0, 4.0, 8.0, 8.0)
-
-
-@pytest.mark.parametrize(("shards", "replicas"), [(1, 4), (4, 1)])
-def test_what_is_divided_by_while_it_is_packed(shards, replicas):
-    assert early_divisor(resolve_divisors(shards, replicas, None, torch.bfloat16), shards) == 4
-    # A part of it has been divided before.
-    assert early_divisor(resolve_divisors(shards, replicas, None, torch.float16), shards) == 1
-
-
-@pytest.mark.parametrize("factor", [3.0, 5.0, 0.5])
-def test_packing_does_not_divide_where_that_would_round_or_multiply(factor):
-    assert early_divisor(resolve_divisors(4, 1, factor, torch.float32), 4) == 1
 
 
 @pytest.mark.parametrize("divisor", [Fraction(3), Fraction(1, 7), Fraction(4, 7), Fraction(3, 2)])

@@ -129,19 +129,10 @@ def whole_gradients_reduced_but_not_cleared(patch):
 def factor_applied_again_to_grad(patch):
     @instead(patch, ShardedGrads, "publish")
     def divide_old(publish, self, new):
-        if self._published is not None:
-            self._published.flat.div_(self._unit_params.spec.mesh_info.shard_count)
+        for param in self._unit_params.params:
+            if param.sharded.grad is not None:
+                param.sharded.grad.div_(self._unit_params.spec.mesh_info.shard_count)
         publish(self, new)
-
-
-@found_by("full_twice", (3.0, 3.0))
-def all_reduce_of_grad_and_new(patch):
-    @instead(patch, GradientAccumulator, "start_reduce")
-    def reduce_grad_too(start, self, *args, over_replicas, **kwargs):
-        shown = self.published._published
-        if shown is not None and over_replicas:
-            self._partial = shown._replace(flat=shown.flat.clone())
-        return start(self, *args, over_replicas=over_replicas, **kwargs)
 
 
 @found_by("a_narrow_wire_is_divided", (4.0, 4.0))

@@ -29,8 +29,9 @@ def count_poison(mesh):
         for sync in "NF":
             backward(model, sync, torch.zeros(()), [torch.ones(3), torch.ones(5, 2)])
         dist.barrier()
-    unit = vars(model)["_meshard_unit"]
-    return int(unit.gradients.published._published.flat.isnan().sum())
+    shown = next(iter(model.parameters())).grad.to_local()  # a view of the whole row
+    row = shown.as_strided((shown.untyped_storage().nbytes() // shown.itemsize,), (1,), 0)
+    return int(row.isnan().sum())
 
 
 CASES = {**PUBLIC_CASES, "padding_is_zero": Case(count_poison, (4,), (), 0)}

@@ -91,12 +91,10 @@ def memory(model, optimizer):
     """Return weak references to all storage of shards, gradients and AdamW's moments, by bytes."""
     found = []
     for unit in insides.units(model):
-        found += [
-            unit.group.unit_params.flat_shard.buffer,
-            unit.gradients.published._published.flat,
-        ]
+        found.append(unit.group.unit_params.flat_shard.buffer)
         for param in unit.group.params:
             state = optimizer.state[param.sharded]
+            found += [param.sharded.grad._local_tensor]
             found += [state[name]._local_tensor for name in ("exp_avg", "exp_avg_sq")]
     storages = [tensor.untyped_storage() for tensor in found]
     return [(storage._weak_ref(), storage.nbytes()) for storage in storages]

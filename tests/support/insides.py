@@ -105,5 +105,5 @@ def keep_backward_callbacks(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[]
 
 
 def large_from(numel: int) -> AbstractContextManager[Any]:
-    """Let units count as large from ``numel`` elements on: their gradients are packed early."""
+    """Let units count as large from ``numel`` elements on: their gradients are packed singly."""
     return mock.patch.object(gradient_buffer, "_LARGE", numel)

@@ -17,7 +17,6 @@ its device.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple
@@ -88,21 +87,6 @@ class GradientLayout:
         return self.shard_count * self.shard_numel
 
     @functools.cached_property
-    def packed_early(self) -> frozenset[int]:
-        """The parameters whose gradients ``replicate`` packs when they arrive, if it has memory.
-
-        The smallest gradients are packed together after the last gradient has arrived, which takes
-        less time. Together they are no larger than the largest gradient. If the buffer is not
-        ``is_large``, no gradient is packed early.
-        """
-        if not self.is_large:
-            return frozenset()
-        by_size = sorted(self._all_ranges, key=lambda each: each.numel)
-        sums = itertools.accumulate(each.numel for each in by_size)
-        most = by_size[-1].numel
-        return frozenset(e.index for e, up_to in zip(by_size, sums, strict=True) if up_to > most)
-
-    @functools.cached_property
     def _first_columns(self) -> torch.Tensor:
         return _sent_to(self.device, [each.offset for each in self._all_ranges])
 
@@ -134,20 +118,11 @@ class GradientLayout:
         stride = torch.empty(shape, device="meta").stride()
         return _Owned(index, self.ranges[index].offset, tuple(shape), tuple(stride))
 
-    def reduce_scatter_copy_in(
-        self,
-        rows: Rows,
-        gradients: list[torch.Tensor | None],
-        *,
-        factor: float = 1.0,
-        packed: AbstractSet[int] = frozenset(),
-    ) -> None:
+    def reduce_scatter_copy_in(self, rows: Rows, gradients: list[torch.Tensor | None]) -> None:
         """Overwrite ``rows`` with unsharded gradients; ranges without a gradient become ``-0.0``.
 
         ``gradients`` has an entry for each parameter of the unit. In a large unit each entry is
-        replaced by None once it is copied, so that not all gradients exist twice. ``factor``
-        multiplies the gradients; it must be 1 in a small unit. The ranges of ``packed`` are not
-        written to.
+        replaced by None once it is copied, so that not all gradients exist twice.
         """
         ranges = self._all_ranges
         if self.regular and not self.is_large:
@@ -156,8 +131,7 @@ class GradientLayout:
                 self._concatenate(regular, rows)
                 ranges = self.irregular
         for each in ranges:
-            if each.index not in packed:
-                self._write(rows, each, gradients[each.index], factor)
+            self._write(rows, each, gradients[each.index])
             if self.is_large:
                 gradients[each.index] = None
 
@@ -180,9 +154,7 @@ class GradientLayout:
         else:
             torch.cat([gradient.reshape(count, -1) for gradient in gradients], dim=1, out=buffer)
 
-    def _write(
-        self, rows: Rows, each: ParamRange, gradient: torch.Tensor | None, factor: float
-    ) -> None:
+    def _write(self, rows: Rows, each: ParamRange, gradient: torch.Tensor | None) -> None:
         layout = self.params[each.index]
         parts = [block.narrow(1, each.offset, each.numel) for block in rows]
         if gradient is None:
@@ -193,14 +165,14 @@ class GradientLayout:
             sources = gradient.reshape(self.shard_count, -1)
         elif len(parts) == 1:
             parts[0].fill_(0.0)
-            _copy_into(parts[0], gradient, layout, factor)
+            _copy_into(parts[0], gradient, layout)
             return
         else:
             sources = parts[0].new_zeros(self.shard_count, each.numel)
-            _copy_into(sources, gradient, layout, 1.0)
+            _copy_into(sources, gradient, layout)
         blocks = sources.chunk(len(parts)) if len(parts) > 1 else (sources,)
         for part, source in zip(parts, blocks, strict=True):
-            copy_multiplied(part, source, factor)
+            part.copy_(source)
 
     def add(self, buffer: torch.Tensor, gradients: list[torch.Tensor | None]) -> None:
         """Add unsharded gradients to ``buffer``.
@@ -272,21 +244,9 @@ def _fits_chunk_cat(dtypes: AbstractSet[torch.dtype], buffer: torch.Tensor) -> b
     return buffer.is_cuda and buffer.dtype == torch.float32 and dtypes == {torch.bfloat16}
 
 
-def copy_multiplied(target: torch.Tensor, source: torch.Tensor, factor: float) -> None:
-    """Copy ``source``, times ``factor``, to ``target``."""
-    if factor == 1.0:
-        target.copy_(source)
-    elif torch.promote_types(source.dtype, target.dtype) == source.dtype:
-        torch.mul(source, factor, out=target)
-    else:  # torch.mul would compute in the narrower dtype, where a small product becomes zero
-        target.copy_(source).mul_(factor)
-
-
-def _copy_into(
-    ranges: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout, factor: float
-) -> None:
+def _copy_into(ranges: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout) -> None:
     for ours, theirs in matching_parts(ranges, gradient, layout):
-        copy_multiplied(ours, theirs, factor)
+        ours.copy_(theirs)
 
 
 class FlatGradients(NamedTuple):

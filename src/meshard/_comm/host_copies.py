@@ -36,29 +36,16 @@ class HostCopies:
         return copy
 
     def store(
-        self,
-        host: torch.Tensor,
-        source: torch.Tensor,
-        comm: Communicator,
-        *,
-        label: str,
-        add: bool = False,
+        self, host: torch.Tensor, source: torch.Tensor, comm: Communicator, *, label: str
     ) -> RecordedWork:
-        """Copy ``source [n]`` from the device to ``host [n]``; with ``add``, add it to ``host``.
+        """Copy ``source [n]`` from the device to ``host [n]``.
 
-        The sum is computed on the device. To compute it itself, the host would have to wait for the
-        copy in the middle of backward.
         **Lifetime:** the returned handle keeps ``source`` alive until the caller has waited for the
         handle on the current stream. ``host`` has the values after ``HostCopies.wait``.
         """
         with comm.on_stream(CommStream.HOST), profiled("copy_to_host", label, comm.clock):
             self._writing.wait()  # the previous store() may have used another stream
-            result = source
-            if add:
-                result = torch.empty_like(source)
-                result.copy_(host, non_blocking=True)
-                result.add_(source)
-            host.copy_(result, non_blocking=True)
+            host.copy_(source, non_blocking=True)
             # Two handles for the same work. The first wait for a handle drops the tensors that it
             # keeps alive, and the next store() may wait for ``_writing`` before the caller has
             # waited. So ``_writing`` keeps nothing, and the handle that the caller gets keeps

@@ -546,12 +546,9 @@ class Lifecycle:
         run.accumulates = unit.step.awaits_gradients = True
         unit.gradients.arrived.add(index)
         if unit.gradients.is_replicated:
+            unit.gradients.receive(index, unit.settings)
             if len(unit.gradients.arrived) >= unit.group.num_trainable and run.reached:
                 self._reduce_buckets(run, run.reached[-1])
-            if unit.step.awaits_gradients:
-                unit.gradients.receive(index, unit.settings)
-        if self._queue.may_free:
-            self._queue.progress()
 
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record that this backward brings gradients of ``unit`` which no hook of the unit reports.
@@ -607,7 +604,6 @@ class Lifecycle:
         patch_new_optimizers()
         for unit, grads in buckets_in(self.units()):
             grads.hide(early if unit is first else None)
-            unit.gradients.begin_backward(unit.settings)
         return run
 
     def _will_accumulate(self, first: Unit) -> bool:
@@ -695,7 +691,7 @@ class Lifecycle:
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         on_reduced = None
         if unit.on_reduced:
-            self._queue.finish_of(unit.gradients)
+            self._queue.finish_while(lambda of, _: of is unit.gradients)
             if unit.reduced_in == self._num_backwards:
                 raise RuntimeError(
                     f"unit {unit.label!r} has got a gradient after its optimizer has stepped it in "
@@ -745,7 +741,9 @@ class Lifecycle:
         for unit in full:
             self._flush(unit, ends_window=self.is_last_backward)
         if not self.is_last_backward:
-            self._queue.finish_published()  # users may read .grad before the next backward
+            self._queue.finish_while(
+                lambda _, publishes: publishes
+            )  # users may read .grad before the next backward
             return
         self._queue.finish_all()
         for unit in full:
@@ -794,7 +792,7 @@ class Lifecycle:
 
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         gradients = unit.gradients
-        self._queue.finish_partials_of(gradients)
+        self._queue.finish_while(lambda of, publishes: of is gradients and not publishes)
         if gradients.arrived:  # by a backward that has not reached the forward of the unit
             self._end_use(unit, Lease.LATER)
         if gradients.is_pending or gradients.arrived:
@@ -918,7 +916,7 @@ class Lifecycle:
                 self._queue.finish_all()
         else:
             pending = (group.gradients for group in self.groups())
-            is_void |= any(grads.num_in_flight or grads.window.is_open for grads in pending)
+            is_void |= any(grads.is_in_flight or grads.window.is_open for grads in pending)
         self.failure.is_dirty = True  # if this method is interrupted, the next use aborts again
         self.failure.generation += is_void
         self.running, self.backward, self.failure.end = [], None, None

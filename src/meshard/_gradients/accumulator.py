@@ -1,9 +1,10 @@
 """Accumulation of gradients across microbatches.
 
-Each unit has three accumulators, all in the accumulate dtype. ``U`` holds unsharded gradients that
-are not reduced. ``Q`` holds gradients that are reduced over the shard group but not across the
-replicas. ``A`` is what ``.grad`` of the sharded parameters shows. ``g`` are the gradients of one
-backward. ``mean_S`` is the mean over the shard group, and ``mean_R`` that over the replicas:
+Each unit has three accumulators. ``U`` holds unsharded gradients that are not reduced. ``Q`` holds
+gradients that are reduced over the shard group but not across the replicas. Both are in the
+accumulate dtype. ``A`` is ``.grad`` of the sharded parameters, in its dtype. ``g`` are the
+gradients of one backward. ``mean_S`` is the mean over the shard group, and ``mean_R`` that over the
+replicas:
 
     NONE             U += g
     REDUCE_SCATTER   Q += mean_S(U + g);                   U = 0
@@ -45,7 +46,8 @@ from meshard._mesh.placement import MissingSum
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import pending_holders
-from meshard.foreach_reduce import ReducePlan, Reduction, early_divisor, is_narrowed_late
+from meshard._torch.private import accumulation_hooks_of
+from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
 
 _MAX_LAYOUTS = 64
 
@@ -153,13 +155,6 @@ class Window:
         self.is_open = self._has_divided = False
 
 
-class _Arrived(NamedTuple):
-    """The unsharded gradients of one backward, less those that ``receive`` has added to ``U``."""
-
-    gradients: list[torch.Tensor | None]  # one entry per parameter
-    used: frozenset[int]  # the indices of those that are not None
-
-
 class ReductionInFlight(NamedTuple):
     """A reduction that was started."""
 
@@ -185,7 +180,7 @@ class GradientAccumulator:
             i for i, param in enumerate(unit_params.params) if param.needs_conversion
         ]
         self.arrived = set[int]()  # parameters whose gradient lies in .grad of the unsharded one
-        self.num_in_flight = 0
+        self.is_in_flight = False
         self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
         # Parameters whose gradients were cleared while a reduction was in flight.
         self._cleared_in_flight: frozenset[int] = frozenset()
@@ -217,7 +212,7 @@ class GradientAccumulator:
                 "not reduced yet: a backward has brought them that did not go through the last "
                 "forward of the unit"
             )
-        if self.num_in_flight:
+        if self.is_in_flight:
             return "still in flight (set_is_last_backward(False), or not finalized)"
         return ""
 
@@ -251,7 +246,7 @@ class GradientAccumulator:
             for index in gone:  # the user, or a pipeline schedule, may have set .grad here
                 self.unit_params.params[index].unsharded.grad = None
         self.arrived -= gone
-        if self.num_in_flight:
+        if self.is_in_flight:
             self._cleared_in_flight |= gone
         self._end_window_if_cleared()
         self.published.drop_arriving(gone)
@@ -261,7 +256,7 @@ class GradientAccumulator:
         """End the window if ``clear`` has dropped all that was added to it."""
         params = self.unit_params.params
         published = (i for i, param in enumerate(params) if param.sharded.grad is not None)
-        is_any_left = self.num_in_flight or self.is_pending
+        is_any_left = self.is_in_flight or self.is_pending
         if not is_any_left and self._cleared_since_add.issuperset(published):
             self.end_window()
 
@@ -274,7 +269,7 @@ class GradientAccumulator:
     def _release_if_settled(self) -> None:
         # zero_grad() calls ``clear`` only while some object is held. An open window needs that call
         # even when nothing is pending, because ``clear`` closes the window. So it stays held.
-        if not self.window.is_open and not self.num_in_flight and not self.is_pending:
+        if not self.window.is_open and not self.is_in_flight and not self.is_pending:
             pending_holders.discard(self)
 
     def settle(self) -> None:
@@ -296,7 +291,7 @@ class GradientAccumulator:
             for param in self.unit_params.params:
                 param.unsharded.grad = None
         self.arrived.clear()
-        self.num_in_flight = 0
+        self.is_in_flight = False
         self._cleared_in_flight = frozenset()
         if is_void:
             self.clear(self.rules.everything)
@@ -305,41 +300,41 @@ class GradientAccumulator:
 
     # --- arrived gradients ------------------------------------------------------------
 
-    def begin_backward(self, settings: ReduceSettings) -> None:
-        """Let ``receive`` put large gradients into the bucket of ``replicate`` as they arrive.
-
-        This saves memory. Otherwise gradients would wait in ``.grad`` until the last one of the
-        bucket arrives, beside their ranges of the bucket. Nothing is done unless gradients are sent
-        in the accumulate dtype.
-        """
-        if not self.unit_params.params or self._unreduced is not None or self.num_in_flight:
-            return
-        layout = self.rules.layout_for(frozenset(), ())
-        if not layout.packed_early:
-            return
-        plan = self._plan(layout, settings, over_replicas=True, divide_factor=None)
-        # A factor that the user has set is read only when the reduction starts: divide by 1 now.
-        divisor = plan.divided_by if settings.divide_factor is None else 1
-        if plan.wire_dtype == plan.accumulate_dtype:
-            self.published.begin_receiving(layout, plan.wire_dtype, divisor)
-
     def receive(self, index: int, settings: ReduceSettings) -> None:
-        """Take a gradient that has just arrived out of ``.grad``, if it is large.
+        """Under ``replicate``, add a gradient that has just arrived to ``U``, in the bucket.
 
-        It is added to ``U``. If there is no ``U``, it is put into the bucket, if that is free, or
-        added to what is there: with reentrant checkpoints a parameter may get several gradients. If
-        there are ``arrived`` hooks and a ``U``, the gradient stays in ``.grad``, because these
-        hooks must see it before it is added to ``U``.
+        If it waited in ``.grad``, it would exist twice once it is packed. It does wait if hooks
+        must see it before, if it may lack a sum (a DTensor), or if gradients are not sent in the
+        dtype of ``U``.
         """
-        if self._unreduced is None or not _on_arrived(settings):
-            self._unreduced = self.published.receive(index, self._unreduced)
+        assert isinstance(self.published, ReplicatedGrads)
+        grads = self._unreduced
+        param = self.unit_params.params[index].unsharded
+        is_seen = len(accumulation_hooks_of(param) or ()) > 1  # by the user's hooks, beside ours
+        if is_seen or settings.reduce_hooks or isinstance(param.grad, DTensor):
+            return
+        with unrecorded():
+            if grads is None:
+                layout = self.rules.layout_for(frozenset(), ())
+                dtype = self.rules.accumulate_dtype(layout)
+                is_sent = dtype == self.rules.wire_dtype(layout) and not self.is_in_flight
+                bucket = self.published.free_memory(layout, dtype) if is_sent else None
+                if bucket is None:
+                    return
+                grads = FlatGradients(layout, bucket, frozenset())
+            if index in grads.layout.ranges:
+                self.published.add_arrived(grads, index)
+                self._unreduced = grads._replace(used=grads.used | {index})
 
-    def _take(self, *, may_lack_sums: bool) -> _Arrived:
-        """Take the gradients that have arrived. For ``may_lack_sums`` see ``_as_plain``."""
+    def _take(self, *, may_lack_sums: bool) -> tuple[list[torch.Tensor | None], frozenset[int]]:
+        """Take the gradients that have arrived: one entry per parameter, and which are not None.
+
+        For ``may_lack_sums`` see ``_as_plain``.
+        """
         params = self.unit_params.params
         self.arrived.clear()
         if not self.published.has_arrivals:
-            return _Arrived([None] * len(params), frozenset())
+            return [None] * len(params), frozenset()
         gradients = [param.unsharded.grad for param in params]
         for index, param in enumerate(params):
             gradient = gradients[index]
@@ -351,10 +346,9 @@ class GradientAccumulator:
             gradient = gradients[index]
             if gradient is not None:
                 gradients[index] = self._as_plain(index, gradient, may_lack_sum=may_lack_sums)
-        self.published.end_receiving(gradients)
         unused = [index for index, gradient in enumerate(gradients) if gradient is None]
         used = self.rules.everything
-        return _Arrived(gradients, used.difference(unused) if unused else used)
+        return gradients, used.difference(unused) if unused else used
 
     # --- sums over other axes ---------------------------------------------------------
 
@@ -389,41 +383,31 @@ class GradientAccumulator:
     def accumulate(self, settings: ReduceSettings) -> None:
         """Add the arrived gradients to ``U``, once hooks have seen them."""
         with unrecorded():
-            hooks = _on_arrived(settings)
-            arrived = self._take(may_lack_sums=not hooks)  # hooks must see complete sums
-            layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
+            hooks, old = _on_arrived(settings), self._unreduced
+            gradients, used = self._take(may_lack_sums=not hooks)  # hooks must see complete sums
+            layout = self.rules.layout_for(used, (old, self._partial))
             if not layout.indices:
                 return
             self._open_window()
-            if self._unreduced is not None:
-                self._unreduced = self._add_to(self._unreduced, layout, arrived, hooks)
-                return
             dtype = self.rules.accumulate_dtype(layout)
-            flat = None if self.num_in_flight else self.published.free_memory(layout, dtype)
-            flat = layout.allocate(dtype) if flat is None else flat
-            layout.reduce_scatter_copy_in(
-                [flat], arrived.gradients, packed=self.published.place_received([flat], 1)
-            )
-            layout.run_hooks(hooks, flat, arrived.used)
-            self._unreduced = FlatGradients(layout, flat, arrived.used)
-
-    def _add_to(
-        self,
-        unreduced: FlatGradients,
-        layout: GradientLayout,
-        arrived: _Arrived,
-        hooks: Sequence[TensorHook],
-    ) -> FlatGradients:
-        # A parameter that was unfrozen in this window may ask for a wider dtype.
-        flat = unreduced.laid_out(layout).to(self.rules.accumulate_dtype(layout))
-        if hooks:
-            new = layout.allocate(flat.dtype)
-            layout.reduce_scatter_copy_in([new], arrived.gradients)
-            layout.run_hooks(hooks, new, arrived.used)
-            flat.add_(new)
-        else:
-            layout.add(flat, arrived.gradients)
-        return FlatGradients(layout, flat, arrived.used | unreduced.used)
+            if old is not None:
+                old.layout.mark_unused(old.flat, old.used)  # where ``receive`` has put nothing
+                # A parameter that was unfrozen in this window may ask for a wider dtype.
+                flat = old.laid_out(layout).to(dtype)
+                if hooks:
+                    new = layout.allocate(dtype)
+                    layout.reduce_scatter_copy_in([new], gradients)
+                    layout.run_hooks(hooks, new, used)
+                    flat.add_(new)
+                else:
+                    layout.add(flat, gradients)
+                used |= old.used
+            else:
+                bucket = None if self.is_in_flight else self.published.free_memory(layout, dtype)
+                flat = layout.allocate(dtype) if bucket is None else bucket
+                layout.reduce_scatter_copy_in([flat], gradients)
+                layout.run_hooks(hooks, flat, used)
+            self._unreduced = FlatGradients(layout, flat, used)
 
     # --- REDUCE_SCATTER and FULL ------------------------------------------------------
 
@@ -440,42 +424,22 @@ class GradientAccumulator:
         Returns None if no parameter can have a gradient. **Collective:** the ranks of missing sums
         (TP), then the shard group, then the replica group if ``over_replicas``.
         """
-        # A hook on arrived gradients must see their sum over the other mesh axes (TP). Without such
-        # hooks, that sum may be taken after the gradients were added to ``U``.
-        may_lack_sums = self._unreduced is not None and not _on_arrived(settings)
-        arrived = self._take(may_lack_sums=may_lack_sums)
-        layout = self.rules.layout_for(arrived.used, (self._unreduced, self._partial))
+        if self._unreduced is not None:
+            self.accumulate(settings)
+            layout, flat, used = self._unreduced
+        else:
+            gradients, used = self._take(may_lack_sums=False)
+            layout, flat = self.rules.layout_for(used, (self._partial,)), None
         if not layout.indices:
             return None
         self._open_window()
         self.window.divide(divide_factor, self.unit_params.label)
-        mesh_info = self.unit_params.spec.mesh_info
+        hooks, mesh_info = settings.reduce_hooks, self.unit_params.spec.mesh_info
         publishes = over_replicas or mesh_info.replicate_group is None
-        plan = self._plan(
-            layout, settings, over_replicas=over_replicas, divide_factor=divide_factor
-        )
-        if self.unit_params.comm.is_checked:
-            _check_agreement(plan, mesh_info, over_replicas=publishes, ends_window=ends_window)
-        rows, used = self._pack(layout, plan, arrived, settings)
-        partial = None if self._partial is None else self._partial.laid_out(layout)
-        self._unreduced = self._partial = None
-        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.unit_params.comm)
-        self.num_in_flight += 1
-        self.has_reduced = True
-        after = [hook.after for hook in reversed(settings.reduce_hooks) if hook.after]
-        return ReductionInFlight(reduction, layout, publishes, after)
-
-    def _plan(
-        self,
-        layout: GradientLayout,
-        settings: ReduceSettings,
-        *,
-        over_replicas: bool,
-        divide_factor: float | None,
-    ) -> ReducePlan:
-        mesh_info, average = self.unit_params.spec.mesh_info, self.published.average
+        average = self.published.average
+        chosen_dtypes = (hook.wire_dtype for hook in hooks if hook.wire_dtype)
         plan = ReducePlan(
-            wire_dtype=self._wire_dtype(layout, settings),
+            wire_dtype=next(chosen_dtypes, None) or self.rules.wire_dtype(layout),
             accumulate_dtype=self.rules.accumulate_dtype(layout),
             shard_group=settings.scatter_group or mesh_info.shard_group,
             replicate_group=mesh_info.replicate_group if over_replicas else None,
@@ -484,59 +448,49 @@ class GradientAccumulator:
             label=self.unit_params.label,
             average=average and functools.partial(average, layout),
         )
-        # Only a large unit (``is_large``, on CPU only) may divide while it packs
-        # (``early_divisor``), because it packs gradients one by one. Elsewhere one operator packs
-        # most gradients, and it cannot divide. With reduce hooks packing does not divide, because
-        # they may ask for undivided values. With a communication hook (``average``) it does not
-        # either, because that divides by itself. All ranks decide alike: layout, settings and
-        # groups are the same on all of them.
-        if layout.is_large and not settings.reduce_hooks and average is None:
-            shard_count = plan.shard_group.size()
-            if shard_count > 1 or plan.replicate_group is not None:
-                return plan._replace(divided_by=early_divisor(plan.divisors, shard_count))
-        return plan
-
-    def _wire_dtype(self, layout: GradientLayout, settings: ReduceSettings) -> torch.dtype:
-        chosen = next((hook.wire_dtype for hook in settings.reduce_hooks if hook.wire_dtype), None)
-        return chosen or self.rules.wire_dtype(layout)
-
-    def _pack(
-        self, layout: GradientLayout, plan: ReducePlan, arrived: _Arrived, settings: ReduceSettings
-    ) -> tuple[Rows, frozenset[int]]:
-        """Return ``U`` plus the arrived gradients as rows to send, and the parameters used."""
-        on_arrived = _on_arrived(settings)
-        before = [hook.before for hook in settings.reduce_hooks if hook.before]
-        if self._unreduced is not None:
-            _, flat, used = self._add_to(self._unreduced, layout, arrived, on_arrived)
+        if self.unit_params.comm.is_checked:
+            _check_agreement(plan, mesh_info, over_replicas=publishes, ends_window=ends_window)
+        before = [hook.before for hook in hooks if hook.before]
+        rows: Rows
+        if flat is not None:
             for index in sorted(self._missing_sums):
                 self._add_up(layout, flat, index)
-            if plan.divided_by != 1:  # a rank without U divides while it packs, below
-                flat.mul_(1 / plan.divided_by)
             rows = [flat]
         else:
-            used = arrived.used
-            if is_narrowed_late(arrived.gradients, plan.wire_dtype):
-                rows = [layout.allocate(plan.accumulate_dtype)]
-            else:
-                rows = self._allocate(layout, plan, as_one=bool(on_arrived or before))
-            packed = self.published.place_received(rows, plan.divided_by)
-            layout.reduce_scatter_copy_in(
-                rows, arrived.gradients, factor=1 / plan.divided_by, packed=packed
-            )
-            layout.run_hooks(on_arrived, rows[0], used)
+            arrived = _on_arrived(settings)
+            rows = self._allocate(layout, plan, gradients, as_one=bool(arrived or before))
+            layout.reduce_scatter_copy_in(rows, gradients)
+            layout.run_hooks(arrived, rows[0], used)
         if settings.zero_unused:
             used = frozenset(layout.indices)
         layout.run_hooks(before, rows[0], used)
-        return rows, used
+        partial = None if self._partial is None else self._partial.laid_out(layout)
+        self._unreduced = self._partial = None
+        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.unit_params.comm)
+        self.is_in_flight = self.has_reduced = True
+        after = [hook.after for hook in reversed(hooks) if hook.after]
+        return ReductionInFlight(reduction, layout, publishes, after)
 
-    def _allocate(self, layout: GradientLayout, plan: ReducePlan, *, as_one: bool) -> Rows:
+    def _allocate(
+        self,
+        layout: GradientLayout,
+        plan: ReducePlan,
+        gradients: Sequence[torch.Tensor | None],
+        *,
+        as_one: bool,
+    ) -> Rows:
         """Return memory for the rows to send: one block if ``as_one``, because hooks need that."""
-        comm, wire, group = self.unit_params.comm, plan.wire_dtype, plan.shard_group
-        free = self.published.free_memory(layout, wire)
-        if free is not None:
-            return [free]
-        return comm.send_rows(
-            layout.shard_numel, wire, device=layout.device, group=group, as_one=as_one
+        if is_narrowed_late(gradients, plan.wire_dtype):
+            return [layout.allocate(plan.accumulate_dtype)]
+        bucket = self.published.free_memory(layout, plan.wire_dtype)
+        if bucket is not None:
+            return [bucket]
+        return self.unit_params.comm.send_rows(
+            layout.shard_numel,
+            plan.wire_dtype,
+            device=layout.device,
+            group=plan.shard_group,
+            as_one=as_one,
         )
 
     def finish_reduce(self, in_flight: ReductionInFlight) -> InFlight | None:
@@ -544,16 +498,21 @@ class GradientAccumulator:
 
         If gradients live in host memory, return the copy to the host. The caller waits for it.
         """
-        self.num_in_flight -= 1
-        # Gradients that live in host memory are still being copied. zero_grad() must wait for these
-        # copies, and does so only while some unit is held. So this unit is held until ``settle``.
-        if in_flight.publishes and self.unit_params.host_copies is None:
-            self._release_if_settled()
-        result = self._result_of(in_flight)
+        self.is_in_flight, layout = False, in_flight.layout
+        try:
+            reduced = in_flight.reduction.finish()
+        except RuntimeError as error:
+            explain_failure(error, f"reduction of unit {self.unit_params.label!r}")
+            raise
+        if self.published.average is not None:
+            # The communication hook may have overwritten the -0.0 that marks unused parameters.
+            layout.mark_unused(reduced.shard, reduced.used)
+        whole = FlatGradients(layout, reduced.shard, reduced.used)
+        result = whole.without(self._cleared_in_flight) if self._cleared_in_flight else whole
+        self._cleared_in_flight = frozenset()
         if result is None:
             self.window.forget_factor()
             self._end_window_if_cleared()
-            self._release_if_settled()
             return None
         if not in_flight.publishes:
             # The partial is kept even if no rank of this shard group had a gradient. Another
@@ -562,24 +521,13 @@ class GradientAccumulator:
             return None
         # Hooks run even if no rank of the mesh has a gradient: a hook may communicate with ranks
         # outside of the mesh, which may have some.
-        in_flight.layout.run_hooks(in_flight.after, result.flat, result.used)
-        return self.published.publish(result) if result.used else None
-
-    def _result_of(self, in_flight: ReductionInFlight) -> FlatGradients | None:
-        """Return the result, less what was cleared while in flight; None if all was cleared."""
-        try:
-            reduced = in_flight.reduction.finish()
-        except RuntimeError as error:
-            explain_failure(error, f"reduction of unit {self.unit_params.label!r}")
-            raise
-        result = FlatGradients(in_flight.layout, reduced.shard, reduced.used)
-        if self.published.average is not None:
-            # The communication hook may have overwritten the -0.0 that marks unused parameters.
-            in_flight.layout.mark_unused(result.flat, result.used)
-        if not self._cleared_in_flight:
-            return result
-        dropped, self._cleared_in_flight = self._cleared_in_flight, frozenset()
-        return result.without(dropped)
+        layout.run_hooks(in_flight.after, result.flat, result.used)
+        copying = self.published.publish(result) if result.used else None
+        # Gradients that live in host memory are still being copied. zero_grad() must wait for these
+        # copies, and does so only while some unit is held. So this unit is held until ``settle``.
+        if self.unit_params.host_copies is None:
+            self._release_if_settled()
+        return copying
 
 
 def _on_arrived(settings: ReduceSettings) -> list[TensorHook]:
@@ -609,8 +557,6 @@ def _check_agreement(
     how = f", divided by {factor}"
     if mesh_info.replicate_group is not None:
         how = f" over {'shards and replicas' if over_replicas else 'the shards'}{how}"
-    if plan.divided_by != 1:
-        how += f" ({plan.divided_by} of it before the sum)"
     if ends_window:
         how += ", the last of its window"
     for group in groups:

@@ -34,7 +34,6 @@ class ReduceQueue:
         # Key: the id of a tensor or callable that the user set as a divide factor. Value: that
         # object, kept alive so that the id stays unique, and the number read from it.
         self._factors: dict[int, tuple[object, float]] = {}
-        self.may_free = False  # whether ``progress`` may find memory to free
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     def begin_backward(self) -> None:
@@ -77,8 +76,9 @@ class ReduceQueue:
             # bucket if that is free.
             gradients.accumulate(settings)
             return
-        if gradients.num_in_flight:
-            self.finish_of(gradients)  # an earlier one may yield the partial that this one adds
+        if gradients.is_in_flight:
+            # An earlier one may yield the partial that this one adds.
+            self.finish_while(lambda of, _: of is gradients)
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
         divide_factor = self._divide_factor(settings)
@@ -98,13 +98,6 @@ class ReduceQueue:
             return
         log_event("reduce", gradients.unit_params.label)
         self._queue.append(_Queued(gradients, in_flight, on_reduced))
-        # For small units, polling at every gradient costs more than the memory is worth.
-        self.may_free |= self._comm.waits_block_host and in_flight.layout.is_large
-
-    def progress(self) -> None:
-        """Free send buffers, oldest first, up to one that is still being sent. Never blocks."""
-        if all(each.in_flight.reduction.free_if_sent() for each in self._queue):
-            self.may_free = False
 
     def _advance(self) -> None:
         """Advance all reductions by a stage. Then finish the oldest, up to one with more stages."""
@@ -127,19 +120,12 @@ class ReduceQueue:
         if on_reduced is not None:
             on_reduced()
 
-    def finish_of(self, gradients: GradientAccumulator) -> None:
-        """Finish reductions, oldest first, until none of this unit is in flight."""
-        while any(queued.gradients is gradients for queued in self._queue):
-            self._finish_oldest()
+    def finish_while(self, is_waited_for: Callable[[GradientAccumulator, bool], bool]) -> None:
+        """Finish reductions, oldest first, until there is none that the function is true for.
 
-    def finish_partials_of(self, gradients: GradientAccumulator) -> None:
-        """Finish reductions, oldest first, until none of this unit yields a partial."""
-        while any(of is gradients and not in_flight.publishes for of, in_flight, _ in self._queue):
-            self._finish_oldest()
-
-    def finish_published(self) -> None:
-        """Finish reductions, oldest first, until no result is left that goes to ``.grad``."""
-        while any(queued.in_flight.publishes for queued in self._queue):
+        It gets the gradients of a unit, and whether the result goes to ``.grad``.
+        """
+        while any(is_waited_for(of, in_flight.publishes) for of, in_flight, _ in self._queue):
             self._finish_oldest()
 
     def finish_all(self) -> None:

@@ -2,10 +2,9 @@
 
 A *bucket* is a flat buffer that is all-reduced. Autograd adds unreduced gradients to ``.grad`` of a
 replicated parameter. So while a backward runs, the reduced gradients in every ``.grad`` are hidden:
-``.grad`` is None until autograd sets a new gradient. New gradients are packed into the bucket
-(large ones on CPU as they arrive). While the bucket holds reduced gradients, new ones are packed
-into other memory. At the end of the backward each ``.grad`` is a view of the reduced gradients
-again, or a copy of its part.
+``.grad`` is None until autograd sets a new gradient. New gradients are packed into the bucket, or
+into other memory while the bucket holds reduced ones. At the end of the backward each ``.grad`` is
+a view of the reduced gradients again, or a copy of its part.
 
 ======= =============================================== ===========================================
 state   when                                            ``.grad``
@@ -20,31 +19,63 @@ it to the bucket if the bucket gets a gradient of the same parameter, or else ``
 
 from __future__ import annotations
 
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
-from meshard._comm.communicator import Rows
-from meshard._comm.gradient_buffer import FlatGradients, GradientLayout, copy_multiplied
-from meshard._gradients.published import (
-    Mark,
-    PublishedGrads,
-    in_one_layout,
-    take_edit,
-    unrecorded,
-)
+from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
+from meshard._gradients.published import PublishedGrads
 from meshard._params.replicated_params import ReplicatedParams
+from meshard._torch.dtensor import plain_of
 
 
-@dataclass(slots=True)
-class _Received:
-    """The large gradients of a backward, which are put into the bucket as they arrive."""
+class _Mark:
+    """An attribute of each ``.grad`` that meshard has set. A ``.grad`` that a user made has none.
 
-    layout: GradientLayout
-    row: torch.Tensor  # the bucket, as its only row ``[n]``
-    divisor: int  # by which the gradients in the bucket are divided
-    params: set[int] = field(default_factory=set)  # whose gradients are in the bucket
+    All ``.grad`` that are set together share one mark. If a ``.grad`` is pickled or deep-copied,
+    the copy has ``True`` in place of the mark. (The ``-0.0`` marks are something else.)
+    """
+
+    def __init__(self) -> None:
+        # From parameter index to the address of its .grad. The mark alone is not enough: after
+        # ``grad.data = ...`` the tensor still has the mark, but the user's memory.
+        self.addresses: dict[int, int] = {}
+
+    def __reduce__(self) -> Any:
+        return bool, (True,)
+
+    def put_on(self, index: int, gradient: torch.Tensor, local: torch.Tensor) -> None:
+        """Make a ``.grad`` refer to this object, and record the address of its local tensor."""
+        gradient._meshard_published = self  # type: ignore[attr-defined]  # ours, on torch's object
+        self.addresses[index] = local.data_ptr()
+
+    def is_on(self, index: int, gradient: torch.Tensor | None) -> bool:
+        """Whether ``gradient`` has this mark, and lies where it lay when ``put_on`` marked it."""
+        return (
+            gradient is not None
+            and getattr(gradient, "_meshard_published", None) is self
+            and plain_of(gradient).data_ptr() == self.addresses.get(index, -1)
+        )
+
+
+def _in_one_layout(one: FlatGradients, other: FlatGradients) -> tuple[FlatGradients, FlatGradients]:
+    """Return both in a layout that has the parameters of both."""
+    if one.layout is other.layout:
+        return one, other
+    indices = tuple(sorted({*one.layout.indices, *other.layout.indices}))
+    layouts = {each.layout.indices: each.layout for each in (one, other)}
+    layout = layouts.get(indices) or GradientLayout(one.layout.params, indices, one.layout.device)
+    one, other = (FlatGradients(layout, g.laid_out(layout), g.used) for g in (one, other))
+    return one, other
+
+
+def _take_edit(copy: torch.Tensor, wide: torch.Tensor) -> None:
+    """Apply the user's edits of ``copy``, a copy of ``wide`` in any dtype, to ``wide``."""
+    # torch's foreach kernels change a DTensor without incrementing its version counter. So values
+    # are compared, and an edit that does not change ``copy`` is not seen. For example, a tiny value
+    # of ``wide`` is 0 in ``copy``: if the user sets that element to 0, ``wide`` keeps the tiny
+    # value.
+    wide.copy_(torch.where(copy == wide.to(copy.dtype), wide, copy.to(wide.dtype)))
 
 
 class ReplicatedGrads(PublishedGrads):
@@ -54,13 +85,10 @@ class ReplicatedGrads(PublishedGrads):
         super().__init__(unit_params)
         self._params = unit_params.params
         self.are_views = True  # False: .grad are copies of the bucket
-        self._mark = Mark()  # of the .grad that were set last
+        self._mark = _Mark()  # of the .grad that were set last
         self._published: FlatGradients | None = None
         self._bucket: torch.Tensor | None = None  # reused in every step
         self._layout: GradientLayout | None = None  # of the bucket
-        # The range of each large parameter in the bucket, in the parameter's shape.
-        self._parts: dict[int, torch.Tensor] = {}
-        self._received: _Received | None = None  # None: all gradients are packed at the end
         self.is_hidden = False
         self._foreign: dict[int, torch.Tensor] = {}  # foreign gradients, while hidden
 
@@ -74,16 +102,11 @@ class ReplicatedGrads(PublishedGrads):
         if bucket is None or self._layout is not layout or bucket.dtype != dtype:
             bucket = self._bucket = layout.allocate(dtype)
             self._layout = layout
-            self._parts = {
-                index: self._params[index].shaped(layout.range_of(bucket[0], index))
-                for index in layout.packed_early
-            }
         return bucket
 
     def forget_bucket(self) -> None:
         """Forget the bucket: everything in ``.grad`` counts as set by the user."""
         self._published = self._bucket = None
-        self._parts = {}
 
     # --- during a backward ------------------------------------------------------------
 
@@ -140,7 +163,6 @@ class ReplicatedGrads(PublishedGrads):
         if not self.is_hidden:
             return
         self.is_hidden = False
-        self._received = None
         foreign, self._foreign = self._foreign, {}
         if self._published is not None:
             self._set_all(self._published)
@@ -149,57 +171,18 @@ class ReplicatedGrads(PublishedGrads):
             if param.grad is None:
                 param.grad = gradient
 
-    # --- gradients that arrive --------------------------------------------------------
-
-    def begin_receiving(self, layout: GradientLayout, dtype: torch.dtype, divisor: int) -> None:
-        bucket = self.free_memory(layout, dtype)
-        if bucket is not None:
-            self._received = _Received(layout, bucket[0], divisor)
-
-    def receive(self, index: int, unreduced: FlatGradients | None) -> FlatGradients | None:
-        param, received = self._params[index], self._received
-        into, gradient = unreduced or received, param.unsharded.grad
-        if into is None or index not in into.layout.packed_early or gradient is None:
-            return unreduced
-        param.unsharded.grad = None
-        with unrecorded():
-            if gradient.is_sparse:
-                gradient = gradient.to_dense()
-            if unreduced is not None:  # unused ranges hold -0.0, which changes no sum
-                own = param.plain_gradient(gradient)
-                unreduced.layout.range_of(unreduced.flat, index).add_(own)
-                return unreduced._replace(used=unreduced.used | {index})
-            assert received is not None
-            if index in received.params:
-                self._parts[index].add_(gradient, alpha=1 / received.divisor)
-            else:
-                copy_multiplied(self._parts[index], gradient, 1 / received.divisor)
-                received.params.add(index)
-        return None
-
-    def end_receiving(self, gradients: list[torch.Tensor | None]) -> None:
-        received = self._received
-        if received is None:
-            return
-        for index in received.params:
-            part, last = received.layout.range_of(received.row, index), gradients[index]
-            if last is not None:
-                part.add_(last, alpha=1 / received.divisor)
-            gradients[index] = part
-
-    def place_received(self, rows: Rows, divisor: int) -> AbstractSet[int]:
-        received, self._received = self._received, None
-        if received is None:
-            return frozenset()
-        is_in_place = rows[0].data_ptr() == received.row.data_ptr()
-        factor = received.divisor / (divisor if is_in_place else 1)
-        for index in received.params if factor != 1 else ():
-            received.layout.range_of(received.row, index).mul_(factor)
-        return received.params if is_in_place else frozenset()
-
-    def drop_arriving(self, indices: frozenset[int]) -> None:
-        if self._received is not None:
-            self._received.params -= indices
+    def add_arrived(self, grads: FlatGradients, index: int) -> None:
+        """Move the new ``.grad`` of a parameter into ``grads``, whose ``flat`` is ``[1, n]``."""
+        param = self._params[index]
+        gradient, param.unsharded.grad = param.unsharded.grad, None
+        assert gradient is not None
+        part = param.shaped(grads.layout.range_of(grads.flat[0], index))
+        if index in grads.used:
+            part.add_(gradient)
+        elif gradient.is_sparse:
+            part.copy_(gradient.to_dense())
+        else:
+            part.copy_(gradient)
 
     # --- publication ------------------------------------------------------------------
 
@@ -208,7 +191,7 @@ class ReplicatedGrads(PublishedGrads):
         self.hide()
         total, taken = new, new.used.intersection(self._foreign)
         if self._published is not None:
-            old, new = in_one_layout(self._published, new)
+            old, new = _in_one_layout(self._published, new)
             if torch.promote_types(old.flat.dtype, new.flat.dtype) != old.flat.dtype:
                 old, new = new, old  # the parameters were cast to a wider dtype in between
             old.flat.add_(new.flat)  # unused ranges hold -0.0, which changes no sum
@@ -222,7 +205,7 @@ class ReplicatedGrads(PublishedGrads):
 
     def _set_all(self, grads: FlatGradients) -> None:
         self._published = grads
-        self._mark = Mark()
+        self._mark = _Mark()
         for index, local in grads.shards(0):
             param = self._params[index]
             shaped = param.shaped(local)
@@ -248,7 +231,7 @@ class ReplicatedGrads(PublishedGrads):
 
     def clear(self) -> None:
         super().clear()
-        self._published = self._received = None
+        self._published = None
         self.is_hidden = False
         self._foreign.clear()
 
@@ -270,7 +253,7 @@ class ReplicatedGrads(PublishedGrads):
         """If ``gradient`` is a copy of its published sum, apply the user's edits to the sum."""
         own = self._range_of(index)
         if own is not None and not (self.are_views and gradient.dtype == own.dtype):
-            take_edit(self._params[index].plain_gradient(gradient), own)
+            _take_edit(self._params[index].plain_gradient(gradient), own)
 
     def _range_of(self, index: int) -> torch.Tensor | None:
         """Return the range of a parameter in the published sums; None if it has none there."""
