@@ -311,7 +311,8 @@ class GradientAccumulator:
         grads = self._unreduced
         param = self.unit_params.params[index].unsharded
         is_seen = len(accumulation_hooks_of(param) or ()) > 1  # by the user's hooks, beside ours
-        if is_seen or settings.reduce_hooks or isinstance(param.grad, DTensor):
+        is_plain = param.grad is not None and not isinstance(param.grad, DTensor)
+        if is_seen or settings.reduce_hooks or not is_plain:
             return
         with unrecorded():
             if grads is None:
