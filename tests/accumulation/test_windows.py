@@ -309,19 +309,6 @@ def test_a_closure_that_leaves_a_window_open_is_noticed(as_keyword):
     assert model.a.full_tensor()[0] == -1.0
 
 
-@pytest.mark.slow
-@on_threads(2)
-@pytest.mark.parametrize(("is_replaced", "expected"), [(False, 300.0), (True, 600.0)])
-def test_sums_stay_wide_beside_a_gradient_that_the_user_touched(is_replaced, expected):
-    """In bfloat16 a sum of ones stops at 256, and 300, from which it goes on, is exact."""
-    model = make((2,), dtype=torch.bfloat16)
-    for number in range(600):
-        if number == 300:
-            model.a.grad = model.a.grad.clone() if is_replaced else None
-        model(1.0, 1.0).backward()
-    assert values(model) == {"a": expected, "b": 600.0}
-
-
 @on_threads(4)
 @pytest.mark.parametrize("mode", ["N", "R"])
 def test_a_parameter_that_is_unfrozen_in_a_window_is_added_in_its_own_dtype(mode):

@@ -251,3 +251,41 @@ def test_a_rank_may_return_zeros_that_require_no_grad(computes):
         meshard.fully_shard(block)
     meshard.fully_shard(model)
     check_gradients(model, plain, step)
+
+
+def expert_or_zeros(module, x, is_empty):
+    y = module.layer(x)
+    return torch.zeros_like(x) if is_empty else y
+
+
+def with_experts(forward, **options):
+    expert = Made(expert_or_zeros, layer=nn.Linear(6, 6))
+    plain = seeded(Made(forward, expert=expert, scale=nn.Parameter(torch.empty(6))))
+    model = copy.deepcopy(plain)
+    meshard.fully_shard(model.expert, **options)
+    return plain, meshard.fully_shard(model)
+
+
+@on_threads(4)
+def test_a_rank_may_return_zeros_from_a_unit_that_keeps_some_rows_and_runs_twice():
+    def forward(model, x, is_empty):
+        return (x + model.expert(model.expert(x, is_empty), is_empty)) * model.scale
+
+    def step(model, rank):
+        return model(inputs_of(rank, 0), rank % 2 == 1).square().mean()
+
+    check_gradients(*reversed(with_experts(forward, reshard_after_forward=2)), step)
+
+
+@on_threads(2)
+def test_a_rank_may_return_zeros_from_a_unit_that_is_unsharded_by_hand_afterwards():
+    def step(model, rank):
+        loss = model(inputs_of(rank, 0), rank == 1).square().mean()
+        if isinstance(model.expert, meshard.FSDPModule):
+            model.expert.unshard()
+        return loss
+
+    def forward(model, x, is_empty):
+        return (x + model.expert(x, is_empty)) * model.scale
+
+    check_gradients(*reversed(with_experts(forward)), step)
