@@ -591,10 +591,8 @@ class UnshardHandle:
     """An ``unshard(async_op=True)`` in flight."""
 
     def __init__(self, units: list[Unit]) -> None:
-        units = [unit for unit in units if unit.params]
-        for unit in units:
-            unit.lifecycle.reshard_if_kept_here(unit)
-        self._started = [(weakref.ref(unit.group), unit.group.start_for_user()) for unit in units]
+        groups = [unit.group for unit in units if unit.params and unit.lifecycle]
+        self._started = [(weakref.ref(group), group.start_for_user()) for group in groups]
 
     def wait(self) -> None:
         """Wait until the unsharded parameters may be used on the current stream.

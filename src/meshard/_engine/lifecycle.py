@@ -197,7 +197,6 @@ class Lifecycle:
             unit.step.modules_run.clear()  # all have run: the unit runs a second time
         if not group.params:
             return call
-        self.reshard_if_kept_here(unit)
         # If a unit has several modules, the first module to run unshards the unit. The others
         # mostly find the unit installed. Then they do not look again for edits by the user, nor
         # read requires_grad again, unless the user has called unshard().
@@ -375,7 +374,8 @@ class Lifecycle:
     ) -> None:
         """Unshard ``unit``, which is about to compute, and start gathering the ``following``."""
         group = unit.group
-        self.reshard_if_kept_here(unit)
+        if self._is_kept_here(unit):
+            group.reshard(keep_post_forward=True)
         if group.state is ParamState.SHARDED:
             self._start_unshard(unit, in_forward=in_forward)
             # This gather was not started ahead, so compute has to wait for it below. Start the next
@@ -390,7 +390,9 @@ class Lifecycle:
     def _gather_ahead(self, units: Sequence[Unit], *, in_forward: bool) -> None:
         for head in units:
             for unit in (head, *head.siblings):  # a forward enters them together
-                group, is_kept_here = unit.group, self.reshard_if_kept_here(unit)
+                group, is_kept_here = unit.group, self._is_kept_here(unit)
+                if is_kept_here:
+                    group.reshard(keep_post_forward=True)
                 if unit.params and group.state is ParamState.SHARDED:
                     if in_forward:
                         group.drop_if_stale()
@@ -400,17 +402,12 @@ class Lifecycle:
                     group.leases |= Lease.AHEAD
                     self._prefetched.append(unit)
 
-    @staticmethod
-    def reshard_if_kept_here(unit: Unit) -> bool:
-        """Reshard ``unit`` if it is kept because no output of it on this rank requires grad.
+    def _is_kept_here(self, unit: Unit) -> bool:
+        """Whether ``unit`` is kept because no output of it on this rank requires grad.
 
-        Other ranks may have resharded it. So this rank gathers it again where the others do.
-        Returns whether the unit was kept.
+        Other ranks may have resharded it. So it is gathered again where these gather it.
         """
-        is_kept_here = unit.group.leases == Lease.KEPT and unit.reshards_before_backward
-        if is_kept_here:
-            unit.group.reshard(keep_post_forward=True)
-        return is_kept_here
+        return unit.group.leases == Lease.KEPT and unit.reshards_before_backward
 
     def _start_unshard(self, unit: Unit, *, in_forward: bool) -> None:
         is_freed_after = unit.settings.reshard_after_backward
@@ -536,7 +533,6 @@ class Lifecycle:
         group = unit.group
         if not group.params:
             return
-        self.reshard_if_kept_here(unit)
         if group.state is ParamState.SHARDED and run.reached:
             this = run.reached[-1]
             self._advance(run, this, this.first_after(running_node(), run.number))
