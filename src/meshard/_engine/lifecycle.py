@@ -186,6 +186,7 @@ class Lifecycle:
         with_graph, group = torch.is_grad_enabled(), unit.group
         if not self.running:
             self._begin_forward(unit)
+        self._reshard_if_kept_here(unit)
         if group.leases & Lease.USER and unit.reshards_after_forward:
             unit.step.lost_unshard = True
             group.give_back(voids_graphs=not self.recorder.is_open(unit.number))
@@ -374,8 +375,6 @@ class Lifecycle:
     ) -> None:
         """Unshard ``unit``, which is about to compute, and start gathering the ``following``."""
         group = unit.group
-        if self._is_kept_here(unit):
-            group.reshard(keep_post_forward=True)
         if group.state is ParamState.SHARDED:
             self._start_unshard(unit, in_forward=in_forward)
             # This gather was not started ahead, so compute has to wait for it below. Start the next
@@ -390,24 +389,34 @@ class Lifecycle:
     def _gather_ahead(self, units: Sequence[Unit], *, in_forward: bool) -> None:
         for head in units:
             for unit in (head, *head.siblings):  # a forward enters them together
-                group, is_kept_here = unit.group, self._is_kept_here(unit)
-                if is_kept_here:
-                    group.reshard(keep_post_forward=True)
+                group, was_kept_here = unit.group, self._reshard_if_kept_here(unit)
                 if unit.params and group.state is ParamState.SHARDED:
                     if in_forward:
                         group.drop_if_stale()
                     self._start_unshard(unit, in_forward=in_forward)
-                    if is_kept_here:
+                    if was_kept_here and not in_forward:
                         group.finish_unshard()  # no hook would wait for it
                     group.leases |= Lease.AHEAD
                     self._prefetched.append(unit)
 
-    def _is_kept_here(self, unit: Unit) -> bool:
-        """Whether ``unit`` is kept because no output of it on this rank requires grad.
+    def start_for_user(self, unit: Unit) -> int:
+        """Start gathering for the user's ``unshard()``: see ``ParamGroup.start_for_user``."""
+        was_kept_here = self._reshard_if_kept_here(unit)
+        number = unit.group.start_for_user()
+        if was_kept_here:
+            unit.group.finish_unshard()  # no hook would wait for it
+        return number
 
-        Other ranks may have resharded it. So it is gathered again where these gather it.
+    def _reshard_if_kept_here(self, unit: Unit) -> bool:
+        """Reshard ``unit`` if it is kept because no output of it on this rank requires grad.
+
+        Other ranks may have resharded it, so it must be gathered again where these gather it: call
+        this before a gather may start. Returns whether it was kept.
         """
-        return unit.group.leases == Lease.KEPT and unit.reshards_before_backward
+        is_kept_here = unit.group.leases == Lease.KEPT and unit.reshards_before_backward
+        if is_kept_here:
+            unit.group.reshard(keep_post_forward=True)
+        return is_kept_here
 
     def _start_unshard(self, unit: Unit, *, in_forward: bool) -> None:
         is_freed_after = unit.settings.reshard_after_backward
@@ -418,6 +427,8 @@ class Lifecycle:
         for unit in self._prefetched:
             if unit.group.leases & Lease.AHEAD:
                 unit.group.give(Lease.AHEAD)
+                if unit.group.leases == Lease.KEPT:  # it was kept here, and is not to be dropped
+                    unit.group.finish_unshard()
         self._prefetched.clear()
 
     # --- backward ---------------------------------------------------------------------
@@ -495,6 +506,7 @@ class Lifecycle:
             unit.step.awaits_gradients = True
         if not unit.settings.unshard_in_backward:
             return
+        self._reshard_if_kept_here(unit)
         group.count_out_frozen()
         following = []
         if not has_begun:  # once per call, as ranks may use different numbers of outputs
@@ -533,6 +545,7 @@ class Lifecycle:
         group = unit.group
         if not group.params:
             return
+        self._reshard_if_kept_here(unit)
         if group.state is ParamState.SHARDED and run.reached:
             this = run.reached[-1]
             self._advance(run, this, this.first_after(running_node(), run.number))
