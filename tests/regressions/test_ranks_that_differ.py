@@ -309,3 +309,17 @@ def test_a_unit_whose_output_on_one_rank_requires_no_grad_may_be_recomputed():
         return blocks[1](x + blocks[0](x, is_empty), False) * x.sin()
 
     check_gradients(*experts(run_checkpointed, num=4), loss_on)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_threads(4)
+def test_a_forward_that_all_ranks_leave_out_may_require_no_grad_on_one(reshard_after_forward):
+    def run_last_expert(model, x, is_empty):
+        return model.blocks[1](model.blocks[0](x, is_empty), is_empty)
+
+    def step(model, rank):
+        loss_on(model, rank)
+        loss_on(model, 0, number=1).backward()
+
+    options = {"reshard_after_forward": reshard_after_forward}
+    check_gradients(*experts(run_last_expert, **options), step)

@@ -57,7 +57,8 @@ class Pass:
     firsts: list[Call] = field(default_factory=list)
     begun: list[Call] = field(default_factory=list)  # all calls, as they begin
     calls: dict[int, list[Call]] = field(default_factory=dict)  # of each unit, as they begin
-    is_watched: bool = False  # an output has a hook, which tells when a backward reaches the pass
+    # Whether a hook on an output may tell, on some rank, when a backward reaches the pass.
+    is_watched: bool = False
     # The cursor: ``exits[begin:]`` have begun, ``firsts[over:]`` are over, and ``firsts[due:]`` are
     # reduced, or it is not yet their turn. (Only buckets of replicate are reduced before OVER.)
     begin: int = 0
