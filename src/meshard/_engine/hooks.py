@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.explain import explain, explain_uncaught
-from meshard._engine.lifecycle import RefusedError
+from meshard._engine.lifecycle import OtherThreadError
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
@@ -440,9 +441,9 @@ def has_raised(module: nn.Module) -> bool:
 
 
 def _was_refused(unit: Unit) -> bool:
-    """Whether the exception being handled says that the root of ``unit`` refused the forward."""
-    error = sys.exc_info()[1]
-    return isinstance(error, RefusedError) and error.lifecycle is unit.lifecycle
+    """Whether this forward was refused, because another thread runs the root of ``unit``."""
+    is_other = unit.lifecycle.failure.thread != threading.get_ident()
+    return is_other and isinstance(sys.exc_info()[1], OtherThreadError)
 
 
 def register_load_hooks(unit: Unit) -> None:

@@ -88,20 +88,11 @@ _WENT_ON = (
 _Finalizing = list[weakref.ref[Unit]]
 
 
-class RefusedError(RuntimeError):
-    """A forward or backward was refused, and has not begun."""
-
-    def __init__(self, lifecycle: Lifecycle, message: str) -> None:
-        self.lifecycle = lifecycle
-        super().__init__(message)
-
-
-class OtherThreadError(RefusedError):
+class OtherThreadError(RuntimeError):
     """A second thread used the model during a step of a first thread. That step goes on."""
 
-    def __init__(self, lifecycle: Lifecycle, what: str) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__(
-            lifecycle,
             f"{what} while another thread runs a forward or backward of the same model, whose "
             "parameters are gathered and freed in between; on several ranks let one thread "
             "call all models, because threads would take turns differently on each rank; on one "
@@ -221,15 +212,17 @@ class Lifecycle:
             outermost = None
         if self.backward is not None:
             return  # a recomputation
+        if graph_task_id() >= 0:
+            return  # a reentrant checkpoint, whose thread may be one of autograd for a device
         thread = threading.get_ident()
         if outermost is None:
             self.failure.thread = thread
             return
         if self.failure.thread != thread:
-            raise OtherThreadError(self, f"a forward of unit {unit.label!r} began")
-        # A KeyboardInterrupt may have cut off a forward, if what began it begins once more, or if
-        # the root begins inside a part. In other cases it would cost too much to look at the stack.
-        may_be_cut_off = outermost is unit or (unit.is_root and not outermost.is_root)
+            raise OtherThreadError(f"a forward of unit {unit.label!r} began")
+        # A KeyboardInterrupt may have cut off a forward. In that of a root, it would cost too much
+        # to look at the stack for each unit inside.
+        may_be_cut_off = outermost is unit or not outermost.is_root
         if may_be_cut_off and not _is_on_stack(outermost, inside=unit):
             self.abort()
 
@@ -245,16 +238,15 @@ class Lifecycle:
     def _refuse_other_reductions(self) -> None:
         """Raise if a feature of torch would take the gradients before meshard reduces them."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
-            raise RefusedError(self, _NOT_DISTRIBUTED)
+            raise RuntimeError(_NOT_DISTRIBUTED)
         if any(map(is_reduced_by_ddp, alive(self.units()[0].modules))):
-            raise RefusedError(self, _NOT_IN_DDP)
+            raise RuntimeError(_NOT_IN_DDP)
         if not has_backward_optimizers():
             return
-        refused = functools.partial(RefusedError, self)
         for group in self.groups():
             for param in group.params:
                 name = f"{param.fqn!r} of unit {group.label!r}"
-                refuse_backward_optimizer(name, param.sharded, refused)
+                refuse_backward_optimizer(name, param.sharded, RuntimeError)
 
     def end_call(
         self, unit: Unit, module: nn.Module, *, failed: bool, is_hidden: bool = False
@@ -539,7 +531,7 @@ class Lifecycle:
     def _recompute(self, run: BackwardRun, unit: Unit) -> None:
         """Unshard ``unit`` in a backward, where checkpointing runs its forward again."""
         if graph_task_id() < 0:
-            raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
+            raise OtherThreadError(f"a forward of unit {unit.label!r} ran")
         if spans.recorder is not None:
             self._enter_phase("recompute", unit)
         group = unit.group
@@ -582,8 +574,7 @@ class Lifecycle:
         if run is not None and run.graph_task == task and not self.failure.is_dirty:
             return run
         if self.abort_if_failed() and early is not None:
-            raise RefusedError(
-                self,
+            raise RuntimeError(
                 "the last backward raised, and its gradients were dropped only now, together with "
                 f"the one that parameter {first.params[early].fqn!r} has just got; call "
                 "reset_iter_state() on the root after a backward that raised, unless a forward "
@@ -594,7 +585,7 @@ class Lifecycle:
             return self.backward
         self._refuse_unless_waited("a backward")
         if is_in_compiled_autograd():
-            raise RefusedError(self, _NOT_COMPILED)
+            raise RuntimeError(_NOT_COMPILED)
         if is_distributed_backward():
             # Also warn, because distributed autograd drops the text of the error.
             warn_user(_NOT_DISTRIBUTED)
@@ -872,8 +863,7 @@ class Lifecycle:
 
     def _refuse_unless_waited(self, what: str) -> None:
         if self.finalization is not None and self.finalization.started is not None:
-            raise RefusedError(
-                self,
+            raise RuntimeError(
                 f"{what} began before the wait() of the handle that finalize_backward("
                 "async_op=True) has returned; call wait() first, or reset_iter_state() to drop "
                 "the step.",
