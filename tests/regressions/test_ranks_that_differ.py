@@ -21,7 +21,7 @@ from tests.support.integer_model import (
     integer_loss,
     ternary,
 )
-from tests.support.models import ChosenBlocks, Made, seeded
+from tests.support.models import ChosenBlocks, Made, MlpStack, seeded
 from tests.support.rank_pool import RankError
 from tests.support.ranks import on_threads
 from tests.support.replicated import Pair
@@ -323,3 +323,27 @@ def test_a_forward_that_all_ranks_leave_out_may_require_no_grad_on_one(reshard_a
 
     options = {"reshard_after_forward": reshard_after_forward}
     check_gradients(*experts(run_last_expert, **options), step)
+
+
+# --- a forward that raises on one rank ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_threads(2)
+def test_all_ranks_may_drop_a_step_in_which_one_rank_has_raised(reshard_after_forward):
+    """They agree on it by a collective of their own, and all call ``reset_iter_state``."""
+    options = {"reshard_after_forward": reshard_after_forward}
+    model, plain = sharded_and_plain(MlpStack(depth=4), **options)
+    check_gradients(model, plain)
+    failed = torch.zeros(())
+    if dist.get_rank() == 1:
+        handle = model.blocks[-1].register_forward_hook(lambda *_: 1 / 0)
+    try:
+        model(inputs_of(dist.get_rank()))
+    except ZeroDivisionError:
+        failed += 1
+        handle.remove()
+    dist.all_reduce(failed)
+    assert failed
+    model.reset_iter_state()
+    check_gradients(model, plain)
