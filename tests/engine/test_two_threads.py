@@ -8,7 +8,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import meshard
-
 from tests.support.against_plain import check_gradients
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads

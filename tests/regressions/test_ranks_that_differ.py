@@ -302,7 +302,9 @@ def test_a_unit_whose_output_on_one_rank_requires_no_grad_may_be_recomputed():
     def run_checkpointed(model, x, is_empty):
         for first in (0, 2):
             # The product runs both blocks again before the backward of either begins.
-            x = checkpoint(run_two, model.blocks[first : first + 2], x, is_empty, use_reentrant=False)
+            x = checkpoint(
+                run_two, model.blocks[first : first + 2], x, is_empty, use_reentrant=False
+            )
         return x * model.scale
 
     def run_two(blocks, x, is_empty):

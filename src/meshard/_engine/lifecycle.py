@@ -287,13 +287,8 @@ class Lifecycle:
         unit.step.modules_run.add(id(module))
         if is_hidden:
             unit.group.keep()
-        if failed:
-            unit.group.give(Lease.RUNS | Lease.USER)
-        elif (
-            unit.reshards_after_forward
-            and not self._runs(unit)
-            and len(unit.step.modules_run) >= len(unit.modules)  # none of them is left to run
-        ):
+        is_last = len(unit.step.modules_run) >= len(unit.modules) and not self._runs(unit)
+        if failed or (unit.reshards_after_forward and is_last):
             unit.group.give(Lease.RUNS, keep_post_forward=True)
         if not self.running:
             self._end_forward(unit, failed=failed)
@@ -623,22 +618,19 @@ class Lifecycle:
         if not run.keeps_graph:
             self.recorder.close(run.reached)
         reached = {number for each in ended for number in each.calls}
-        waiting = set()  # units with a graph that this backward has not reached
         for unit in reversed(units):  # units inside first
             runs, is_open = self._runs(unit), self.recorder.is_open(unit.number)
             # No hook tells when a backward enters a graph that a backward has made, and all ranks
             # reduce its units at the end.
             is_reached = unit.number in reached or unit.group.leases & Lease.GRAPH
             if is_open and not is_reached and not runs:
-                waiting.add(unit)
-                continue
+                continue  # its own backward is still to come, and will reduce it
             if not runs:
                 ends = not is_open and not run.keeps_graph
                 self._end_use(unit, Lease.BACKWARD | Lease.LATER if ends else Lease.BACKWARD)
             self._reduce(run, unit)
         if run.accumulates and self.finalization is None:
-            # A unit whose backward is still to come is left out: that backward will reduce it.
-            self._publish([u for u in units if u not in waiting or not u.step.awaits_gradients])
+            self._publish([unit for unit in units if not unit.step.awaits_gradients])
         self._drop_prefetched()
         for _, grads in buckets_in(units):
             grads.show()
