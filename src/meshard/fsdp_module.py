@@ -591,8 +591,11 @@ class UnshardHandle:
     """An ``unshard(async_op=True)`` in flight."""
 
     def __init__(self, units: list[Unit]) -> None:
-        groups = [unit.group for unit in units if unit.params and unit.lifecycle]
-        self._started = [(weakref.ref(group), group.start_for_user()) for group in groups]
+        self._started = [
+            (weakref.ref(unit.group), unit.lifecycle.start_for_user(unit))
+            for unit in units
+            if unit.params
+        ]
 
     def wait(self) -> None:
         """Wait until the unsharded parameters may be used on the current stream.

@@ -158,24 +158,32 @@ def test_a_forward_that_returns_none_while_an_error_is_handled_has_not_failed():
     check_gradients(*sharded_and_plain(plain, (), reshard_after_forward=True), step)
 
 
+@pytest.mark.parametrize("then", ["the root", "the same part", "another part"])
 @on_threads(2)
-def test_a_forward_may_follow_that_of_a_unit_alone_that_was_interrupted():
+def test_a_forward_may_follow_that_of_a_unit_alone_that_was_interrupted(then):
     def stop(*_):
         raise KeyboardInterrupt
 
     def step(model, rank):
+        part = {"the root": model, "the same part": model.head, "another part": model.body}[then]
         if isinstance(model.head, meshard.FSDPModule):
             handle = model.head.register_forward_pre_hook(stop)
             with pytest.raises(KeyboardInterrupt):
                 model.head(inputs_of(rank))
             handle.remove()
-        return model(inputs_of(rank)).square().mean()
+            with torch.no_grad():
+                part(inputs_of(rank))
+            assert all(isinstance(param, DTensor) for param in model.parameters())
+        return part(inputs_of(rank)).square().mean()
 
     def forward(m, x):
         return m.head(m.body(x)) @ m.own.weight
 
     layers = {name: nn.Linear(6, 6) for name in ("body", "head", "own")}
-    check_gradients(*sharded_and_plain(Made(forward, **layers), ("body", "head")), step)
+    units = ("body", "head")
+    check_gradients(
+        *sharded_and_plain(Made(forward, **layers), units, reshard_after_forward=False), step
+    )
 
 
 @pytest.mark.parametrize("sync", list(GradientSync))

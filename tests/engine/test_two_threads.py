@@ -5,7 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
+import meshard
 from tests.support.against_plain import check_gradients
 from tests.support.models import MlpStack, seeded
 from tests.support.parity import assert_same, full_grads
@@ -105,3 +107,32 @@ def test_the_refusal_of_another_model_inside_a_forward_cleans_that_forward_up():
     check_trains(busy, 0)
     assert len(seen) == 2
     check_trains(other, 0)
+
+
+@pytest.mark.parametrize("call", [lambda function: function(), in_thread])
+@on_fake_ranks(1)
+def test_a_backward_inside_a_forward_may_begin_with_a_reentrant_checkpoint(call):
+    """On a device it runs on a thread of autograd, for which another thread stands in here."""
+
+    def train_first_block(model, args):
+        x = args[0].detach().requires_grad_()
+        loss = checkpoint(model.blocks[0], x, use_reentrant=True).square().mean()
+        call(loss.backward) if isinstance(model, meshard.FSDPModule) else loss.backward()
+
+    model, plain = sharded(), seeded(MlpStack())
+    for each in (model, plain):
+        each.register_forward_pre_hook(train_first_block)
+    check_gradients(model, plain, lambda each, rank: loss_of(each))
+
+
+@on_fake_ranks(1)
+def test_a_forward_that_the_refusal_of_another_thread_ends_has_ended_for_all_threads():
+    model = sharded()
+    handle = model.blocks[1].register_forward_hook(lambda *_: in_thread(loss_of, model))
+    with pytest.raises(RuntimeError, match="another thread runs"):
+        loss_of(model)
+    handle.remove()
+    assert all(isinstance(param, DTensor) for param in model.parameters())
+    in_thread(train, model)
+    model.zero_grad()
+    check_trains(model, 0)

@@ -3,11 +3,13 @@
 import copy
 import logging
 import re
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import meshard
@@ -19,7 +21,7 @@ from tests.support.integer_model import (
     integer_loss,
     ternary,
 )
-from tests.support.models import ChosenBlocks, Made, seeded
+from tests.support.models import ChosenBlocks, Made, MlpStack, seeded
 from tests.support.rank_pool import RankError
 from tests.support.ranks import on_threads
 from tests.support.replicated import Pair
@@ -227,27 +229,123 @@ def test_the_report_of_a_mismatch_lists_causes_by_how_common_they_are(run_ranks,
         assert starts == sorted(starts), text
 
 
-@pytest.mark.parametrize("computes", [False, True])
-@on_threads(2)
-def test_a_rank_may_return_zeros_that_require_no_grad(computes):
-    """As an expert without tokens does, whether or not it has used its weights."""
+# --- experts: the output of a unit requires no grad on one rank -----------------------------------
 
-    def expert(module, x, is_empty):
-        y = module.layer(x) if computes or not is_empty else None
-        return torch.zeros_like(x) if is_empty else y
 
-    def forward(model, x, is_empty):
-        for block in model.blocks:
-            x = x + block(x, is_empty)
-        return x * model.scale
+def expert(module, x, is_empty, computes=False):
+    y = module.layer(x) if computes or not is_empty else None
+    return torch.zeros_like(x) if is_empty else y
 
-    def step(model, rank):
-        return sum(model(inputs_of(rank, n), rank == 1).square().mean() for n in range(2))
 
-    blocks = [Made(expert, layer=nn.Linear(6, 6)) for _ in range(3)]
+def experts(forward, num=2, **options):
+    """Return a sharded model with ``num`` experts, and the plain one."""
+    blocks = [Made(expert, layer=nn.Linear(6, 6)) for _ in range(num)]
     plain = seeded(Made(forward, blocks=blocks, scale=nn.Parameter(torch.empty(6))))
     model = copy.deepcopy(plain)
     for block in model.blocks:
-        meshard.fully_shard(block)
-    meshard.fully_shard(model)
-    check_gradients(model, plain, step)
+        meshard.fully_shard(block, mesh=init_device_mesh("cpu", (4,)), **options)
+    return meshard.fully_shard(model), plain
+
+
+def run_experts(model, x, is_empty, computes=False):
+    for block in model.blocks:
+        x = x + block(x, is_empty, computes)
+    return x * model.scale
+
+
+def loss_on(model, rank, number=0, **kwargs):
+    return model(inputs_of(rank, number), rank == 1, **kwargs).square().mean()
+
+
+@pytest.mark.parametrize("computes", [False, True])
+@on_threads(4)
+def test_a_rank_may_return_zeros_that_require_no_grad(computes):
+    """As an expert without tokens does, whether or not it has used its weights."""
+
+    def step(model, rank):
+        return sum(loss_on(model, rank, number, computes=computes) for number in range(2))
+
+    check_gradients(*experts(run_experts), step)
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@pytest.mark.parametrize("num_forwards", [1, 2])
+@on_threads(4)
+def test_a_unit_whose_output_on_one_rank_requires_no_grad_may_be_unsharded(num_forwards, is_async):
+    def step(model, rank):
+        losses = []
+        for number in range(num_forwards):
+            losses.append(loss_on(model, rank, number))
+            if isinstance(model, meshard.FSDPModule):
+                model.blocks[0].unshard(async_op=is_async)
+        sum(losses).backward()
+        if isinstance(model, meshard.FSDPModule):
+            model.blocks[0].reshard()
+
+    check_gradients(*experts(run_experts), step)
+
+
+@on_threads(4)
+def test_a_unit_whose_output_on_one_rank_requires_no_grad_may_run_any_number_of_times():
+    def run_repeatedly(model, x, is_empty, times):
+        for _ in range(times):
+            x = run_experts(model, x, is_empty)
+        return model.blocks[0](x, is_empty) * model.scale
+
+    model, plain = experts(run_repeatedly, reshard_after_forward=2)
+    for times in (1, 2, 2, 0):  # so that the units that are gathered ahead do not always run
+        check_gradients(model, plain, partial(loss_on, times=times), times=1)
+
+
+@on_threads(4)
+def test_a_unit_whose_output_on_one_rank_requires_no_grad_may_be_recomputed():
+    def run_checkpointed(model, x, is_empty):
+        for first in (0, 2):
+            # The product runs both blocks again before the backward of either begins.
+            x = checkpoint(
+                run_two, model.blocks[first : first + 2], x, is_empty, use_reentrant=False
+            )
+        return x * model.scale
+
+    def run_two(blocks, x, is_empty):
+        return blocks[1](x + blocks[0](x, is_empty), False) * x.sin()
+
+    check_gradients(*experts(run_checkpointed, num=4), loss_on)
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_threads(4)
+def test_a_forward_that_all_ranks_leave_out_may_require_no_grad_on_one(reshard_after_forward):
+    def run_last_expert(model, x, is_empty):
+        return model.blocks[1](model.blocks[0](x, is_empty), is_empty)
+
+    def step(model, rank):
+        loss_on(model, rank)
+        loss_on(model, 0, number=1).backward()
+
+    options = {"reshard_after_forward": reshard_after_forward}
+    check_gradients(*experts(run_last_expert, **options), step)
+
+
+# --- a forward that raises on one rank ----------------------------------------------------------
+
+
+@pytest.mark.parametrize("reshard_after_forward", [True, False])
+@on_threads(2)
+def test_all_ranks_may_drop_a_step_in_which_one_rank_has_raised(reshard_after_forward):
+    """They agree on it by a collective of their own, and all call ``reset_iter_state``."""
+    options = {"reshard_after_forward": reshard_after_forward}
+    model, plain = sharded_and_plain(MlpStack(depth=4), **options)
+    check_gradients(model, plain)
+    failed = torch.zeros(())
+    if dist.get_rank() == 1:
+        handle = model.blocks[-1].register_forward_hook(lambda *_: 1 / 0)
+    try:
+        model(inputs_of(dist.get_rank()))
+    except ZeroDivisionError:
+        failed += 1
+        handle.remove()
+    dist.all_reduce(failed)
+    assert failed
+    model.reset_iter_state()
+    check_gradients(model, plain)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._engine.explain import explain, explain_uncaught
-from meshard._engine.lifecycle import RefusedError
+from meshard._engine.lifecycle import OtherThreadError
 from meshard._engine.outputs import (
     WATCHED,
     cast_floats,
@@ -381,9 +382,9 @@ def watch_outputs(output: Any, watched: Watched) -> None:
     found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     for each in (*found, *tangents_of(found)):
         tensor = outside_of_transforms(each)
+        watched.this.is_watched |= tensor.requires_grad or tensor.is_floating_point()
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
-            watched.this.is_watched = True
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
             # A linear layer may return a view. If the caller adds to the view in place (`x =
             # layer(x); x += y`), autograd drops the hook above. The node that made the base of the
@@ -440,9 +441,9 @@ def has_raised(module: nn.Module) -> bool:
 
 
 def _was_refused(unit: Unit) -> bool:
-    """Whether the exception being handled says that the root of ``unit`` refused the forward."""
-    error = sys.exc_info()[1]
-    return isinstance(error, RefusedError) and error.lifecycle is unit.lifecycle
+    """Whether this forward was refused, because another thread runs the root of ``unit``."""
+    is_other = unit.lifecycle.failure.thread != threading.get_ident()
+    return is_other and isinstance(sys.exc_info()[1], OtherThreadError)
 
 
 def register_load_hooks(unit: Unit) -> None:

@@ -88,20 +88,11 @@ _WENT_ON = (
 _Finalizing = list[weakref.ref[Unit]]
 
 
-class RefusedError(RuntimeError):
-    """A forward or backward was refused, and has not begun."""
-
-    def __init__(self, lifecycle: Lifecycle, message: str) -> None:
-        self.lifecycle = lifecycle
-        super().__init__(message)
-
-
-class OtherThreadError(RefusedError):
+class OtherThreadError(RuntimeError):
     """A second thread used the model during a step of a first thread. That step goes on."""
 
-    def __init__(self, lifecycle: Lifecycle, what: str) -> None:
+    def __init__(self, what: str) -> None:
         super().__init__(
-            lifecycle,
             f"{what} while another thread runs a forward or backward of the same model, whose "
             "parameters are gathered and freed in between; on several ranks let one thread "
             "call all models, because threads would take turns differently on each rank; on one "
@@ -186,6 +177,7 @@ class Lifecycle:
         with_graph, group = torch.is_grad_enabled(), unit.group
         if not self.running:
             self._begin_forward(unit)
+        self._reshard_if_kept_here(unit)
         if group.leases & Lease.USER and unit.reshards_after_forward:
             unit.step.lost_unshard = True
             group.give_back(voids_graphs=not self.recorder.is_open(unit.number))
@@ -220,15 +212,17 @@ class Lifecycle:
             outermost = None
         if self.backward is not None:
             return  # a recomputation
+        if graph_task_id() >= 0:
+            return  # a reentrant checkpoint, whose thread may be one of autograd for a device
         thread = threading.get_ident()
         if outermost is None:
             self.failure.thread = thread
             return
         if self.failure.thread != thread:
-            raise OtherThreadError(self, f"a forward of unit {unit.label!r} began")
-        # A KeyboardInterrupt may have cut off a forward, if what began it begins once more, or if
-        # the root begins inside a part. In other cases it would cost too much to look at the stack.
-        may_be_cut_off = outermost is unit or (unit.is_root and not outermost.is_root)
+            raise OtherThreadError(f"a forward of unit {unit.label!r} began")
+        # A KeyboardInterrupt may have cut off a forward. In that of a root, it would cost too much
+        # to look at the stack for each unit inside.
+        may_be_cut_off = outermost is unit or not outermost.is_root
         if may_be_cut_off and not _is_on_stack(outermost, inside=unit):
             self.abort()
 
@@ -244,16 +238,15 @@ class Lifecycle:
     def _refuse_other_reductions(self) -> None:
         """Raise if a feature of torch would take the gradients before meshard reduces them."""
         if torch.is_grad_enabled() and is_in_distributed_autograd():
-            raise RefusedError(self, _NOT_DISTRIBUTED)
+            raise RuntimeError(_NOT_DISTRIBUTED)
         if any(map(is_reduced_by_ddp, alive(self.units()[0].modules))):
-            raise RefusedError(self, _NOT_IN_DDP)
+            raise RuntimeError(_NOT_IN_DDP)
         if not has_backward_optimizers():
             return
-        refused = functools.partial(RefusedError, self)
         for group in self.groups():
             for param in group.params:
                 name = f"{param.fqn!r} of unit {group.label!r}"
-                refuse_backward_optimizer(name, param.sharded, refused)
+                refuse_backward_optimizer(name, param.sharded, RuntimeError)
 
     def end_call(
         self, unit: Unit, module: nn.Module, *, failed: bool, is_hidden: bool = False
@@ -294,13 +287,8 @@ class Lifecycle:
         unit.step.modules_run.add(id(module))
         if is_hidden:
             unit.group.keep()
-        if failed:
-            unit.group.give(Lease.RUNS | Lease.USER)
-        elif (
-            unit.reshards_after_forward
-            and not self._runs(unit)
-            and len(unit.step.modules_run) >= len(unit.modules)  # none of them is left to run
-        ):
+        is_last = len(unit.step.modules_run) >= len(unit.modules) and not self._runs(unit)
+        if failed or (unit.reshards_after_forward and is_last):
             unit.group.give(Lease.RUNS, keep_post_forward=True)
         if not self.running:
             self._end_forward(unit, failed=failed)
@@ -374,8 +362,6 @@ class Lifecycle:
     ) -> None:
         """Unshard ``unit``, which is about to compute, and start gathering the ``following``."""
         group = unit.group
-        if self._is_kept_here(unit):
-            group.reshard(keep_post_forward=True)
         if group.state is ParamState.SHARDED:
             self._start_unshard(unit, in_forward=in_forward)
             # This gather was not started ahead, so compute has to wait for it below. Start the next
@@ -390,24 +376,34 @@ class Lifecycle:
     def _gather_ahead(self, units: Sequence[Unit], *, in_forward: bool) -> None:
         for head in units:
             for unit in (head, *head.siblings):  # a forward enters them together
-                group, is_kept_here = unit.group, self._is_kept_here(unit)
-                if is_kept_here:
-                    group.reshard(keep_post_forward=True)
+                group, was_kept_here = unit.group, self._reshard_if_kept_here(unit)
                 if unit.params and group.state is ParamState.SHARDED:
                     if in_forward:
                         group.drop_if_stale()
                     self._start_unshard(unit, in_forward=in_forward)
-                    if is_kept_here:
+                    if was_kept_here and not in_forward:
                         group.finish_unshard()  # no hook would wait for it
                     group.leases |= Lease.AHEAD
                     self._prefetched.append(unit)
 
-    def _is_kept_here(self, unit: Unit) -> bool:
-        """Whether ``unit`` is kept because no output of it on this rank requires grad.
+    def start_for_user(self, unit: Unit) -> int:
+        """Start gathering for the user's ``unshard()``: see ``ParamGroup.start_for_user``."""
+        was_kept_here = self._reshard_if_kept_here(unit)
+        number = unit.group.start_for_user()
+        if was_kept_here:
+            unit.group.finish_unshard()  # no hook would wait for it
+        return number
 
-        Other ranks may have resharded it. So it is gathered again where these gather it.
+    def _reshard_if_kept_here(self, unit: Unit) -> bool:
+        """Reshard ``unit`` if it is kept because no output of it on this rank requires grad.
+
+        Other ranks may have resharded it, so it must be gathered again where these gather it: call
+        this before a gather may start. Returns whether it was kept.
         """
-        return unit.group.leases == Lease.KEPT and unit.reshards_before_backward
+        is_kept_here = unit.group.leases == Lease.KEPT and unit.reshards_before_backward
+        if is_kept_here:
+            unit.group.reshard(keep_post_forward=True)
+        return is_kept_here
 
     def _start_unshard(self, unit: Unit, *, in_forward: bool) -> None:
         is_freed_after = unit.settings.reshard_after_backward
@@ -418,6 +414,8 @@ class Lifecycle:
         for unit in self._prefetched:
             if unit.group.leases & Lease.AHEAD:
                 unit.group.give(Lease.AHEAD)
+                if unit.group.leases == Lease.KEPT:  # it was kept here, and is not to be dropped
+                    unit.group.finish_unshard()
         self._prefetched.clear()
 
     # --- backward ---------------------------------------------------------------------
@@ -495,6 +493,7 @@ class Lifecycle:
             unit.step.awaits_gradients = True
         if not unit.settings.unshard_in_backward:
             return
+        self._reshard_if_kept_here(unit)
         group.count_out_frozen()
         following = []
         if not has_begun:  # once per call, as ranks may use different numbers of outputs
@@ -527,12 +526,13 @@ class Lifecycle:
     def _recompute(self, run: BackwardRun, unit: Unit) -> None:
         """Unshard ``unit`` in a backward, where checkpointing runs its forward again."""
         if graph_task_id() < 0:
-            raise OtherThreadError(self, f"a forward of unit {unit.label!r} ran")
+            raise OtherThreadError(f"a forward of unit {unit.label!r} ran")
         if spans.recorder is not None:
             self._enter_phase("recompute", unit)
         group = unit.group
         if not group.params:
             return
+        self._reshard_if_kept_here(unit)
         if group.state is ParamState.SHARDED and run.reached:
             this = run.reached[-1]
             self._advance(run, this, this.first_after(running_node(), run.number))
@@ -569,8 +569,7 @@ class Lifecycle:
         if run is not None and run.graph_task == task and not self.failure.is_dirty:
             return run
         if self.abort_if_failed() and early is not None:
-            raise RefusedError(
-                self,
+            raise RuntimeError(
                 "the last backward raised, and its gradients were dropped only now, together with "
                 f"the one that parameter {first.params[early].fqn!r} has just got; call "
                 "reset_iter_state() on the root after a backward that raised, unless a forward "
@@ -581,7 +580,7 @@ class Lifecycle:
             return self.backward
         self._refuse_unless_waited("a backward")
         if is_in_compiled_autograd():
-            raise RefusedError(self, _NOT_COMPILED)
+            raise RuntimeError(_NOT_COMPILED)
         if is_distributed_backward():
             # Also warn, because distributed autograd drops the text of the error.
             warn_user(_NOT_DISTRIBUTED)
@@ -619,22 +618,19 @@ class Lifecycle:
         if not run.keeps_graph:
             self.recorder.close(run.reached)
         reached = {number for each in ended for number in each.calls}
-        waiting = set()  # units with a graph that this backward has not reached
         for unit in reversed(units):  # units inside first
             runs, is_open = self._runs(unit), self.recorder.is_open(unit.number)
             # No hook tells when a backward enters a graph that a backward has made, and all ranks
             # reduce its units at the end.
             is_reached = unit.number in reached or unit.group.leases & Lease.GRAPH
             if is_open and not is_reached and not runs:
-                waiting.add(unit)
-                continue
+                continue  # its own backward is still to come, and will reduce it
             if not runs:
                 ends = not is_open and not run.keeps_graph
                 self._end_use(unit, Lease.BACKWARD | Lease.LATER if ends else Lease.BACKWARD)
             self._reduce(run, unit)
         if run.accumulates and self.finalization is None:
-            # A unit whose backward is still to come is left out: that backward will reduce it.
-            self._publish([u for u in units if u not in waiting or not u.step.awaits_gradients])
+            self._publish([unit for unit in units if not unit.step.awaits_gradients])
         self._drop_prefetched()
         for _, grads in buckets_in(units):
             grads.show()
@@ -859,8 +855,7 @@ class Lifecycle:
 
     def _refuse_unless_waited(self, what: str) -> None:
         if self.finalization is not None and self.finalization.started is not None:
-            raise RefusedError(
-                self,
+            raise RuntimeError(
                 f"{what} began before the wait() of the handle that finalize_backward("
                 "async_op=True) has returned; call wait() first, or reset_iter_state() to drop "
                 "the step.",

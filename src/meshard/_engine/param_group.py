@@ -368,7 +368,7 @@ class ParamGroup:
     def take(self, why: int, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Hold the unsharded parameters for a reason, and install them. Gather if need be.
 
-        **Collective:** as ``start_unshard``, if no lease is held.
+        **Collective:** as ``start_unshard``, if the parameters are sharded.
         """
         self.finish_unshard(post_forward_group)
         self.leases = (self.leases | why) & ~Lease.AHEAD

@@ -9,10 +9,9 @@ by descending index:
     BEGIN(call)   index: call.exit     gather the unit, and start the next gather
     OVER(call)    index: call.opens    reshard the unit of this first call, and reduce it
 
-``opens`` is ``len(exits)`` when the call began. An OVER comes before a BEGIN of lower or equal
-index, as long as its ``opens`` is larger than the ``exit`` of the BEGIN. So a unit is over after
-the backward of all its calls and of all calls inside has begun, and after every unit that began
-later is over.
+``opens`` is ``len(exits)`` when the call began. An OVER comes before a BEGIN if its index is
+larger, and after it if they are equal. So a unit is over after the backward of all its calls and of
+all calls inside has begun, and after every unit that began later is over.
 
 Whatever autograd tells the engine, a hook on an output or a node that runs a forward again, means
 *advance to an index*: every event at or above the index is executed, whether this rank uses the
@@ -22,6 +21,7 @@ unit or not. That is why all ranks issue the same collectives in the same order.
 from __future__ import annotations
 
 import bisect
+import collections
 import enum
 import itertools
 import sys
@@ -57,9 +57,11 @@ class Pass:
     firsts: list[Call] = field(default_factory=list)
     begun: list[Call] = field(default_factory=list)  # all calls, as they begin
     calls: dict[int, list[Call]] = field(default_factory=dict)  # of each unit, as they begin
-    is_watched: bool = False  # an output has a hook, which tells when a backward reaches the pass
-    # The cursor: ``exits[begin:]`` have begun, ``firsts[over:]`` are over, and ``firsts[due:]`` are
-    # reduced, or it is not yet their turn. (Only buckets of replicate are reduced before OVER.)
+    # Whether a hook on an output may tell, on some rank, when a backward reaches the pass.
+    is_watched: bool = False
+    # The cursor, which a backward sets to the end of the lists as it reaches the pass (``rewind``).
+    # Since then ``exits[begin:]`` have begun and ``firsts[over:]`` are over. ``firsts[due:]`` were
+    # reduced if they are buckets of replicate, which may be reduced before OVER.
     begin: int = 0
     over: int = 0
     due: int = 0
@@ -114,10 +116,10 @@ class Recorder:
 
     def __init__(self) -> None:
         self.current = Pass(0)
-        # Key: the first unit of a pass, a unit, and how many calls of it came before in the pass.
-        # Value: the unit that began next the last time; None if none did.
+        # Key: the first unit of a pass (users may call a part of a model by itself), a unit, and
+        # how many calls of it came before in the pass. Value: the unit that began next the last
+        # time; None if none did.
         self._following: dict[_Entry, int | None] = {}
-        self._entries: list[_Entry] = []  # of the present pass
         # The numbers of the passes with a unit whose backward has not come.
         self._open: dict[int, set[int]] = {}
         self._num_steps = 0
@@ -129,9 +131,11 @@ class Recorder:
         """
         # Learn the order of the last pass now, and not in it: an interrupted pass is forgotten,
         # because ranks may differ in how far they came.
-        units = [*(unit for _, unit, _ in self._entries[1:]), None]
-        self._following.update(zip(self._entries, units, strict=False))
-        self._entries = []
+        begun, counts = self.current.begun, collections.Counter[int]()
+        for call, after in itertools.zip_longest(begun, begun[1:]):
+            entry = begun[0].unit, call.unit, counts[call.unit]
+            self._following[entry] = None if after is None else after.unit
+            counts[call.unit] += 1
         self.current = Pass(self.current.number + 1)
         has_stepped = num_steps != self._num_steps
         if has_stepped:
@@ -146,8 +150,6 @@ class Recorder:
         calls = now.calls.setdefault(unit, [])
         if not calls:
             now.firsts.append(call)
-        # Users may call a part of a model by itself, so the first unit of the pass counts.
-        self._entries.append((now.firsts[0].unit, unit, len(calls)))
         calls.append(call)
         now.begun.append(call)
         if with_graph:
@@ -163,7 +165,11 @@ class Recorder:
 
     def next_in_forward(self) -> int | None:
         """Return the unit that is expected to enter next; None if no unit is expected."""
-        return self._following.get(self._entries[-1]) if self._entries else None
+        begun = self.current.begun
+        if not begun:
+            return None
+        unit = begun[-1].unit
+        return self._following.get((begun[0].unit, unit, len(self.current.calls[unit]) - 1))
 
     def is_open(self, unit: int, but: Pass | None = None) -> bool:
         """Whether the backward of a pass with ``unit``, other than ``but``, has not come."""
@@ -184,6 +190,9 @@ class Recorder:
         self._open.clear()
 
     def forget(self) -> None:
-        """Drop what an interrupted pass has recorded. The predicted order stays."""
-        self.current, self._entries = Pass(self.current.number), []
+        """Drop the last pass, and expect no backward of earlier ones.
+
+        Its order is not learned, even if it is complete: on other ranks it may be cut off.
+        """
+        self.current = Pass(self.current.number)
         self.close_all()

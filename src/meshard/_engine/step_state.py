@@ -54,7 +54,7 @@ class Failure:
         self.is_dirty = False  # what ends a forward, finishes gradients or cleans up has raised
         self.generation = 0  # how often gradients were dropped
         self.end: weakref.ref[Any] | None = None  # while a backward runs: the callback for its end
-        self.thread = 0  # that of the last forward
+        self.thread = 0  # the user's: that in which the last pass began
 
     def has_happened(self) -> bool:
         if self.is_dirty or self.end is None:

@@ -58,7 +58,7 @@ class UnitStep:
 
     awaits_gradients: bool = False  # gradients are due, and not reduced or added up yet
     lost_unshard: bool = False  # a forward has ended the user's unshard()
-    # The ids of its modules that ran in this pass. If all have run, the next call empties the set.
+    # The ids of its modules that have run, each once: the unit is resharded after the last of them.
     modules_run: set[int] = field(default_factory=set)
 
     def record_taken(self) -> None:
