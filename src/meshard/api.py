@@ -214,7 +214,7 @@ def _check_modules(module: nn.Module | list[Module]) -> list[nn.Module]:
                 "apply it to the modules inside, one by one, and to the module around it."
             )
     listed = Counter(modules)
-    for outer in modules:
+    for outer in modules if len(modules) > 1 else ():
         inner = next((each for each in outer.modules() if listed[each] > (each is outer)), None)
         if inner is not None:
             raise ValueError(

@@ -109,7 +109,7 @@ def fully_shard_units(
     }
     free = _free_parameters(names, holders, ignored)
     for fqn, param, _ in free:
-        check_free(fqn, param, joined(own_class(model).__name__, fqn))
+        check_free(fqn, param, [model])
     refuse_shared_memory(free, [model])
     _distribute(free, planned, holders, min_params)
     mesh = mesh if mesh is not None else default_mesh()
