@@ -46,13 +46,6 @@ def check_positive(name: str, value: object) -> None:
         raise ValueError(f"{name} must be positive, got {value!r}.")
 
 
-def check_iterable(name: str, values: object) -> None:
-    """Raise a TypeError unless ``for`` can run over ``values``."""
-    # ``iter(values)`` would tell more, but may have effects: a DataLoader starts its workers.
-    if not isinstance(values, Iterable) and not hasattr(type(values), "__getitem__"):
-        raise TypeError(f"{name} must be iterable, got {type(values).__name__}.")
-
-
 def list_of(
     name: str, values: Iterable[Item], allowed: type[Any] | tuple[type[Any], ...], what: str
 ) -> list[Item]:
