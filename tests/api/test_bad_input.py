@@ -170,15 +170,8 @@ def test_a_parameter_replaced_or_removed_after_sharding_is_named_at_the_next_use
     ("setter", "argument", "error", "text"),
     [
         ("set_modules_to_forward_prefetch", [nn.ReLU()], ValueError, "no unit in this ReLU"),
-        ("set_reduce_scatter_max_input_buffers", 1.5, TypeError, "an int, got 1.5"),
-        ("set_keep_unsharded_storage", 1, TypeError, "keep must be a bool"),
-        ("set_custom_all_gather", print, TypeError, "needs an object with allocate"),
-        (
-            "set_symm_mem_for_comm",
-            "NCCL",
-            NotImplementedError,
-            "set_symm_mem_for_comm, .* not built",
-        ),
+        ("set_reduce_scatter_max_input_buffers", 0, ValueError, "at least 1, got 0"),
+        ("set_symm_mem_for_comm", "NCCL", AttributeError, "meshard has no 'set_symm_mem'"),
     ],
 )
 @on_fake_ranks(8)
@@ -190,7 +183,7 @@ def test_setters_refuse_also_what_is_nearly_right(setter, argument, error, text)
 
 @on_fake_ranks(8)
 def test_share_comm_ctx_refuses_a_module_without_units():
-    with pytest.raises(ValueError, match="got ReLU"):
+    with pytest.raises(ValueError, match="no unit in this ReLU"):
         meshard.share_comm_ctx([meshard.fully_shard(model()), nn.ReLU()])
 
 
@@ -255,8 +248,12 @@ TAKES_BY_JUNK = {
     "text list tensor": "batches",
     CALLABLE: "cost hook init overrides param_dtype_override_fn select",
     "3 None class module": "factor",
-    # The first backward says it.
-    " ".join(JUNK): "mode state until_last",
+    # The first step says it, or any value is true or false.
+    " ".join(JUNK): (
+        "async_op comm enable enabled event is_last_backward keep mode "
+        "reduce_scatter_unused_params requires_all_reduce requires_gradient_sync state stream "
+        "unshard_in_backward until_last"
+    ),
 }
 TAKES = {name: junk for junk, names in TAKES_BY_JUNK.items() for name in names.split()}
 # Where an argument means something else than elsewhere.
@@ -278,10 +275,8 @@ EXCEPT = {
     ("replicate", "module"): "module",
     ("OverlappedOptimizer.attached_to", "module"): "module",
     ("FSDPModule.set_reshard_after_forward", "reshard_after_forward"): "",
-    ("FSDPModule.set_custom_all_gather", "comm"): "None",
-    ("FSDPModule.set_custom_reduce_scatter", "comm"): "None",
-    ("FSDPModule.set_custom_all_reduce", "comm"): "None class module",
-    ("ReplicateModule.set_custom_all_reduce", "comm"): "None class module",
+    ("FSDPModule.set_all_reduce_hook", "hook"): " ".join(JUNK),
+    ("ReplicateModule.set_all_reduce_hook", "hook"): " ".join(JUNK),
     ("ReplicateModule.register_comm_hook", "hook"): "class module",
 }
 
