@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 # --- checks of arguments ---------------------------------------------------------------------
 
@@ -177,9 +177,6 @@ class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
     ``pin_memory``: page-lock the host shards, so that copies to the device are asynchronous.
     """
 
-    def __post_init__(self) -> None:
-        check_bool("pin_memory", self.pin_memory)
-
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
@@ -191,12 +188,6 @@ class ShardPlacementResult:
 
     placement: Shard | Replicate
     mesh: DeviceMesh
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.placement, Placement):
-            raise TypeError(f"placement must be a Shard or Replicate(), got {self.placement!r}.")
-        if not isinstance(self.mesh, DeviceMesh):
-            raise TypeError(f"mesh must be a DeviceMesh, got {type(self.mesh).__name__}.")
 
 
 @dataclass(frozen=True)
@@ -217,20 +208,10 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         named: list[str] = []
-        for role in ("shard", "replicate"):
-            value = getattr(self, role)
-            names = (value,) if isinstance(value, str) else (() if value is None else value)
-            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-                raise TypeError(f"{role} must be a name or a tuple of names, got {value!r}.")
-            named.extend(names)
-        if not named:
-            raise ValueError("DataParallelMeshDims needs shard=, replicate=, or both.")
-        twice = {name for name in named if named.count(name) > 1}
-        if twice:
-            raise ValueError(
-                f"DataParallelMeshDims names {sorted(twice)} twice; an axis either shards or "
-                "replicates."
-            )
+        for names in (self.shard, self.replicate):
+            named += [names] if isinstance(names, str) else names or ()
+        if not named or len(set(named)) < len(named):
+            raise ValueError(f"{self} must name one axis or more, and none of them twice.")
 
 
 class Comm(Protocol):

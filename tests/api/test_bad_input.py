@@ -243,7 +243,7 @@ TAKES_BY_JUNK = {
     "None 3": "clip_value max_unit_norm reshard_after_forward",
     "tensor": "tensors",
     "text": "path",
-    "None text": "replicate shard",
+    "None text list": "replicate shard",  # the call of fully_shard compares them with the mesh
     "tensor module": "parameters",
     "text list tensor": "batches",
     CALLABLE: "cost hook init overrides param_dtype_override_fn select",
@@ -252,14 +252,15 @@ TAKES_BY_JUNK = {
     " ".join(JUNK): (
         "async_op comm enable enabled event is_last_backward keep mode "
         "reduce_scatter_unused_params requires_all_reduce requires_gradient_sync state stream "
-        "unshard_in_backward until_last"
+        "pin_memory unshard_in_backward unshard_on_access until_last"
     ),
 }
 TAKES = {name: junk for junk, names in TAKES_BY_JUNK.items() for name in names.split()}
 # Where an argument means something else than elsewhere.
 EXCEPT = {
     ("CommLedger", "module"): "None module",
-    ("ShardPlacementResult", "mesh"): "",
+    ("ShardPlacementResult", "mesh"): " ".join(JUNK),  # fully_shard refuses it
+    ("ShardPlacementResult", "placement"): " ".join(JUNK),
     ("clip_grad_norm_", "max_norm"): "0 3",
     ("fully_shard", "module"): "module",
     ("fully_shard_units", "model"): "module",
