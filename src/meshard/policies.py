@@ -32,12 +32,6 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a bool, got {value!r}.")
 
 
-def check_int(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` is an int."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}.")
-
-
 def check_positive(name: str, value: object) -> None:
     """Raise unless ``value`` is a number above zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):

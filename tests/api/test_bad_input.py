@@ -234,7 +234,7 @@ TAKES_BY_JUNK = {
         "bucket_cap_mb bucket_mb growth_factor growth_interval init_scale max_input_buffers "
         "max_norm norm_type"
     ),
-    "0 3": "min_params",
+    "0 3 -1 nan": "min_params",
     "None": (
         "accumulate_dtype buffer_dtype clip dp_mesh_dims fallback fallback_kwargs foreach "
         "gradient_dtype ignored_params mesh offload_policy optimizer output_dtype param_dtype "
@@ -252,7 +252,7 @@ TAKES_BY_JUNK = {
     " ".join(JUNK): (
         "async_op comm enable enabled event is_last_backward keep mode "
         "reduce_scatter_unused_params requires_all_reduce requires_gradient_sync state stream "
-        "pin_memory unshard_in_backward unshard_on_access until_last"
+        "pin_memory sync_init unshard_in_backward unshard_on_access until_last"
     ),
 }
 TAKES = {name: junk for junk, names in TAKES_BY_JUNK.items() for name in names.split()}
