@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.first_values import ranks_of, rows_over_mesh
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.unit import Unit, require_units
-from meshard.policies import GradientSync, check_iterable
+from meshard.policies import GradientSync
 
 Batch = TypeVar("Batch")
 _END: Any = object()  # follows the last batch of an iterator
@@ -28,7 +28,6 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
     On exit, restore the previous mode of each unit.
 
     Raises:
-        TypeError: ``mode`` is not a ``GradientSync``.
         ValueError: There is no unit in ``module``.
 
     >>> import torch, meshard
@@ -38,8 +37,6 @@ def gradient_sync(module: nn.Module, mode: GradientSync) -> Iterator[None]:
     >>> layer.weight.grad is None
     True
     """
-    if not isinstance(mode, GradientSync):
-        raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
     units = require_units(module)
     before = [unit.settings.sync for unit in units]
     for unit in units:
@@ -77,7 +74,6 @@ def microbatches(
     the loop, the loop goes on, and the optimizer refuses to step by what the others have left.
 
     Raises:
-        TypeError: ``until_last`` is not a ``GradientSync``.
         ValueError: There is no unit in ``module``.
 
     >>> import torch, meshard
@@ -87,9 +83,6 @@ def microbatches(
     >>> layer.weight.grad.full_tensor()
     tensor([[3., 3.]])
     """
-    if not isinstance(until_last, GradientSync):
-        raise TypeError(f"until_last must be a meshard.GradientSync, got {until_last!r}.")
-    check_iterable("batches", batches)
     return _microbatches(batches, until_last, require_units(module))
 
 
@@ -232,7 +225,6 @@ def uneven_batches(module: nn.Module, batches: Iterable[Batch]) -> Iterator[tupl
     >>> model.bias.grad.full_tensor()
     tensor([6.])
     """
-    check_iterable("batches", batches)
     return _uneven_batches(batches, [unit for unit in require_units(module) if unit.params])
 
 

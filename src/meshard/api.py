@@ -35,7 +35,6 @@ from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._params.sharded_param import leave_out
 from meshard._params.storage import MemoryLocation
 from meshard._torch.private import (
-    TorchDataParallelMeshDims,
     accumulation_hooks_of,
     gradient_hooks_of,
     register_as_sharded,
@@ -50,7 +49,6 @@ from meshard.policies import (
     MixedPrecisionPolicy,
     OffloadPolicy,
     ShardPlacementResult,
-    check_bool,
     list_of,
 )
 
@@ -148,14 +146,12 @@ def fully_shard(
     policy = as_policy(mp_policy)
     if offload_policy is not None and not isinstance(offload_policy, TorchOffloadPolicy):
         raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}.")
-    dims = _check_dims(mesh, dp_mesh_dims)
     check_mesh(mesh)
-    check_bool("unshard_on_access", unshard_on_access)
     ignored = as_set(ignored_params)
     found = collect(modules, ignored)
     refuse_shared_memory(found, modules)
     _warn_about_hooks(found)
-    mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dims)
+    mesh_info = resolve_mesh_info(mesh if mesh is not None else default_mesh(), dp_mesh_dims)
     plans = plan(found, mesh_info, shard_placement_fn, policy)
     device = device_of(mesh_info.mesh)
     host = _host_location(offload_policy, device)
@@ -214,7 +210,7 @@ def _check_modules(module: nn.Module | list[Module]) -> list[nn.Module]:
                 "apply it to the modules inside, one by one, and to the module around it."
             )
     listed = Counter(modules)
-    for outer in modules:
+    for outer in modules if len(modules) > 1 else ():
         inner = next((each for each in outer.modules() if listed[each] > (each is outer)), None)
         if inner is not None:
             raise ValueError(
@@ -264,16 +260,6 @@ def as_policy(mp_policy: TorchMixedPrecisionPolicy) -> MixedPrecisionPolicy:
     )
 
 
-def _check_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims | None:
-    if dims is None:
-        return None
-    if not isinstance(dims, (DataParallelMeshDims, TorchDataParallelMeshDims)):
-        raise TypeError(f"dp_mesh_dims must be a DataParallelMeshDims or None, got {dims!r}.")
-    if mesh is None:
-        raise ValueError("dp_mesh_dims names axes of mesh; pass mesh as well.")
-    return DataParallelMeshDims(shard=dims.shard, replicate=dims.replicate)
-
-
 # --- settings ------------------------------------------------------------------------------
 
 
@@ -308,7 +294,6 @@ def _host_location(
     """Return the host memory where a policy puts shards; None: they are on ``device``."""
     if not isinstance(policy, TorchCPUOffloadPolicy):
         return None
-    check_bool("pin_memory", policy.pin_memory)
     return MemoryLocation.host_memory(device, pin=policy.pin_memory)
 
 
@@ -356,29 +341,15 @@ def _default_device_type() -> str:
 
 
 def _init_default_group(device_type: str) -> None:
-    if device_type != "cpu":
-        _choose_device(torch.get_device_module(device_type), device_type)
+    if device_type != "cpu":  # torchrun numbers the ranks of a host
+        module = torch.get_device_module(device_type)
+        module.set_device(int(os.environ.get("LOCAL_RANK", module.current_device())))
     if all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         dist.init_process_group()
         atexit.register(_destroy_group, dist.group.WORLD)
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]  # public, but not in torch's stubs
         dist.init_process_group(store=store, rank=0, world_size=1)
-
-
-def _choose_device(module: Any, device_type: str) -> None:
-    """Make the device of this rank the current one: torchrun numbers the ranks of a host."""
-    local_rank, count = os.environ.get("LOCAL_RANK"), module.device_count()
-    if local_rank is None:
-        module.set_device(module.current_device())  # which is what init_device_mesh asks for
-        return
-    if int(local_rank) >= count:
-        raise RuntimeError(
-            f"rank {local_rank} of this host has no {device_type} device, because there are only "
-            f"{count}. Start at most {count} ranks per host (--nproc-per-node), or call "
-            "torch.distributed.init_process_group('gloo') first, to train on the CPU."
-        )
-    module.set_device(int(local_rank))
 
 
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:

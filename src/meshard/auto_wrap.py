@@ -12,7 +12,6 @@ in an order in which each module comes after those that hold it.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from graphlib import TopologicalSorter
 from typing import Any
@@ -33,9 +32,8 @@ from meshard._engine.build import (
 from meshard._engine.unit import joined, own_class, owned_names, unit_of, without_compile
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.user_line import warn_user
-from meshard.api import as_set, check_mesh, default_mesh, fully_shard, has_forward
+from meshard.api import as_set, default_mesh, fully_shard, has_forward
 from meshard.initialization import refuse_meta, take_values_of_first_rank
-from meshard.policies import check_bool, check_int
 
 UnitPredicate = Callable[[str, nn.Module], bool]
 UnitChoice = str | type[nn.Module] | tuple[type[nn.Module], ...] | UnitPredicate
@@ -59,7 +57,7 @@ def fully_shard_units(
     **Collective:** every rank, with the same model and arguments.
 
     Args:
-        model: The root.
+        model: The root, which must have a forward.
         mesh: As for ``fully_shard``.
         units: A module class or a tuple of them; a predicate ``(fqn, module) -> bool``; or
             ``"auto"`` for repeated blocks: children of a ``ModuleList`` or ``Sequential`` that have
@@ -71,7 +69,8 @@ def fully_shard_units(
         sync_init: First overwrite the parameters that it shards, and all buffers, with those of the
             first rank of the mesh. Without it every rank must hold the same values.
         overrides: Called as ``(fqn, module)`` for every unit, the root (``""``) included; returns
-            arguments of ``fully_shard`` that differ for this unit (None: the default), or None.
+            arguments of ``fully_shard`` that differ for this unit (None: the default), or None. It
+            cannot override ``ignored_params``.
         fully_shard_kwargs: All other arguments of ``fully_shard``, for every unit.
 
     Returns:
@@ -79,22 +78,17 @@ def fully_shard_units(
         A unit of several modules has the name of its first.
 
     Raises:
-        TypeError: An argument is of the wrong type, or unknown to ``fully_shard``.
+        TypeError: An argument is unknown to ``fully_shard``.
         ValueError: A class or predicate matches no module, or a parameter cannot be sharded. Or
             with ``sync_init`` a tensor is on the meta device on this rank.
             Arguments for all units, and parameters, are checked before a module is changed, but not
-            the values that ``overrides`` and ``shard_placement_fn`` return.
+            what ``overrides`` and ``shard_placement_fn`` return.
 
     >>> import torch
     >>> block = lambda: torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
     >>> fully_shard_units(torch.nn.Sequential(block(), block(), torch.nn.Linear(4, 1)))
     ['', '0', '1']
     """
-    _check_arguments(model, mesh, min_params)
-    _check_names(fully_shard_kwargs, "fully_shard_units")
-    check_bool("sync_init", sync_init)
-    if overrides is not None and not callable(overrides):
-        raise TypeError(f"overrides must be callable or None, got {overrides!r}.")
     names = {module: fqn for fqn, module in model.named_modules()}
     holders = _holders_in(model)
     chosen = _choose(names, holders, units)
@@ -109,7 +103,7 @@ def fully_shard_units(
     }
     free = _free_parameters(names, holders, ignored)
     for fqn, param, _ in free:
-        check_free(fqn, param, joined(own_class(model).__name__, fqn))
+        check_free(fqn, param, [model])
     refuse_shared_memory(free, [model])
     _distribute(free, planned, holders, min_params)
     mesh = mesh if mesh is not None else default_mesh()
@@ -135,13 +129,6 @@ def fully_shard_units(
             "blocks by units=, or call fully_shard(model) if one unit is what you want.",
         )
     return unit_names
-
-
-def _check_names(arguments: dict[str, Any], where: str) -> None:
-    """Raise unless ``fully_shard`` takes the ``arguments``."""
-    for name in arguments:
-        if name not in [*_SIGNATURE.parameters][1:]:
-            raise TypeError(f"{where} got an unexpected keyword argument {name!r}.")
 
 
 def _unit_names(model: nn.Module) -> list[str]:
@@ -192,7 +179,6 @@ def _in_all(chains: list[list[nn.Module]]) -> list[nn.Module]:
 
 # --- choice of modules -----------------------------------------------------------------------
 
-_CHOICES = "'auto', a module class, a tuple of classes or a predicate (fqn, module) -> bool"
 _BLOCKS = (
     "('auto' takes repeated blocks: two or more children of one class in a ModuleList, Sequential "
     "or ModuleDict (which must hold no others), and the only child of a ModuleList.)"
@@ -212,10 +198,8 @@ def _choose(names: dict[nn.Module, str], holders: Holders, units: Any) -> set[nn
     if chosen or is_auto:
         return chosen
     root, *inside = (own_class(module).__name__ for module in names)
-    without = sorted({own_class(module).__name__ for module in wanted if not has_forward(module)})
-    reason = f" ({', '.join(without)} has no forward, so it cannot be a unit)" if without else ""
     raise ValueError(
-        f"units={units!r} matches no module inside {root}{reason}; the classes inside are "
+        f"units={units!r} matches no module with a forward inside {root}; the classes inside are "
         f"{', '.join(sorted(set(inside))) or 'none'}. {_BLOCKS} Choose others, or call "
         "fully_shard(model) to make it one unit."
     )
@@ -225,10 +209,7 @@ def _matching(names: dict[nn.Module, str], units: Any) -> set[nn.Module]:
     classes = units if isinstance(units, tuple) else (units,)
     if classes and all(isinstance(each, type) for each in classes):
         return {module for module in names if isinstance(module, classes)}
-    if callable(units):
-        return {module for module, fqn in names.items() if units(fqn, module)}
-    error = ValueError if isinstance(units, str) else TypeError
-    raise error(f"units must be {_CHOICES}, got {units!r}.")
+    return {module for module, fqn in names.items() if units(fqn, module)}
 
 
 def _repeated_blocks(holders: Holders) -> set[nn.Module]:
@@ -301,39 +282,10 @@ def _distribute(
             give(planned.pop(module))
 
 
-# --- checks --------------------------------------------------------------------------------
-
-_SIGNATURE = inspect.signature(fully_shard)
-
-
-def _check_arguments(model: nn.Module, mesh: DeviceMesh | None, min_params: int) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"fully_shard_units needs an nn.Module, got {type(model).__name__}.")
-    check_mesh(mesh)
-    check_int("min_params", min_params)
-    if min_params < 0:
-        raise ValueError(f"min_params must not be negative, got {min_params}.")
-    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and not has_forward(model):
-        raise ValueError(
-            f"the root is a {type(model).__name__}, which has no forward to gather parameters "
-            "for; pass the module around it."
-        )
-
-
 def _arguments(
     fqn: str, module: nn.Module, for_all: dict[str, Any], overrides: Overrides | None
 ) -> dict[str, Any]:
     """Return the arguments of ``fully_shard`` for one unit; None stands for the default."""
-    own = overrides(fqn, module) if overrides is not None else None
-    own = {} if own is None else own
-    if not isinstance(own, dict) or "ignored_params" in own:
-        raise TypeError(
-            f"overrides returned {own!r} for unit {fqn!r}; return a dict of arguments of "
-            "fully_shard, and pass ignored_params for the whole model."
-        )
-    _check_names(own, f"fully_shard, by overrides for unit {fqn!r},")
-    chosen = {**for_all, **own}
-    for name in [name for name, value in chosen.items() if value is None]:
-        chosen[name] = for_all["mesh"] if name == "mesh" else _SIGNATURE.parameters[name].default
-    check_mesh(chosen["mesh"])
-    return chosen
+    own = (overrides(fqn, module) if overrides is not None else None) or {}
+    chosen = {name: value for name, value in {**for_all, **own}.items() if value is not None}
+    return {"mesh": for_all["mesh"], **chosen}

@@ -30,7 +30,6 @@ from meshard._torch.private import (
     is_of_to_empty,
     skip_dynamo_once,
     state_of,
-    too_new,
 )
 from meshard.initialization import poisoned
 from meshard.policies import (
@@ -39,8 +38,6 @@ from meshard.policies import (
     MixedPrecisionPolicy,
     ReduceScatter,
     check_bool,
-    check_int,
-    list_of,
 )
 from meshard.reduce_hooks import on_stream
 
@@ -157,21 +154,17 @@ else:
 class GradientSetters(_AnyModule):
     """What sharded and replicated modules have in common: gradients, copies, interrupted steps.
 
-    With ``recurse`` a setter also reaches the units inside. All raise a TypeError for an argument
-    of the wrong type.
+    With ``recurse`` a setter also reaches the units inside.
     """
 
     def set_gradient_sync(self, mode: GradientSync, *, recurse: bool = True) -> None:
         """Choose how far the gradients of the following backwards are reduced."""
-        if not isinstance(mode, GradientSync):
-            raise TypeError(f"mode must be a meshard.GradientSync, got {mode!r}.")
         _write(self, recurse, sync=mode)
 
     def set_requires_gradient_sync(
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Turn gradient reduction on (``GradientSync.FULL``) or off (``GradientSync.NONE``)."""
-        check_bool("requires_gradient_sync", requires_gradient_sync)
         mode = GradientSync.FULL if requires_gradient_sync else GradientSync.NONE
         self.set_gradient_sync(mode, recurse=recurse)
 
@@ -180,7 +173,6 @@ class GradientSetters(_AnyModule):
 
         Does nothing to units that do not reduce at all (``GradientSync.NONE``).
         """
-        check_bool("requires_all_reduce", requires_all_reduce)
         mode = GradientSync.FULL if requires_all_reduce else GradientSync.REDUCE_SCATTER
         for unit in require_units(self, recurse=recurse):
             if unit.settings.sync.reduces:
@@ -192,7 +184,6 @@ class GradientSetters(_AnyModule):
         A backward that is not the last waits only for reductions that bring gradients into
         ``.grad``. Those of other modes may overlap with the next microbatch.
         """
-        check_bool("is_last_backward", is_last_backward)
         _lifecycle(self).is_last_backward = is_last_backward
 
     def set_manual_backward_finalization(self, enabled: bool) -> None:
@@ -205,7 +196,6 @@ class GradientSetters(_AnyModule):
         Raises:
             RuntimeError: This is not the root, or a backward is under way or not finalized yet.
         """
-        check_bool("enabled", enabled)
         _lifecycle_of_root(self, "set_manual_backward_finalization").set_manual(enabled)
 
     def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
@@ -236,7 +226,6 @@ class GradientSetters(_AnyModule):
         >>> layer.bias.grad.full_tensor()
         tensor([3., 3.])
         """
-        check_bool("async_op", async_op)
         handle = GradientReductionHandle(_lifecycle_of_root(self, "finalize_backward"))
         if async_op:
             return handle
@@ -276,12 +265,10 @@ class GradientSetters(_AnyModule):
         self, reduce_scatter_unused_params: bool, *, recurse: bool = True
     ) -> None:
         """Choose the gradient of parameters that no rank used: zero if True, None if False."""
-        check_bool("reduce_scatter_unused_params", reduce_scatter_unused_params)
         _write(self, recurse, zero_unused=reduce_scatter_unused_params)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accept FSDP2's setting, without effect: meshard always sums and divides by itself."""
-        check_bool("enable", enable)
 
     def set_all_reduce_hook(
         self,
@@ -297,10 +284,6 @@ class GradientSetters(_AnyModule):
         runs on ``stream`` (None: the current one), and the current stream waits for it. A second
         call replaces the hook, None removes it; ``meshard.register_reduce_hook`` chains several.
         """
-        if hook is not None and not callable(hook):
-            raise TypeError(f"hook must be callable or None, got {hook!r}.")
-        if stream is not None and any(g.spec.device.type == "cpu" for g in _groups(self, recurse)):
-            raise ValueError("a CPU mesh has no streams; leave stream out.")
         after = hook if hook is None or stream is None else on_stream(hook, stream)
         new = [] if after is None else [ReduceHook(after=after, is_all_reduce=True)]
         for unit in require_units(self, recurse=recurse):
@@ -318,9 +301,6 @@ class GradientSetters(_AnyModule):
         gradient of zero. Groups of one rank do not call ``comm``.
 
         **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight.
-
-        Raises:
-            TypeError: ``comm`` is neither callable nor None.
 
         >>> import torch, meshard
         >>> layer = meshard.replicate(torch.nn.Linear(1, 1))
@@ -374,7 +354,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         **Collective:** the shard group. **Lifetime:** until ``reshard``, or the end of the
         unit's next forward if that reshards.
         """
-        check_bool("async_op", async_op)
         units = require_units(self, recurse=False)
         for unit in units:
             unit.group.check_not_summoned("gathered by unshard()")
@@ -422,13 +401,11 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         >>> layer.weight.data_ptr() == address
         True
         """
-        check_bool("keep", keep)
         for group in _groups(self, recurse):
             group.keep_storage(keep)
 
     def set_unshard_in_backward(self, unshard_in_backward: bool, *, recurse: bool = False) -> None:
         """Choose whether backward gathers this unit; False if its backward reads no parameters."""
-        check_bool("unshard_in_backward", unshard_in_backward)
         _write(self, recurse, unshard_in_backward=unshard_in_backward)
 
     def set_modules_to_forward_prefetch(self, modules: list[TorchFSDPModule]) -> None:
@@ -454,7 +431,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
         **Collective:** all ranks of the shard group, the first time for a mesh.
         """
-        check_bool("enable", enable)
         for unit in require_units(self, recurse=recurse):
             unit.lifecycle.finish_reductions()
             if unit.params and (mesh_info := unit.group.spec.mesh_info).shard_axis is not None:
@@ -470,8 +446,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         The unit whose reduction begins counts: with 1, it waits until the one before is reduced.
         The default is 3, of which CPU ranks use 2 unless they reduce over replicas as well.
         """
-        check_int("max_input_buffers", max_input_buffers)
-        if max_input_buffers < 1:
+        if not max_input_buffers >= 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}.")
         _write(self, recurse, max_input_buffers=max_input_buffers)
 
@@ -499,21 +474,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """Allocate the buffers of this unit's collectives by the process group's own allocator.
 
         NCCL may then send without copying. Where the backend has no allocator (gloo) this does
-        nothing. A custom collective that is set later allocates by itself.
-
-        Raises:
-            ValueError: A unit has a custom all-gather or reduce-scatter.
+        nothing. Custom collectives allocate by themselves.
         """
-        check_bool("enable", enable)
-        units = require_units(self, recurse=recurse)
-        if enable and any(
-            u.settings.comm.all_gather or u.settings.comm.reduce_scatter for u in units
-        ):
-            raise ValueError(
-                "memory of the process group and a custom collective exclude each other, because a "
-                "custom collective allocates by itself; set only one of them."
-            )
-        for unit in units:
+        for unit in require_units(self, recurse=recurse):
             from_group = enable and _can_allocate(unit)
             _use_comm(unit, replace(unit.settings.comm, from_group=from_group))
 
@@ -522,8 +485,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
 
         For an optimizer that steps on a stream of its own: set a new event after each step.
         """
-        if not hasattr(event, "wait") or not hasattr(event, "record"):
-            raise TypeError(f"event must be a torch.Event, got {event!r}.")
         _lifecycle(self).comm.gather_after(event)
 
     def _get_fsdp_state(self) -> Any:
@@ -569,24 +530,6 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         return result
 
 
-def refuse_new_methods(ours: type, torchs: type) -> None:
-    """Make each public method that a newer torch has added raise a NotImplementedError."""
-    for name, method in inspect.getmembers(torchs, inspect.isfunction):
-        if not name.startswith("_") and getattr(ours, name) is method:
-            setattr(ours, name, _not_built(name, method))
-
-
-def _not_built(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(method)
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise too_new(name)
-
-    return refuse
-
-
-refuse_new_methods(FSDPModule, TorchFSDPModule)
-
-
 class UnshardHandle:
     """An ``unshard(async_op=True)`` in flight."""
 
@@ -629,18 +572,11 @@ class GradientReductionHandle:
 
 
 def _refs(modules: list[Any]) -> list[weakref.ref[Unit]]:
-    listed = list_of("modules", modules, nn.Module, "a list of modules")
-    return [weakref.ref(unit) for each in listed for unit in require_units(each, recurse=False)]
+    return [weakref.ref(unit) for each in modules for unit in require_units(each, recurse=False)]
 
 
 def _replace_comm(module: Any, recurse: bool, name: str, comm: Any) -> None:
     """Change a custom collective of the selected units."""
-    needs = "an object with allocate() and __call__()"
-    is_valid = callable(comm) and hasattr(comm, "allocate")
-    if name == "all_reduce":
-        needs, is_valid = "a callable like torch.distributed.all_reduce", callable(comm)
-    if comm is not None and not is_valid:
-        raise TypeError(f"set_custom_{name} needs {needs}, got {comm!r}.")
     for unit in require_units(module, recurse=recurse):
         _use_comm(unit, replace(unit.settings.comm, **{name: comm}))
 
@@ -745,25 +681,16 @@ class StageState(UnitHook):
 def share_comm_ctx(modules: list[Any]) -> None:
     """Let several roots communicate on the same streams, as the stages of a pipeline do.
 
-    Memory that one has freed can then serve another. Call it after the last ``fully_shard``,
-    between steps.
+    Memory that one has freed can then serve another. They must be on one device. Call it after the
+    last ``fully_shard``, between steps.
 
     Raises:
-        ValueError: A module is not sharded by ``fully_shard``, or they are on different devices.
+        ValueError: A module is no unit.
 
     >>> import torch, meshard
     >>> stages = [meshard.fully_shard(torch.nn.Linear(2, 2)) for _ in range(2)]
     >>> meshard.share_comm_ctx(stages)
     """
-    modules = list_of("modules", modules, nn.Module, "a list of sharded modules")
-    for module in modules:
-        if not isinstance(module, FSDPModule):
-            raise ValueError(
-                f"share_comm_ctx needs modules sharded by fully_shard, got {type(module).__name__}."
-            )
-    devices = {group.spec.device for module in modules for group in _groups(module, False)}
-    if len(devices) > 1:
-        shown = ", ".join(sorted(map(str, devices)))
-        raise ValueError(f"modules that share streams must be on one device, got {shown}.")
-    for lifecycle in map(_lifecycle, modules[1:]):
-        lifecycle.use(_lifecycle(modules[0]).comm.shared_with(lifecycle.comm))
+    first, *others = map(_lifecycle, modules)
+    for lifecycle in others:
+        lifecycle.use(first.comm.shared_with(lifecycle.comm))

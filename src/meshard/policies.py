@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy as TorchCPUOffloadPolicy
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
-from torch.distributed.tensor import Placement, Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard
 
 # --- checks of arguments ---------------------------------------------------------------------
 
@@ -32,25 +32,12 @@ def check_bool(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a bool, got {value!r}.")
 
 
-def check_int(name: str, value: object) -> None:
-    """Raise a TypeError unless ``value`` is an int."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} must be an int, got {value!r}.")
-
-
 def check_positive(name: str, value: object) -> None:
     """Raise unless ``value`` is a number above zero."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be a number, got {value!r}.")
     if not value > 0:
         raise ValueError(f"{name} must be positive, got {value!r}.")
-
-
-def check_iterable(name: str, values: object) -> None:
-    """Raise a TypeError unless ``for`` can run over ``values``."""
-    # ``iter(values)`` would tell more, but may have effects: a DataLoader starts its workers.
-    if not isinstance(values, Iterable) and not hasattr(type(values), "__getitem__"):
-        raise TypeError(f"{name} must be iterable, got {type(values).__name__}.")
 
 
 def list_of(
@@ -184,9 +171,6 @@ class CPUOffloadPolicy(TorchCPUOffloadPolicy, OffloadPolicy):
     ``pin_memory``: page-lock the host shards, so that copies to the device are asynchronous.
     """
 
-    def __post_init__(self) -> None:
-        check_bool("pin_memory", self.pin_memory)
-
 
 @dataclass(frozen=True)
 class ShardPlacementResult:
@@ -198,12 +182,6 @@ class ShardPlacementResult:
 
     placement: Shard | Replicate
     mesh: DeviceMesh
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.placement, Placement):
-            raise TypeError(f"placement must be a Shard or Replicate(), got {self.placement!r}.")
-        if not isinstance(self.mesh, DeviceMesh):
-            raise TypeError(f"mesh must be a DeviceMesh, got {type(self.mesh).__name__}.")
 
 
 @dataclass(frozen=True)
@@ -224,20 +202,10 @@ class DataParallelMeshDims:
 
     def __post_init__(self) -> None:
         named: list[str] = []
-        for role in ("shard", "replicate"):
-            value = getattr(self, role)
-            names = (value,) if isinstance(value, str) else (() if value is None else value)
-            if not isinstance(names, tuple) or not all(isinstance(name, str) for name in names):
-                raise TypeError(f"{role} must be a name or a tuple of names, got {value!r}.")
-            named.extend(names)
-        if not named:
-            raise ValueError("DataParallelMeshDims needs shard=, replicate=, or both.")
-        twice = {name for name in named if named.count(name) > 1}
-        if twice:
-            raise ValueError(
-                f"DataParallelMeshDims names {sorted(twice)} twice; an axis either shards or "
-                "replicates."
-            )
+        for names in (self.shard, self.replicate):
+            named += [names] if isinstance(names, str) else names or ()
+        if not named or len(set(named)) < len(named):
+            raise ValueError(f"{self} must name one axis or more, and none of them twice.")
 
 
 class Comm(Protocol):

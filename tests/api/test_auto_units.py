@@ -316,23 +316,20 @@ def blocks_with_a_scalar():
 @pytest.mark.parametrize(
     ("build", "kwargs", "error", "match"),
     [
-        (MlpStack, {"units": "MlpBlock"}, ValueError, "units must be .auto., .*got .MlpBlock."),
-        (MlpStack, {"units": nn.Conv2d}, ValueError, "no module inside MlpStack.*Linear, MlpBlock"),
+        (MlpStack, {"units": nn.Conv2d}, ValueError, "a forward inside MlpStack.*Linear, MlpBlock"),
         (MlpStack, {"units": lambda fqn, module: False}, ValueError, "matches no module"),
-        (MlpStack, {"units": nn.ModuleList}, ValueError, "ModuleList has no forward.*MlpBlock"),
-        (MlpStack, {"units": ("MlpBlock",)}, TypeError, "units must be 'auto'"),
-        (MlpStack, {"units": ()}, TypeError, "units must be 'auto'"),
-        (MlpStack, {"min_params": 1.5}, TypeError, "min_params must be an int"),
+        (MlpStack, {"units": nn.ModuleList}, ValueError, "no module with a forward.*MlpBlock"),
+        (MlpStack, {"units": "MlpBlock"}, TypeError, "not callable"),
+        (MlpStack, {"units": ("MlpBlock",)}, TypeError, "not callable"),
+        (MlpStack, {"units": ()}, TypeError, "not callable"),
         (MlpStack, {"reshard": True}, TypeError, "unexpected keyword argument .reshard"),
         (MlpStack, {"unit": []}, TypeError, "unexpected keyword argument .unit"),
-        (MlpStack, {"module": None}, TypeError, "unexpected keyword argument .module"),
+        (MlpStack, {"module": 1}, TypeError, "multiple values for .*'module'"),
         (MlpStack, {"reshard_after_forward": 3}, ValueError, "must divide the 4 ranks"),
-        (MlpStack, {"overrides": lambda *_: 1}, TypeError, "overrides returned 1 for unit"),
-        (MlpStack, {"overrides": lambda *_: {"x": 1}}, TypeError, "for unit .* argument 'x'"),
-        (MlpStack, {"overrides": lambda *_: {"mesh": 4}}, TypeError, "mesh must be a DeviceMesh"),
-        (MlpStack, {"overrides": lambda *_: {"ignored_params": set()}}, TypeError, "whole model"),
+        (MlpStack, {"overrides": lambda *_: 1}, TypeError, "'int' object is not a mapping"),
+        (MlpStack, {"overrides": lambda *_: {"x": 1}}, TypeError, "unexpected keyword argument 'x"),
+        (MlpStack, {"overrides": lambda *_: {"mesh": 4}}, AttributeError, "device_type"),
         (blocks_with_a_scalar, {}, ValueError, "'temperature' is a scalar"),
-        (lambda: nn.ModuleList([linear()] * 2), {}, ValueError, "the root is a ModuleList"),
         (
             lambda: blocks(2).to("meta"),
             {"sync_init": True},
@@ -351,12 +348,16 @@ def test_what_is_refused_leaves_the_model_as_it_was(build, kwargs, error, match)
 
 
 @on_fake_ranks(2)
-def test_options_are_checked_also_if_all_units_exist():
+def test_a_root_without_a_forward_is_refused():
+    with pytest.raises(ValueError, match="a ModuleList, because it has no forward"):
+        fully_shard_units(nn.ModuleList([linear(), linear()]))
+
+
+@on_fake_ranks(2)
+def test_a_second_call_changes_nothing():
     model = MlpStack()
-    fully_shard_units(model)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'reshard_after_foward'"):
-        fully_shard_units(model, reshard_after_foward=True)
-    assert fully_shard_units(model, sync_init=True)[0] == ""
+    names = fully_shard_units(model)
+    assert fully_shard_units(model, sync_init=True) == names
 
 
 LAYERS = (nn.Linear, nn.Embedding, nn.LayerNorm)

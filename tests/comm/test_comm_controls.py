@@ -202,8 +202,6 @@ def test_a_backend_without_memory_is_used_as_before_until_a_custom_collective_is
     model.set_custom_all_gather(gather)
     step(model)
     assert gather.calls
-    with pytest.raises(ValueError, match="memory of the process group and a custom collective"):
-        model.set_allocate_memory_from_process_group_for_comm(True)
 
 
 @on_ranks(2)
@@ -224,6 +222,7 @@ def test_a_custom_collective_overrides_the_memory_of_the_process_group():
         step(model)
         assert asked
         use_custom(model)
+        model.set_allocate_memory_from_process_group_for_comm(True)
         asked.clear()
         step(model)
         assert not asked

@@ -108,16 +108,9 @@ def test_a_mesh_without_this_rank(world):
 # --- named axes ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "text"),
-    [
-        ({}, "needs shard=, replicate=, or both"),
-        ({"replicate": ()}, "needs shard=, replicate=, or both"),
-        ({"shard": "dp", "replicate": "dp"}, r"names \['dp'\] twice"),
-    ],
-)
-def test_wrong_names_when_they_are_given(kwargs, text):
-    with pytest.raises(ValueError, match=text):
+@pytest.mark.parametrize("kwargs", [{}, {"replicate": ()}, {"shard": "dp", "replicate": "dp"}])
+def test_wrong_names_when_they_are_given(kwargs):
+    with pytest.raises(ValueError, match="must name one axis or more, and none of them twice"):
         DataParallelMeshDims(**kwargs)
 
 
@@ -129,7 +122,7 @@ def test_axes_that_do_not_fit_the_mesh(world):
     refused("in another order; name them in the order", layer, world, dp_mesh_dims=swapped)
     nameless = init_device_mesh("cpu", (4, 2))
     refused("has no names; pass mesh_dim_names", layer, nameless, dp_mesh_dims=shard)
-    refused("pass mesh as well", layer, dp_mesh_dims=shard)
+    refused("has no names; pass mesh_dim_names", layer, dp_mesh_dims=shard)
 
 
 def test_parameters_that_do_not_fit_the_axes(world):

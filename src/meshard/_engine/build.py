@@ -91,7 +91,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
                     found[param].owners.append((module, name))
                 else:
                     found[param] = Collected(fqn, param, [(module, name)])
-                    check_free(fqn, param, _spoken(fqn, modules))
+                    check_free(fqn, param, modules)
     _collect_hoisted(modules, found)
     return list(found.values())
 
@@ -111,23 +111,23 @@ def _spoken(fqn: str, modules: list[nn.Module]) -> str:
     return joined(own_class(modules[int(position)]).__name__, name)
 
 
-def check_free(fqn: str, param: nn.Parameter, spoken: str) -> None:
+def check_free(fqn: str, param: nn.Parameter, modules: list[nn.Module]) -> None:
     """Raise a ValueError if a unit, or an optimizer that steps in backward, has the parameter."""
     refuse_backward_optimizer(repr(fqn), param, ValueError)
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
         raise ValueError(
-            f"parameter {spoken!r} is tied to {tagged_fqn!r}, which "
+            f"parameter {_spoken(fqn, modules)!r} is tied to {tagged_fqn!r}, which "
             "another fully_shard has already sharded, so the tie would be cut silently; shard both "
             "in one call: apply fully_shard to their common parent only, pass both modules as a "
             "list, or shard the model by meshard.fully_shard_units, which finds ties."
         )
     if tag is TensorTag.SHARD:
         raise ValueError(
-            f"parameter {spoken!r} already belongs to a unit (as {tagged_fqn!r}): that of a module "
-            "around this one, or of another module that shares it. Call fully_shard on children "
-            "before their parents; what is shared goes to the unit around all of its uses, as "
-            "fully_shard_units does it."
+            f"parameter {_spoken(fqn, modules)!r} already belongs to a unit (as {tagged_fqn!r}): "
+            "that of a module around this one, or of another module that shares it. Call "
+            "fully_shard on children before their parents; what is shared goes to the unit around "
+            "all of its uses, as fully_shard_units does it."
         )
 
 

@@ -27,6 +27,11 @@ class FullMesh:
     data_axes: frozenset[int]  # the data-parallel axes of ``mesh``
 
 
+# The axes of meshes along which ranks have been found to ascend: to read the ranks of a mesh takes
+# longer than all else that sharding a small unit needs of it.
+_ascending_axes: weakref.WeakKeyDictionary[DeviceMesh, list[int]] = weakref.WeakKeyDictionary()
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MeshInfo:
     """The shard and replicate axes of a data-parallel mesh, with this rank's process groups.
@@ -47,12 +52,15 @@ class MeshInfo:
     def __post_init__(self) -> None:
         # A process group numbers its ranks in ascending order, a DTensor by their place in the
         # mesh. Both must give a rank the same shard.
-        axis = self.shard_axis
-        if axis is not None and bool((self.mesh.mesh.diff(dim=axis) < 0).any()):
+        axis, ascending = self.shard_axis, _ascending_axes.setdefault(self.mesh, [])
+        if axis is None or axis in ascending:
+            return
+        if bool((self.mesh.mesh.diff(dim=axis) < 0).any()):
             raise ValueError(
                 f"the ranks of mesh {self.mesh.mesh.tolist()} do not ascend along shard axis "
                 f"{axis}; make the mesh with ascending ranks, as init_device_mesh does."
             )
+        ascending.append(axis)
 
     @classmethod
     def of(cls, mesh: DeviceMesh) -> MeshInfo:
@@ -63,7 +71,8 @@ class MeshInfo:
                 "pass the data-parallel part of a larger mesh, as in mesh['replicate', 'shard'], "
                 "or name its axes with dp_mesh_dims."
             )
-        if mesh.get_coordinate() is None:
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; a "
                 "module is sharded on the ranks of its mesh only."
@@ -74,7 +83,7 @@ class MeshInfo:
             shard_axis=shard_axis,
             shard_group=mesh.get_group(shard_axis),
             shard_count=mesh.size(shard_axis),
-            shard_rank=mesh.get_local_rank(shard_axis),
+            shard_rank=coordinate[shard_axis],
             replicate_group=mesh.get_group(0) if mesh.ndim == 2 else None,
             replicate_count=mesh.size(0) if mesh.ndim == 2 else 1,
         )

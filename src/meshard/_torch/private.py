@@ -498,9 +498,6 @@ else:
 
 _METHODS_ARE_RENAMED = hasattr(dist.ProcessGroup, "all_gather_single")
 
-# torch has this class since 2.12. For older versions this is (): isinstance(x, ()) is False.
-TorchDataParallelMeshDims: Any = getattr(torch.distributed.fsdp, "DataParallelMeshDims", ())
-
 
 def start_all_gather_on(
     group: dist.ProcessGroup, output: torch.Tensor, source: torch.Tensor
