@@ -30,6 +30,7 @@ from meshard._torch.private import (
     is_of_to_empty,
     skip_dynamo_once,
     state_of,
+    too_new,
 )
 from meshard.initialization import poisoned
 from meshard.policies import (
@@ -528,6 +529,24 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for group in groups:
             group.adopt_edits()
         return result
+
+
+def refuse_new_methods(ours: type, torchs: type) -> None:
+    """Make each public method that a newer torch has added raise a NotImplementedError."""
+    for name, method in inspect.getmembers(torchs, inspect.isfunction):
+        if not name.startswith("_") and getattr(ours, name) is method:
+            setattr(ours, name, _not_built(name, method))
+
+
+def _not_built(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(method)
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise too_new(name)
+
+    return refuse
+
+
+refuse_new_methods(FSDPModule, TorchFSDPModule)
 
 
 class UnshardHandle:

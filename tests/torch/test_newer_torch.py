@@ -8,18 +8,33 @@ from torch import nn
 
 import meshard
 import meshard.api
+from meshard.fsdp_module import refuse_new_methods
 from tests.support.ranks import on_fake_ranks
 
 
-@on_fake_ranks(1)
-def test_a_new_method_stops_at_the_private_state_that_it_reads(monkeypatch):
-    def set_warp(self, speed):
-        for group in self._get_fsdp_state()._fsdp_param_groups:
-            group.warp = speed
+class NewerModule(torch.distributed.fsdp.FSDPModule):
+    """Has a method that no torch has, and a private one."""
 
-    monkeypatch.setattr(torch.distributed.fsdp.FSDPModule, "set_warp", set_warp, raising=False)
-    with pytest.raises(AttributeError, match="meshard has no 'warp'"):
-        meshard.fully_shard(nn.Linear(2, 2)).set_warp(9)
+    def set_warp(self, speed):
+        raise AssertionError("inside torch")
+
+    def _inside(self):
+        return "torch's"
+
+
+class Module(meshard.FSDPModule, NewerModule):
+    pass
+
+
+def test_a_new_public_method_is_not_built():
+    before = {name: getattr(Module, name) for name in dir(meshard.FSDPModule)}
+    refuse_new_methods(Module, NewerModule)
+    module = object.__new__(Module)
+    with pytest.raises(NotImplementedError, match=rf"set_warp, .* torch {torch.__version__[:4]}"):
+        module.set_warp(9)
+    assert module._inside() == "torch's"
+    after = {name: getattr(Module, name) for name in before}
+    assert after == before
 
 
 @dataclass(frozen=True)
