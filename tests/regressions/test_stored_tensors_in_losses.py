@@ -106,3 +106,21 @@ def test_a_stored_tensor_beside_an_output_that_needs_grad_is_explained(uses_outp
     model(torch.ones(1, IntegerModel.in_dim))
     with pytest.raises(RuntimeError, match=r"'router'(.|\n)*did not return"):
         integer_loss(model.router.stored).backward()
+
+
+@on_threads(2)
+def test_a_loss_that_the_only_unit_stores_beside_a_detached_output():
+    def forward(model, x):
+        out = model.layer(x)
+        model.loss = integer_loss(out)
+        return out.detach()
+
+    def step(model, x):
+        model(x)
+        model.loss.backward()
+        model.loss = None
+
+    plain = fill_with_halves(Made(forward, layer=nn.Linear(IntegerModel.in_dim, 4)))
+    pair = Pair(plain, make=meshard.fully_shard)
+    for number in range(2):
+        pair.step(number, ours=step, plain=step)

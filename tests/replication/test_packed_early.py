@@ -1,7 +1,4 @@
-"""Replicated modules: gradients that are packed into their bucket as they arrive.
-
-That is so in large buckets only; here, in all of them.
-"""
+"""Replicated modules: gradients that are put into their bucket as they arrive."""
 
 import contextlib
 from types import SimpleNamespace
@@ -14,17 +11,13 @@ from torch.utils.checkpoint import checkpoint
 
 import meshard
 from meshard import GradientSync
-from tests.support.insides import large_from
 from tests.support.integer_model import IntegerModel, integer_batch, integer_loss
 from tests.support.models import Made, Table
-from tests.support.parity import assert_same, full_grads
 from tests.support.ranks import on_ranks
 from tests.support.replicated import Pair, run
-from tests.support.threads import run_threads
 
 
 @on_ranks(2)
-@large_from(1)
 def test_large_gradients_do_not_wait_for_the_bucket():
     """While the first layer computes, the largest gradient is no tensor of its own any more."""
     pair = Pair(bucket_cap_mb=25)
@@ -49,7 +42,6 @@ def test_large_gradients_do_not_wait_for_the_bucket():
 
 
 @on_ranks(2)
-@large_from(1)
 @pytest.mark.parametrize("mode", GradientSync)
 def test_gradients_may_arrive_in_parts(mode):
     """Those of a part that is used in two reentrant checkpoints, and outside of them."""
@@ -76,7 +68,6 @@ def test_gradients_may_arrive_in_parts(mode):
 
 
 @on_ranks(2)
-@large_from(1)
 def test_hooks_of_parameters_and_on_arrived_gradients_see_those_of_one_microbatch():
     pair = Pair(bucket_cap_mb=25)
     of_params, of_bucket = [], []
@@ -104,7 +95,6 @@ def test_hooks_of_parameters_and_on_arrived_gradients_see_those_of_one_microbatc
 
 
 @on_ranks(2)
-@large_from(1)
 def test_parameters_that_are_used_late_in_a_window():
     model = meshard.replicate(Table([(4,), (5,), (6,)]))
     seen = []
@@ -126,42 +116,7 @@ def test_parameters_that_are_used_late_in_a_window():
         model.zero_grad()
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("kind", ["default", "number", "callable", "mode"])
-def test_when_gradients_are_divided_makes_no_difference(kind, world):
-    """Two ranks divide while they pack, unless a factor is set, which is read at the end."""
-
-    def backward(model, step):
-        if kind == "number":
-            model.set_gradient_divide_factor(8.0)
-        elif kind == "callable":
-            model.set_gradient_divide_factor(lambda: 4.0 + step)
-        elif kind == "mode":
-            first = next(model.parameters())
-            handle = first.register_hook(lambda _: model.set_gradient_sync(GradientSync.NONE))
-            run(model, integer_batch(2 * step, dist.get_rank()))
-            handle.remove()
-            model.set_gradient_sync(GradientSync.FULL)
-        run(model, integer_batch(2 * step + 1, dist.get_rank()))
-
-    def train():
-        model = meshard.replicate(IntegerModel(), bucket_cap_mb=25)
-        for step in range(3):
-            model.zero_grad()
-            backward(model, step)
-        return full_grads(model)
-
-    with large_from(1):
-        early = run_threads(train, world)
-    with large_from(2**60):
-        late = run_threads(train, world)
-    for ours, theirs in zip(early, late, strict=True):
-        assert_same(ours, theirs, bitwise=True)
-        assert any(grad.any() for grad in ours.values())
-
-
 @on_ranks(2)
-@large_from(1)
 @pytest.mark.parametrize("accumulates", [False, True])
 def test_a_backward_that_fails_leaves_nothing(accumulates):
     pair = Pair(bucket_cap_mb=25)

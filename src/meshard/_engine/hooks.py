@@ -382,9 +382,9 @@ def watch_outputs(output: Any, watched: Watched) -> None:
     found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     for each in (*found, *tangents_of(found)):
         tensor = outside_of_transforms(each)
-        watched.this.is_watched |= tensor.requires_grad or tensor.is_floating_point()
         if tensor.requires_grad:
             setattr(tensor, WATCHED, True)
+            watched.this.is_watched = True
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
             # A linear layer may return a view. If the caller adds to the view in place (`x =
             # layer(x); x += y`), autograd drops the hook above. The node that made the base of the

@@ -737,9 +737,8 @@ class Lifecycle:
         for unit in full:
             self._flush(unit, ends_window=self.is_last_backward)
         if not self.is_last_backward:
-            self._queue.finish_while(
-                lambda _, publishes: publishes
-            )  # users may read .grad before the next backward
+            # Users may read .grad before the next backward.
+            self._queue.finish_while(lambda _, publishes: publishes)
             return
         self._queue.finish_all()
         for unit in full:

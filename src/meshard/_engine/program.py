@@ -57,8 +57,7 @@ class Pass:
     firsts: list[Call] = field(default_factory=list)
     begun: list[Call] = field(default_factory=list)  # all calls, as they begin
     calls: dict[int, list[Call]] = field(default_factory=dict)  # of each unit, as they begin
-    # Whether a hook on an output may tell, on some rank, when a backward reaches the pass.
-    is_watched: bool = False
+    is_watched: bool = False  # an output has a hook, which tells when a backward reaches the pass
     # The cursor, which a backward sets to the end of the lists as it reaches the pass (``rewind``).
     # Since then ``exits[begin:]`` have begun and ``firsts[over:]`` are over. ``firsts[due:]`` were
     # reduced if they are buckets of replicate, which may be reduced before OVER.

@@ -304,26 +304,26 @@ class GradientAccumulator:
         """Under ``replicate``, add a gradient that has just arrived to ``U``, in the bucket.
 
         If it waited in ``.grad``, it would exist twice once it is packed. It does wait if hooks
-        must see it before, if it may lack a sum (a DTensor), or if gradients are not sent in the
-        dtype of ``U``.
+        must see it before, if it may lack a sum (a DTensor), if gradients are not sent in the dtype
+        of ``U``, or if the bucket is in use as the first gradient of a backward arrives.
         """
         assert isinstance(self.published, ReplicatedGrads)
-        grads = self._unreduced
-        param = self.unit_params.params[index].unsharded
-        is_seen = len(accumulation_hooks_of(param) or ()) > 1  # by the user's hooks, beside ours
-        is_plain = param.grad is not None and not isinstance(param.grad, DTensor)
-        if is_seen or settings.reduce_hooks or not is_plain:
+        if settings.reduce_hooks:
             return
         with unrecorded():
-            if grads is None:
+            if self._unreduced is None and len(self.arrived) == 1:
                 layout = self.rules.layout_for(frozenset(), ())
                 dtype = self.rules.accumulate_dtype(layout)
                 is_sent = dtype == self.rules.wire_dtype(layout) and not self.is_in_flight
                 bucket = self.published.free_memory(layout, dtype) if is_sent else None
-                if bucket is None:
-                    return
-                grads = FlatGradients(layout, bucket, frozenset())
-            if index in grads.layout.ranges:
+                if bucket is not None:
+                    self._unreduced = FlatGradients(layout, bucket, frozenset())
+            grads, param = self._unreduced, self.unit_params.params[index].unsharded
+            is_seen = (
+                len(accumulation_hooks_of(param) or ()) > 1
+            )  # by the user's hooks, beside ours
+            is_plain = param.grad is not None and not isinstance(param.grad, DTensor)
+            if grads is not None and index in grads.layout.ranges and is_plain and not is_seen:
                 self.published.add_arrived(grads, index)
                 self._unreduced = grads._replace(used=grads.used | {index})
 

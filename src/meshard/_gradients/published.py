@@ -190,12 +190,12 @@ class HostGrads(PublishedGrads):
         assert unit_params.host_copies is not None
         self._host_copies = unit_params.host_copies
         self._in_host_memory = ShardedGrads(unit_params)
-        self._arriving: list[FlatGradients] = []  # copied to buffers that no .grad shows yet
+        self._arriving: FlatGradients | None = None  # copied to a buffer that no .grad shows yet
 
     @property
     def are_shown(self) -> bool:
         """Whether ``.grad`` will hold everything as soon as ``HostCopies.wait`` returns."""
-        return not self._arriving
+        return self._arriving is None
 
     def publish(self, new: FlatGradients) -> RecordedWork:
         """Add reduced gradients to ``.grad``; their values are there after ``settle``.
@@ -204,30 +204,32 @@ class HostGrads(PublishedGrads):
         for.
         """
         comm, label = self._unit_params.comm, self._unit_params.label
+        if self._arriving is not None:
+            self.settle()  # so that few buffers are alive, however many backwards are not the last
         # New memory each time, because the user may still hold the last gradient. torch caches
         # pinned memory, so later steps need no call of the driver.
         host = self._unit_params.spec.location.empty_like(new.flat)
         copying = self._host_copies.store(host, new.flat, comm, label=label)
         arriving = new._replace(flat=host)
-        if self._arriving or not self._in_host_memory.publish_unread(arriving):
-            self._arriving.append(arriving)
+        if not self._in_host_memory.publish_unread(arriving):
+            self._arriving = arriving
         return copying
 
     def settle(self) -> None:
         """Wait for all copies and put the gradients into ``.grad``. Blocks the host."""
         self._host_copies.wait()
-        arrived, self._arriving = self._arriving, []
-        with unrecorded():  # an evaluation calls this too, perhaps under inference_mode
-            for each in arrived:
-                self._in_host_memory.publish(each)
+        if self._arriving is not None:
+            arrived, self._arriving = self._arriving, None
+            with unrecorded():  # an evaluation calls this too, perhaps under inference_mode
+                self._in_host_memory.publish(arrived)
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
         """Wait for copies in flight, and drop the copied gradients of some parameters."""
         self._host_copies.wait()
-        left = [each.without(indices) for each in self._arriving]
-        self._arriving = [each for each in left if each is not None]
+        if self._arriving is not None:
+            self._arriving = self._arriving.without(indices)
 
     def clear(self) -> None:
         self._host_copies.wait()
-        self._arriving.clear()
+        self._arriving = None
         super().clear()
