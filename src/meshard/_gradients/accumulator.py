@@ -319,9 +319,7 @@ class GradientAccumulator:
                 if bucket is not None:
                     self._unreduced = FlatGradients(layout, bucket, frozenset())
             grads, param = self._unreduced, self.unit_params.params[index].unsharded
-            is_seen = (
-                len(accumulation_hooks_of(param) or ()) > 1
-            )  # by the user's hooks, beside ours
+            is_seen = len(accumulation_hooks_of(param) or ()) > 1  # by a hook of the user
             is_plain = param.grad is not None and not isinstance(param.grad, DTensor)
             if grads is not None and index in grads.layout.ranges and is_plain and not is_seen:
                 self.published.add_arrived(grads, index)
