@@ -21,7 +21,7 @@ from torch import nn
 
 from meshard import describe, fully_shard, owner_optimizer
 
-STEPS, BATCH, CONTEXT, WIDTH, DEPTH = 200, 16, 64, 128, 3  # BATCH is that of all ranks together
+BATCH, CONTEXT, WIDTH, DEPTH = 16, 64, 128, 3  # BATCH is that of all ranks together
 
 
 def start() -> torch.device:
@@ -57,7 +57,7 @@ class Transformer(nn.Module):
         return self.head(x)
 
 
-def train(name: str, device: torch.device) -> list[float]:
+def train(name: str, device: torch.device, steps: int) -> list[float]:
     """Return the losses, means over all ranks."""
     torch.manual_seed(0)  # every rank starts from the same values
     model = Transformer().to(device)
@@ -69,12 +69,12 @@ def train(name: str, device: torch.device) -> list[float]:
         optimizer = owner_optimizer(model, torch.optim.Muon, lr=0.02, fallback_kwargs={"lr": 3e-3})
         if dist.get_rank() == 0:
             print(next(line for line in describe(model).splitlines() if "Muon" in line), flush=True)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, STEPS)  # of both groups
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)  # of both groups
 
     data = torch.tensor(list("".join(topics.values()).encode()))
     generator = torch.Generator().manual_seed(1)
     losses = []
-    for _ in range(STEPS):
+    for _ in range(steps):
         begins = torch.randint(len(data) - CONTEXT, (BATCH,), generator=generator)
         batch = torch.stack([data[begin : begin + CONTEXT + 1] for begin in begins.tolist()])
         batch = batch.chunk(dist.get_world_size())[dist.get_rank()].to(device)
@@ -93,7 +93,7 @@ def draw(losses: dict[str, list[float]], path: str) -> None:
 
     axes = (figure := Figure(figsize=(6, 3.5), layout="constrained")).add_subplot()
     for name, each in losses.items():
-        axes.plot(range(1, STEPS + 1), each, label=name)
+        axes.plot(range(1, len(each) + 1), each, label=name)
     axes.set(xlabel="step", ylabel="loss (nats per byte)", title="A transformer on Python's help")
     axes.legend()
     figure.savefig(path, dpi=120)
@@ -102,13 +102,14 @@ def draw(losses: dict[str, list[float]], path: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--plot", help="the file to draw into")
-    path, device = parser.parse_args().plot, start()
-    losses = {name: train(name, device) for name in ("AdamW", "Muon")}
+    parser.add_argument("--steps", type=int, default=200, help="optimizer steps (default: 200)")
+    args, device = parser.parse_args(), start()
+    losses = {name: train(name, device, args.steps) for name in ("AdamW", "Muon")}
     if dist.get_rank() == 0:
         for name, each in losses.items():
             print(f"{name:5}: loss {each[0]:.3f} to {sum(each[-10:]) / 10:.3f} (mean of ten steps)")
-        if path is not None:
-            draw(losses, path)
+        if args.plot is not None:
+            draw(losses, args.plot)
     dist.destroy_process_group()
 
 

@@ -103,7 +103,8 @@ def test_a_checkpoint_of_four_ranks_goes_on_on_two(tmp_path):
 
 @pytest.mark.slow
 def test_muon_has_a_lower_loss_than_adamw_and_draws_both(tmp_path):
-    printed = run_example("muon.py", tmp_path, "--plot", "muon.png", num_ranks=2)
+    args = ("--plot", "muon.png", "--steps", "60")
+    printed = run_example("muon.py", tmp_path, *args, num_ranks=2)
     assert "each on one of 2 ranks" in printed
     adamw, muon = (float(loss) for loss in re.findall(r"to (\d+\.\d+)", printed))
     assert muon < adamw, printed
