@@ -112,7 +112,7 @@ def _microbatches(
             if lifecycle.failure.generation != generation:  # a microbatch has failed
                 lifecycle.failure.is_dirty = True
     finally:
-        windows = [unit.gradients.window for unit in units]  # replicate may have made new ones
+        windows = [unit.gradients.window for unit in units]
         is_cut_off = not is_complete and any(window.is_open for window in windows)
         for window in windows:
             window.is_in_loop = False

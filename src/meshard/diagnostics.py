@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,7 +15,8 @@ from typing_extensions import Self
 from meshard._comm.communicator import CommEvent, observers
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, alive, joined, units_in
-from meshard._params.sharded_param import tag_left_out, tag_of
+from meshard._gradients.buckets import BucketedGradients
+from meshard._params.sharded_param import UnitParam, tag_left_out, tag_of
 from meshard._params.subclass_params import SubclassParams
 from meshard._torch.user_line import listed
 from meshard.optim.owner import owner_reports
@@ -67,7 +68,8 @@ def describe(module: nn.Module) -> str:
     paths = {inner: name for name, inner in module.named_modules()}
     roots = {lifecycle: lifecycle.units()[0] for lifecycle in {u.lifecycle for u in units}}
     labels = [_label_in(paths, unit, roots[unit.lifecycle]) for unit in units]
-    rows = [_row_of(label, unit) for label, unit in zip(labels, units, strict=True)]
+    pairs = list(zip(labels, units, strict=True))
+    rows = [row for label, unit in pairs for row in _rows_of(label, unit)]
     if left:
         num_bytes = sum(param.nbytes for param in left)
         dtypes = dict.fromkeys(param.dtype for param in left)
@@ -76,8 +78,8 @@ def describe(module: nn.Module) -> str:
     sums = {field: sum(getattr(row, field) for row in rows) for field in _SUMMED}
     rows.append(_Row("total", **sums))
     lines = [*aligned([_COLUMNS, *(row.cells() for row in rows)])]
-    for unit, row in zip(units, rows, strict=False):
-        lines += _warnings(row.label, unit.group, 1 + row.padding / max(row.unsharded, 1))
+    for label, unit in pairs:
+        lines += _warnings(label, unit.group)
     if any(group.spec.mesh_info.mesh.size() > 1 for group in groups):
         lines += _stray_warning(module, {id(param) for param in left})
     lines += owner_reports(sharded)
@@ -128,32 +130,44 @@ def _stray_warning(module: nn.Module, left: set[int]) -> Iterator[str]:
         )
 
 
-def _row_of(label: str, unit: Unit) -> _Row:
+def _rows_of(label: str, unit: Unit) -> Iterator[_Row]:
+    """Iterate over the rows of a unit: one, or one for each bucket of a replicated module."""
+    params, grads = unit.group.params, unit.gradients
+    if not isinstance(grads, BucketedGradients) or not params:
+        yield _row_of(label, unit, params)
+        return
+    for number, part in reversed(list(enumerate(grads.parts()))):
+        yield _row_of(label + grads.name_of(number), unit, [params[index] for index in part])
+
+
+def _row_of(label: str, unit: Unit, params: Sequence[UnitParam]) -> _Row:
     group = unit.group
-    if not group.params:
+    if not params:
         return _Row(label)
     mesh_info = group.spec.mesh_info
     mesh = f"shard {mesh_info.shard_count}"
     if mesh_info.replicate_group is not None:
         mesh = f"replicate {mesh_info.replicate_count} x {mesh}"
-    numel = sum(param.layout.numel for param in group.params)
-    dtypes = dict.fromkeys(param.sharded.dtype for param in group.params)
-    unsharded = sum(param.layout.numel * param.sharded.dtype.itemsize for param in group.params)
-    per_rank = group.unit_params.layout.shard_bytes
+    numel = sum(param.layout.numel for param in params)
+    dtypes = dict.fromkeys(param.sharded.dtype for param in params)
+    unsharded = sum(param.layout.numel * param.sharded.dtype.itemsize for param in params)
+    is_whole = unit.gradients.is_replicated
+    per_rank = unsharded if is_whole else group.unit_params.layout.shard_bytes
     padding = per_rank * mesh_info.shard_count - unsharded
-    policies = ", ".join(_policies(unit, group))
+    policies = ", ".join(_policies(unit, params))
     return _Row(label, numel, dtypes, unsharded, per_rank, padding, mesh, policies)
 
 
-def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
+def _policies(unit: Unit, params: Sequence[UnitParam]) -> Iterator[str]:
     """Iterate over what differs from the defaults, under the names of the arguments."""
-    settings = unit.settings
+    settings, group = unit.settings, unit.group
     if settings.reshard_after_forward is not None:
         yield f"reshard_after_forward={settings.reshard_after_forward}"
-    pairs = zip(group.unit_params.compute_dtypes, group.params, strict=True)
-    computed = dict.fromkeys(_short(dtype) for dtype, p in pairs if dtype != p.sharded.dtype)
+    computed = dict.fromkeys(
+        _short(p.unsharded.dtype) for p in params if p.unsharded.dtype != p.sharded.dtype
+    )
     if computed:
-        num_kept = sum(param.keeps_dtype for param in group.params)
+        num_kept = sum(param.keeps_dtype for param in params)
         but = f" ({num_kept} keep their own)" if num_kept else ""
         yield f"param_dtype={'+'.join(computed)}{but}"
     rules = group.gradients.rules
@@ -166,18 +180,21 @@ def _policies(unit: Unit, group: ParamGroup) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
-    if group.gradients.published.average is not None:
+    if isinstance(group.gradients, BucketedGradients) and group.gradients.comm_hook:
         yield "communication hook"
     if isinstance(group.unit_params, SubclassParams):
         yield "tensor subclass"
     if len(unit.modules) > 1:
         yield f"{len(unit.modules)} modules"
-    num_frozen = sum(not param.sharded.requires_grad for param in group.params)
+    num_frozen = sum(not param.sharded.requires_grad for param in params)
     if num_frozen:
-        yield "frozen" if num_frozen == len(group.params) else "partly frozen"
+        yield "frozen" if num_frozen == len(params) else "partly frozen"
 
 
-def _warnings(label: str, group: ParamGroup, times: float) -> Iterator[str]:
+def _warnings(label: str, group: ParamGroup) -> Iterator[str]:
+    whole = sum(param.layout.numel * param.sharded.dtype.itemsize for param in group.params)
+    held = group.unit_params.layout.shard_bytes * group.spec.mesh_info.shard_count
+    times = held / max(whole, 1)
     if times >= _WASTEFUL:
         count = group.spec.mesh_info.shard_count
         worst = max(group.params, key=lambda p: p.layout.range_numel * count - p.layout.numel)

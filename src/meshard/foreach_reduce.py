@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -28,7 +28,6 @@ import torch.distributed as dist
 
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
 from meshard._comm.gradient_buffer import GradientLayout, UnusedParamMarks, as_operand
-from meshard._comm.spans import profiled
 from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 
@@ -262,8 +261,6 @@ class ReducePlan(NamedTuple):
     replicate_count: int  # how many replicas there are, even if this reduction has no all-reduce
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
-    # Averages the gradients over the replicas in place. The all-reduce then sums only their marks.
-    average: Callable[[torch.Tensor], None] | None = None
 
     @property
     def divisors(self) -> Divisors:
@@ -317,23 +314,20 @@ class Reduction:
         self._partial = partial
         self._comm = comm
         self._divisors = plan.divisors
-        if plan.average is not None:
-            self._divisors = self._divisors._replace(before_all_reduce=_ONE, after_all_reduce=_ONE)
         # Sums have the wider of the two dtypes, because marks are read from them. In the narrower
         # one, a small negative sum might be rounded to -0.0, which is the mark.
         self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
         self._ends: list[InFlight] = []  # the last work of the scatter, and of the all-reduce
         self._unused: torch.Tensor | None = None
         self._stages_left = 0
-        is_alone = comm.is_alone(plan.shard_group)
-        rows = self._made_ready(rows, is_alone=is_alone)
+        rows = self._made_ready(rows)
         if comm.waits_block_host:
             self._start_scatter(rows)
             self._stages_left = 1 if plan.replicate_group is None else 2
         else:
-            self._queue_all(rows, is_alone=is_alone)
+            self._queue_all(rows)
 
-    def _made_ready(self, rows: Rows, *, is_alone: bool) -> Rows:
+    def _made_ready(self, rows: Rows) -> Rows:
         """Return the rows as they are sent: divided by ``before_scatter``, cast, with marks.
 
         In a group of one rank, which sends nothing, they keep their dtype.
@@ -343,7 +337,7 @@ class Reduction:
             divide_(block, self._divisors.before_scatter)
         if rows[0].dtype != plan.wire_dtype and plan.shard_group.size() > 1:
             rows = self._narrowed(rows)
-        if is_alone and marks.all_used:
+        if self._comm.is_alone(plan.shard_group) and marks.all_used:
             return rows  # nothing is sent; ``marks.write`` sets the marks before they are read
         for block in rows:
             marks.mark_sent(block)
@@ -357,22 +351,15 @@ class Reduction:
         )
         return [narrow.copy_(wide)]
 
-    def _queue_all(self, rows: Rows, *, is_alone: bool) -> None:
-        """Queue all stages on streams.
+    def _queue_all(self, rows: Rows) -> None:
+        """Queue all stages on streams, each of which is entered only once.
 
-        To enter a stream takes the host as long as to launch several kernels, so each stream is
-        entered only once. If the shard group has one rank, the reduce-scatter sends nothing, and
-        its work is queued on the stream of the all-reduce, if there is an all-reduce.
+        To enter a stream takes the host as long as to launch several kernels.
         """
-        is_across = self._plan.replicate_group is not None
-        is_on_one = is_across and is_alone
-        with self._comm.on_stream(CommStream.ALL_REDUCE if is_on_one else CommStream.SCATTER):
+        with self._comm.on_stream(CommStream.SCATTER):
             self._start_scatter(rows)
             self._after_scatter()
-            if is_on_one:
-                self._start_all_reduce()
-                self._after_all_reduce()
-        if is_across and not is_on_one:
+        if self._plan.replicate_group is not None:
             with self._comm.on_stream(CommStream.ALL_REDUCE):
                 self._start_all_reduce()
                 self._after_all_reduce()
@@ -429,23 +416,16 @@ class Reduction:
         divide_(self._result, self._divisors.before_all_reduce)
         self._wire = self._result.to(plan.wire_dtype)
         self._marks.write(self._wire, self._unused)
-        # An ``average`` takes the mean of the gradients itself, and may overwrite the marks. So if
-        # there is one, the all-reduce sums only a copy of the marks.
-        average = plan.average
-        self._marked = self._wire if average is None else self._marks.first_elements(self._wire)
         self._pending = self._comm.all_reduce(
-            self._marked, group=plan.replicate_group, label=plan.label
+            self._wire, group=plan.replicate_group, label=plan.label
         )
-        if average is not None:
-            with profiled("comm_hook", plan.label, self._comm.clock):
-                average(self._wire)
 
     def _after_all_reduce(self) -> None:
         self._pending.wait()
         # The result gets a name of its own, so that ``self._unused`` lives until ``finish``. The
         # scatter stream allocated it, and ``_start_all_reduce`` reads it on the all-reduce stream
         # (rule 4 of _comm/streams.py).
-        self._unused_anywhere = self._marks.read(self._marked)
+        self._unused_anywhere = self._marks.read(self._wire)
         self._reduced = self._wire.to(self._plan.accumulate_dtype)
         divide_(self._reduced, self._divisors.after_all_reduce)
         self._ends.append(self._comm.record(self._reduced, after=self._pending))

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._engine.unit import Unit, require_units
+from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.published import ShardedGrads
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
@@ -104,6 +105,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
             group.adopt_edits()
             assert isinstance(group.unit_params, FlatParams)  # other units were refused above
             sources += group.unit_params.move(location)
+            assert isinstance(gradients, GradientAccumulator)
             assert isinstance(gradients.published, ShardedGrads)
             sources += gradients.published.move(location or group.spec.location)
         if optimizer is not None:

@@ -10,12 +10,11 @@ by the next forward that records a graph while no bucket is in use.
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -29,11 +28,12 @@ from meshard._engine.build import (
     collect,
 )
 from meshard._engine.hooks import gradient_hook_maker, register_hooks
-from meshard._engine.unit import Unit, UnitSettings, buckets_in, nest, units_in, with_siblings
+from meshard._engine.unit import Unit, UnitSettings, units_in
+from meshard._gradients.buckets import BucketedGradients
 from meshard._gradients.comm_hook import CommHook
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
-from meshard._params.sharded_param import UnitParam, leave_out
+from meshard._params.sharded_param import leave_out
 from meshard._params.unit_params import GroupSpec
 from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import skip_dynamo, without_modes
@@ -51,199 +51,52 @@ from meshard.initialization import overwrite_by_first_rank
 from meshard.optim.hooks import watch_optimizers
 from meshard.policies import MixedPrecisionPolicy, check_bool, check_positive
 
-_FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
 
-# --- buckets -------------------------------------------------------------------------------
+class _Preparation:
+    """What a forward of a replicated module does first."""
 
-
-def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
-    """Cut ``params`` into buckets of one dtype each. Return each bucket as a list of positions.
-
-    A bucket has at most ``cap`` bytes, and the first one at most ``_FIRST_CAP``. A larger parameter
-    gets a bucket of its own.
-    """
-    buckets: list[list[int]] = []
-    open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
-    for position, param in enumerate(params):
-        bucket, size = open_buckets.get(param.dtype, ([], 0))
-        limit = min(cap, _FIRST_CAP) if not buckets or bucket is buckets[0] else cap
-        if not bucket or size + param.nbytes > limit:
-            bucket, size = [], 0
-            buckets.append(bucket)
-        bucket.append(position)
-        open_buckets[param.dtype] = bucket, size + param.nbytes
-    return buckets
-
-
-def join_two(buckets: list[list[int]], dtypes: Sequence[torch.dtype]) -> None:
-    """Join the last two buckets of equal dtype, or just the last two if all dtypes differ."""
-    seen: dict[torch.dtype, int] = {}
-    for number in range(len(buckets) - 1, -1, -1):
-        later = seen.setdefault(dtypes[buckets[number][0]], number)
-        if later != number:
-            break
-    else:
-        number, later = len(buckets) - 2, len(buckets) - 1
-    buckets[number] = buckets[number] + buckets.pop(later)
-
-
-class Buckets:
-    """The buckets of one replicated module. Each is a unit; the innermost is reduced first.
-
-    ``params`` are in the order of the module; ``cap`` is in bytes.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        params: list[ReplicatedParam],
-        *,
-        spec: GroupSpec,
-        policy: MixedPrecisionPolicy,
-        cap: int,
-        are_views: bool,  # whether .grad are views of the buckets
-        sends_buffers: bool,  # whether forwards overwrite buffers by those of one rank
-    ) -> None:
-        self._comm_hook: CommHook | None = None  # runs instead of all-reduces
-        self._params = params
-        self._spec = spec
-        assert spec.mesh_info.replicate_group is not None
-        self._group = spec.mesh_info.replicate_group
-        self._policy = policy
-        self._cap = cap
-        self._are_views = are_views
-        self._sends_buffers = sends_buffers
-        count = max(1, len(partition([param.sharded for param in reversed(params)], cap)))
-        # The outermost unit comes first. Each other unit is nested in the one before it.
-        self.units = [Unit([module], UnitSettings(), policy) for _ in range(count)]
-        nest(self.units)
-        for number, unit in enumerate(reversed(self.units)):
-            unit.mesh_name = f" bucket {number}" if count > 1 else ""
-        self._fill(list(reversed(range(len(params)))))
-        # Until the buckets are rebuilt, the recorders note in ``_arrivals`` the order in which
-        # gradients arrive. They are hooks on the present ``unsharded`` tensors. A tensor that
-        # replaces one of these later (a new cast copy, say) has no recorder. ``_is_final`` says
-        # that the buckets will not be rebuilt any more.
-        self._is_final = False
-        self._arrivals: dict[int, None] = {}  # a set that keeps the order
-        self._recorders = [
-            param.unsharded.register_post_accumulate_grad_hook(
-                partial(_record_arrival, self._arrivals, index)
-            )
-            for index, param in enumerate(params)
-            if param.unsharded.is_floating_point() and param.unsharded.requires_grad
-        ]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Buckets:
-        """Return buckets for the copied units. The copied buckets are never rebuilt."""
-        copied = copy.copy(self)
-        copied.units = [memo[id(unit)] for unit in self.units]
-        copied._comm_hook = None  # its state belongs to the original
-        copied._params, copied._recorders, copied._is_final = [], [], True
-        copied._configure_gradients()
-        return copied
-
-    def _fill(self, order: list[int]) -> None:
-        """Distribute parameters over units in ``order``, the expected order of their gradients."""
-        params = [self._params[position] for position in order]
-        parts = partition([param.sharded for param in params], self._cap)
-        dtypes = [param.sharded.dtype for param in params]
-        while len(parts) > len(self.units):  # the number of units never changes
-            join_two(parts, dtypes)
-        innermost_first = list(reversed(self.units))
-        parts += [[]] * (len(self.units) - len(parts))
-        for unit, part in zip(innermost_first, parts, strict=True):
-            unit_params = ReplicatedParams(
-                [params[position] for position in part],
-                spec=self._spec,
-                param_dtype=self._policy.param_dtype,
-                gradient_hook=gradient_hook_maker(unit),
-            )
-            unit.set_params(unit_params)
-        self._configure_gradients()
-
-    def _configure_gradients(self) -> None:
-        later: list[UnitParam] = []  # the parameters of buckets that are reduced later
-        for position, (unit, grads) in enumerate(buckets_in(self.units), 1):
-            grads.are_views = self._are_views
-            if self._comm_hook is not None:
-                grads.average = partial(
-                    self._comm_hook.average,
-                    params=unit.params,
-                    later=later,
-                    index=len(self.units) - position,
-                )
-                later = [*later, *unit.params]
-
-    def use_hook(self, hook: CommHook) -> None:
-        """Let ``hook`` average the buckets from now on."""
-        if self._comm_hook is not None:
-            raise RuntimeError(
-                "register_comm_hook was called before, and a module has one communication hook; "
-                "let one call the other."
-            )
-        self._comm_hook = hook
-        self._configure_gradients()
+    def __init__(self, unit: Unit, *, sends_buffers: bool) -> None:
+        self.unit = unit
+        self._sends_buffers = sends_buffers  # overwrites buffers by those of the first rank
 
     @skip_dynamo
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """Call ``prepare`` if the forward records a graph. This hook runs before those of units."""
-        lifecycle = self.units[0].lifecycle
-        lifecycle.abort_if_failed()  # otherwise ``backward`` may be one that has raised
-        # A forward inside a backward recomputes an earlier one, with the same buckets and buffers.
-        is_in_backward = lifecycle.backward is not None
-        if torch.is_grad_enabled() and not is_in_backward:
-            self.prepare(module)
-
-    def prepare(self, module: nn.Module) -> None:
-        """Rebuild the buckets once, when they are reduced and not in use. Send buffers if asked to.
+        """Rebuild the buckets once, and send buffers if asked to, if the forward records a graph.
 
         **Collective:** all ranks of the mesh, if it does either.
         """
-        # A rebuild is collective, so all ranks must decide alike. All ranks start the same
-        # reductions, so ``has_reduced`` is the same on all of them. An error on one rank does not
-        # reset it.
-        is_late = not self._is_final and any(unit.gradients.has_reduced for unit in self.units)
-        # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds its
-        # buckets before the second backward and never again. So once a hook has averaged in two
-        # backwards, it expects the buckets to stay as they are.
-        is_late = is_late and (self._comm_hook is None or self._comm_hook.num_windows < 2)
-        if is_late and not any(map(_is_in_use, self.units)):
+        lifecycle = self.unit.lifecycle
+        lifecycle.abort_if_failed()  # otherwise ``backward`` may be one that has raised
+        # A forward inside a backward recomputes an earlier one, with the same buckets and buffers.
+        if not torch.is_grad_enabled() or lifecycle.backward is not None:
+            return
+        if self._may_rebuild():
             without_modes(self._rebuild)
         if self._sends_buffers:
             without_modes(self._send_buffers, module)
 
+    def _may_rebuild(self) -> bool:
+        """Whether the order of gradients is known, and nothing uses the buckets. Equal on ranks."""
+        grads, hook = _gradients_of(self.unit), _gradients_of(self.unit).comm_hook
+        # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds its
+        # buckets before the second backward and never again. So once a hook has averaged in two
+        # backwards, it expects the buckets to stay as they are.
+        is_late = hook is not None and hook.num_windows >= 2
+        is_in_use = self.unit.step.awaits_gradients or grads.window.is_open or grads.is_in_flight
+        return grads.arrivals is not None and grads.has_reduced and not is_late and not is_in_use
+
     def _rebuild(self) -> None:
         """Rebuild the buckets in the order in which gradients arrived on the first rank.
 
-        **Collective:** all ranks of the mesh.
+        Parameters without gradients come last. **Collective:** all ranks of the mesh.
         """
-        self._is_final = True
-        for handle in self._recorders:
-            handle.remove()
-        order = self._agreed_order()
-        for unit in self.units:
-            assert isinstance(unit.group.unit_params, ReplicatedParams)
-            unit.group.unit_params.unhook()
-        # The parameters of an overlapped optimizer may now be in any bucket. So every new bucket
-        # lists all these optimizers; ``find_overlapped`` checks which parameters an optimizer has.
-        overlapped = {each for unit in self.units for each in unit.group.overlapped}
-        self._fill(order)
-        for unit in self.units:
-            unit.group.overlapped.update(overlapped)
-            unit.group.failure, unit.group.modules = unit.root.failure, unit.modules
-            unit.group.unit_params.label = unit.label
-            unit.group.unit_params.comm = unit.lifecycle.comm.with_custom(unit.settings.comm)
-
-    def _agreed_order(self) -> list[int]:
-        """Return the order of arrival on the first rank. Parameters without gradients come last.
-
-        **Collective:** all ranks of the mesh.
-        """
-        late = [i for i in reversed(range(len(self._params))) if i not in self._arrivals]
-        order = torch.tensor([*self._arrivals, *late], device=self._spec.device)
-        broadcast(order, self._group, label="(order of gradients)")
-        return [int(index) for index in order.tolist()]
+        grads = _gradients_of(self.unit)
+        arrivals, grads.arrivals = grads.arrivals or {}, None
+        late = [index for index in grads.order if index not in arrivals]
+        order = torch.tensor([*arrivals, *late], device=self.unit.group.spec.device)
+        broadcast(order, _group_of(self.unit), label="(order of gradients)")
+        grads.order = [int(index) for index in order.tolist()]
+        grads.fill()
 
     @torch.no_grad()
     def _send_buffers(self, module: nn.Module) -> None:
@@ -253,21 +106,21 @@ class Buckets:
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            broadcast(flat, self._group, label="(buffers)")
+            broadcast(flat, _group_of(self.unit), label="(buffers)")
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
 
 
-def _is_in_use(unit: Unit) -> bool:
-    """Whether a graph, accumulated gradients, a reduction or an optimizer uses this bucket."""
-    grads = unit.gradients
-    is_reduced = grads.window.is_open or grads.is_in_flight
-    return unit.step.awaits_gradients or bool(unit.on_reduced) or is_reduced
+def _gradients_of(unit: Unit) -> BucketedGradients:
+    assert isinstance(unit.gradients, BucketedGradients)
+    return unit.gradients
 
 
-def _record_arrival(arrivals: dict[int, None], index: int, _: Any) -> None:
-    arrivals.setdefault(index)
+def _group_of(unit: Unit) -> dist.ProcessGroup:
+    group = unit.group.spec.mesh_info.replicate_group
+    assert group is not None
+    return group
 
 
 # --- public --------------------------------------------------------------------------------
@@ -321,14 +174,22 @@ class ReplicateModule(GradientSetters):
         """
         if not callable(hook):
             raise TypeError(f"hook must be callable as hook(state, bucket), got {hook!r}.")
-        unit = self._meshard_buckets.units[0]
+        unit = self._meshard_unit
         unit.lifecycle.check_between_steps(unit, "register_comm_hook")
-        self._meshard_buckets.use_hook(CommHook(state, hook))
+        if unit.gradients.comm_hook is not None:
+            raise RuntimeError(
+                "register_comm_hook was called before, and a module has one communication hook; "
+                "let one call the other."
+            )
+        unit.gradients.comm_hook = CommHook(state, hook)
 
     def _apply(self: Any, fn: Any, recurse: bool = True) -> Any:
         """Move or cast the parameters, which stay in their buckets."""
+        for unit in units_in(self):
+            if unit.gradients.is_replicated and unit.gradients.is_in_flight:
+                unit.lifecycle.finish_reductions()
         result = super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # of nn.Module, mixed in
-        for unit, grads in buckets_in(units_in(self)):
+        for unit in [each for each in units_in(self) if each.gradients.is_replicated]:
             unit.group.reshard()
             unit.group.unit_params.take_replacements()
             if not unit.gradients.pending:
@@ -340,7 +201,7 @@ class ReplicateModule(GradientSetters):
                 param.unsharded is not old for param, old in zip(unit.params, used, strict=True)
             ):
                 unit.group.num_rebuilds += 1  # graphs made before have the old cast copies
-            grads.forget_bucket()  # torch has cast or moved .grad too
+            unit.gradients.rebuild()
         return result
 
 
@@ -426,22 +287,22 @@ def replicate(
         with torch.no_grad():
             for tensor in (*(entry.param for entry in found), *module.buffers()):
                 overwrite_by_first_rank(tensor.detach(), mesh_info, label="(replicate)")
-    buckets = Buckets(
-        module,
-        params,
-        spec=GroupSpec(mesh_info, device),
-        policy=policy,
-        cap=int(bucket_cap_mb * 2**20),
-        are_views=gradient_as_bucket_view,
-        sends_buffers=broadcast_buffers,
+    unit = Unit([module], UnitSettings(), policy)
+    unit.set_params(
+        ReplicatedParams(
+            params,
+            spec=GroupSpec(mesh_info, device),
+            param_dtype=policy.param_dtype,
+            gradient_hook=gradient_hook_maker(unit, is_replicated=True),
+            bucket_cap=int(bucket_cap_mb * 2**20),
+            are_views=gradient_as_bucket_view,
+        )
     )
-    unit = buckets.units[0]
     adopt_module(module, unit, ReplicateModule, "Replicated")
-    module.__dict__["_meshard_buckets"] = buckets
-    for each in reversed(with_siblings(unit)):  # the outermost last: its pre-hook runs first
-        register_hooks(each)
+    register_hooks(unit)
     adopt_inner_units(unit, [module])
-    module.register_forward_pre_hook(buckets.before_forward, prepend=True)
+    preparation = _Preparation(unit, sends_buffers=broadcast_buffers)
+    module.register_forward_pre_hook(preparation.before_forward, prepend=True)
     leave_out(ignored, [module])
     watch_optimizers()
     assert isinstance(module, ReplicateModule)

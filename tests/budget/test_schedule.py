@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+import meshard
 from meshard import CommLedger
 from tests.support.against_plain import (
     check_gradients,
@@ -15,7 +16,7 @@ from tests.support.against_plain import (
     inputs_of,
     sharded_and_plain,
 )
-from tests.support.models import Made, MlpBlock, MlpStack
+from tests.support.models import Made, MlpBlock, MlpStack, seeded
 from tests.support.ranks import fake_group, on_fake_ranks, on_threads
 from tests.support.sharding import shard_blocks
 
@@ -230,3 +231,23 @@ def test_a_unit_of_two_forwards_is_reduced_once_after_the_backward_of_the_first(
     )
     reduced = [event.unit for event in ledger.events if event.op == "reduce_scatter"]
     assert reduced == ["blocks.2", "blocks.1", "blocks.0", "(root)"]
+
+
+@on_threads(2)
+def test_a_backward_gathers_nothing_ahead_of_a_part_that_ran_under_no_grad():
+    def forward(model, x):
+        with torch.no_grad():
+            x = model.tower[1](model.tower[0](x))
+        return model.blocks[1](model.blocks[0](x))
+
+    layers = {name: [MlpBlock(4, 4) for _ in range(2)] for name in ("tower", "blocks")}
+    model = seeded(Made(forward, **layers))
+    model.tower.requires_grad_(False)
+    for layer in (*model.tower, *model.blocks):
+        meshard.fully_shard(layer)
+    meshard.fully_shard(model)
+    for _ in range(2):
+        loss = model(X).sum()
+        with CommLedger(model) as ledger:
+            loss.backward()
+        assert not any(event.unit.startswith("tower") for event in ledger.events)

@@ -15,6 +15,7 @@ from tests.support import insides
 from tests.support.fake_device import FakeDevice, Recorder, Stream
 from tests.support.ranks import fake_group, on_fake_ranks
 from tests.support.spread import spread
+from tests.support.strategies import MODES
 from tests.support.stream_steps import MIXED, StreamRun, make_model, run_steps
 
 HALF = MixedPrecisionPolicy(param_dtype=torch.float16)
@@ -190,10 +191,19 @@ def mean_of_four(state, bucket):
     return future
 
 
-@pytest.mark.parametrize("mp_policy", [MixedPrecisionPolicy(), MIXED])
+@pytest.mark.parametrize(
+    "mp_policy",
+    [
+        MixedPrecisionPolicy(),
+        MIXED,
+        MixedPrecisionPolicy(torch.float16),
+        MixedPrecisionPolicy(reduce_dtype=torch.bfloat16),
+    ],
+)
+@pytest.mark.parametrize("modes", ["F", "NF"])
 @pytest.mark.parametrize("hook", [None, mean_of_four])
 def test_replicated_gradients_are_reduced_in_their_bucket_without_a_race(
-    monkeypatch, hook, mp_policy
+    monkeypatch, hook, modes, mp_policy
 ):
     device = FakeDevice()
     insides.use_communicator(monkeypatch, lambda _: StreamCommunicator(device))
@@ -205,16 +215,17 @@ def test_replicated_gradients_are_reduced_in_their_bucket_without_a_race(
             model.register_comm_hook(None, hook)
         with Recorder(device) as recorder:
             for _ in range(3):
-                model(torch.ones(2, 5)).sum().backward()
-                units = [unit for unit in model._meshard_buckets.units if unit.params]
-                memory = {
-                    each.gradients.published._bucket.untyped_storage()._cdata for each in units
-                }
+                for mode in modes:
+                    model.set_gradient_sync(MODES[mode])
+                    model(torch.ones(2, 5)).sum().backward()
+                memory = set()
                 with torch.no_grad():
                     for name, param in model.named_parameters():
                         if name != "unused":
-                            assert param.grad.untyped_storage()._cdata in memory
+                            memory.add(param.grad.untyped_storage()._cdata)
                             param.sub_(param.grad, alpha=0.01)
+                if mp_policy == MixedPrecisionPolicy():
+                    assert 1 < len(memory) < len([*model.parameters()]) - 1
                 model.zero_grad()
     assert device.races == []
     assert recorder.num_checked > 500

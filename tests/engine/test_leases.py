@@ -21,40 +21,40 @@ from tests.support.models import seeded
 from tests.support.ranks import on_fake_ranks
 
 FORWARD = """
-|                                  | first runs      | unit runs | last runs       | it ended  |
-| -------------------------------- | --------------- | --------- | --------------- | --------- |
-| the first forward                | -               | RUNS      | -               | -         |
-| its order is known               | AHEAD gathering | RUNS      | -               | -         |
-| unit is expected, but not run    | AHEAD gathering |           | AHEAD gathering | -         |
-| raf=False                        | -               | RUNS      | RUNS            | KEPT      |
-| no_grad                          | -               | RUNS      | -               | -         |
-| no_grad, raf=False               | -               | RUNS      | RUNS            | unsharded |
-| hidden output                    | -               | RUNS      | KEPT            | KEPT      |
-| last raises, raf=False           | -               | RUNS      | RUNS            | -         |
-| after unshard()                  | USER            | RUNS      | -               | -         |
-| after unshard(), raf=False       | USER            | RUNS USER | RUNS USER       | KEPT USER |
-| after unshard(async_op=True)     | USER gathering  | RUNS      | -               | -         |
-| after a backward, rab=False      | unsharded       | RUNS      | -               | -         |
-| after forward, step(); raf=False | AHEAD gathering | RUNS      | RUNS            | KEPT      |
+|                                  | first runs      | unit runs | last runs       | it ended       |
+| -------------------------------- | --------------- | --------- | --------------- | -------------- |
+| the first forward                | -               | RUNS      | -               | -              |
+| its order is known               | AHEAD gathering | RUNS      | -               | -              |
+| unit is expected, but not run    | AHEAD gathering |           | AHEAD gathering | -              |
+| raf=False                        | -               | RUNS      | RUNS            | KEPT           |
+| no_grad                          | -               | RUNS      | -               | -              |
+| no_grad, raf=False               | -               | RUNS      | RUNS            | unsharded      |
+| hidden output                    | -               | RUNS      | HIDDEN sharded  | HIDDEN sharded |
+| last raises, raf=False           | -               | RUNS      | RUNS            | -              |
+| after unshard()                  | USER            | RUNS      | -               | -              |
+| after unshard(), raf=False       | USER            | RUNS USER | RUNS USER       | KEPT USER      |
+| after unshard(async_op=True)     | USER gathering  | RUNS      | -               | -              |
+| after a backward, rab=False      | unsharded       | RUNS      | -               | -              |
+| after forward, step(); raf=False | AHEAD gathering | RUNS      | RUNS            | KEPT           |
 """
 
 BACKWARD = """
-|                            | last's               | unit's               | first's         | it ended        |
-| -------------------------- | -------------------- | -------------------- | --------------- | --------------- |
-| raf=True                   | AHEAD gathering      | BACKWARD             | -               | -               |
-| raf=False                  | KEPT                 | BACKWARD KEPT        | -               | -               |
-| rab=False                  | AHEAD gathering      | BACKWARD             | unsharded       | unsharded       |
-| raf=False, rab=False       | KEPT                 | BACKWARD KEPT        | unsharded       | unsharded       |
-| hidden output              | KEPT AHEAD unsharded | KEPT AHEAD unsharded | -               | -               |
-| unit is left out           | AHEAD gathering      |                      | -               | -               |
-| retain_graph               | AHEAD gathering      | BACKWARD             | -               | -               |
-| create_graph               | AHEAD gathering      | BACKWARD             | GRAPH unsharded | GRAPH unsharded |
-| two open passes            | AHEAD gathering      | BACKWARD             | -               | -               |
-| two open passes, raf=False | KEPT                 | BACKWARD KEPT        | KEPT unsharded  | KEPT unsharded  |
-| unshard()                  | USER                 | BACKWARD USER        | -               | -               |
-| unshard(), rab=False       | USER                 | BACKWARD USER        | USER            | USER            |
-| first raises               | AHEAD gathering      | BACKWARD             | -               | -               |
-| raf=False, uib=False       | KEPT                 | KEPT                 | -               | -               |
+|                            | last's                 | unit's                 | first's         | it ended        |
+| -------------------------- | ---------------------- | ---------------------- | --------------- | --------------- |
+| raf=True                   | AHEAD gathering        | BACKWARD               | -               | -               |
+| raf=False                  | KEPT                   | BACKWARD KEPT          | -               | -               |
+| rab=False                  | AHEAD gathering        | BACKWARD               | unsharded       | unsharded       |
+| raf=False, rab=False       | KEPT                   | BACKWARD KEPT          | unsharded       | unsharded       |
+| hidden output              | HIDDEN AHEAD gathering | HIDDEN AHEAD gathering | -               | -               |
+| unit is left out           | AHEAD gathering        |                        | -               | -               |
+| retain_graph               | AHEAD gathering        | BACKWARD               | -               | -               |
+| create_graph               | AHEAD gathering        | BACKWARD               | GRAPH unsharded | GRAPH unsharded |
+| two open passes            | AHEAD gathering        | BACKWARD               | -               | -               |
+| two open passes, raf=False | KEPT                   | BACKWARD KEPT          | KEPT unsharded  | KEPT unsharded  |
+| unshard()                  | USER                   | BACKWARD USER          | -               | -               |
+| unshard(), rab=False       | USER                   | BACKWARD USER          | USER            | USER            |
+| first raises               | AHEAD gathering        | BACKWARD               | -               | -               |
+| raf=False, uib=False       | KEPT                   | KEPT                   | -               | -               |
 """
 
 CALLS = """

@@ -83,23 +83,6 @@ def test_a_unit_is_over_once_all_calls_that_ended_after_it_began_have_begun(forw
         assert begun == {call for call in ended if ended[call] > began[first]}
 
 
-@given(forwards)
-def test_a_unit_is_due_before_it_is_over_and_in_the_same_order(forward):
-    """Buckets of replicate are reduced as soon as they are due."""
-    this = record(forward).this
-    program_order = program(this)
-    this.rewind()
-    due = []
-    for *_, index in program_order:
-        while (first := this.next_due()) is not None:
-            assert first.opens >= this.begin  # every call inside has begun
-            due.append(first)
-            this.due -= 1
-        assert this.due <= this.over
-        advance(this, index)
-    assert due == list(reversed(this.firsts))
-
-
 # --- the cursor -------------------------------------------------------------------------
 
 

@@ -59,17 +59,10 @@ REFUSED = r"'2\.weight'.* has _in_backward_optimizers.* meshard\.overlap_optimiz
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("when", ["before", "after", "later"])
+@pytest.mark.parametrize("when", ["after", "later"])
 @either
 def test_torch_optimizers_in_backward_are_refused(shard, when):
-    model = net()
-    if when == "before":
-        step_in_backward([model[2].weight])
-        with pytest.raises(ValueError, match=REFUSED):
-            apply(shard, model)
-        assert type(model) is nn.Sequential
-        return
-    apply(shard, model)
+    model = apply(shard, net())
     if when == "later":
         model(batch()).sum().backward()
         model.zero_grad()
@@ -247,8 +240,6 @@ def rpc_agent():
 def test_distributed_autograd_is_refused(shard):
     model = apply(shard, seeded(net()))
     with rpc_agent():
-        with dist_autograd.context(), pytest.raises(RuntimeError, match=r"loss\.backward\(\) outs"):
-            model(batch())
         with dist_autograd.context(), torch.no_grad():
             model(batch())
         loss = model(batch()).sum()

@@ -252,7 +252,7 @@ def test_modules_and_their_parts_may_be_cast(part, when, keep_grads, cap):
         pair.compare()
         if not keep_grads:
             pair.update()
-    if part == "":
+    if part == "" and not keep_grads:
         pair.assert_views()
 
 
@@ -339,16 +339,11 @@ def test_buckets_made_anew_have_one_dtype_each():
     )
     model = meshard.replicate(Made(forward, params=params), bucket_cap_mb=SMALL)
 
-    def dtypes():
-        groups = [unit.group for unit in model._meshard_buckets.units if unit.params]
-        assert sum(len(group.params) for group in groups) == 8
-        return [{param.sharded.dtype for param in group.params} for group in groups]
-
-    assert all(len(found) == 1 for found in dtypes())
     for _ in range(3):
+        assert sum(bucket_sizes(model).values()) == 129
+        assert " + " not in meshard.describe(model)
         model(torch.ones(3)).sum().backward()
         model.zero_grad()
-    assert all(len(found) == 1 for found in dtypes())
 
 
 def convolutions():

@@ -20,6 +20,7 @@ from meshard._communicators import make_communicator
 from meshard._engine import lifecycle
 from meshard._engine.param_group import Lease
 from meshard._engine.unit import Unit, units_in, units_of
+from meshard._gradients.buckets import partition as partition
 
 
 def units(module: nn.Module) -> list[Unit]:

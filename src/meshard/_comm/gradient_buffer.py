@@ -334,22 +334,13 @@ class UnusedParamMarks:
         return buffer.numel() <= small or buffer.size(-1) <= _FEW * self._used_columns.numel()
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return which ranges start with ``-0.0``.
-
-        ``flat`` is ``[n]``, or what ``first_elements`` has returned for it.
-        """
-        # A range has at least one element. So if ``flat`` has as many elements as there are ranges,
-        # every element is the first of its range.
-        first = flat if flat.numel() == self._columns.numel() else self.first_elements(flat)
+        """Return which ranges of ``flat [n]`` start with ``-0.0``."""
+        first = flat.index_select(0, self._columns)
         return torch.signbit(first) & (first == 0)
 
     def read(self, raw_sum: torch.Tensor) -> torch.Tensor | None:
         """Return which ranges no rank used; None if this rank used all."""
         return None if self.all_used else self.is_marked(raw_sum)
-
-    def first_elements(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return a copy of the elements of ``flat [n]`` that hold the marks."""
-        return flat.index_select(0, self._columns)
 
     def write(self, flat: torch.Tensor, unused: torch.Tensor | None) -> None:
         """Restore the marks of ``flat [n]`` to what ``read`` returned."""
@@ -358,7 +349,7 @@ class UnusedParamMarks:
         if unused is None and self._is_dense(flat):
             flat.add_(as_operand(0.0, flat))
             return
-        first = self.first_elements(flat) + 0.0
+        first = flat.index_select(0, self._columns) + 0.0
         if unused is not None:
             first.masked_fill_(unused, -0.0)
         flat.index_copy_(0, self._columns, first)

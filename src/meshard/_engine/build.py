@@ -26,7 +26,7 @@ from meshard._engine.hooks import (
     register_load_hooks,
 )
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.param_group import Lease, refuse_backward_optimizer
+from meshard._engine.param_group import Lease
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Root,
@@ -112,8 +112,7 @@ def _spoken(fqn: str, modules: list[nn.Module]) -> str:
 
 
 def check_free(fqn: str, param: nn.Parameter, modules: list[nn.Module]) -> None:
-    """Raise a ValueError if a unit, or an optimizer that steps in backward, has the parameter."""
-    refuse_backward_optimizer(repr(fqn), param, ValueError)
+    """Raise a ValueError if a unit has the parameter."""
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
         raise ValueError(
@@ -431,7 +430,7 @@ def commit(
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
-    for each in reversed(units):  # the outermost unit last, so that its pre-forward hook is first
+    for each in reversed(units):  # pre-hooks are prepended, so the outermost unit comes last
         register_hooks(each)
         register_load_hooks(each)
     adopt_inner_units(unit, modules)

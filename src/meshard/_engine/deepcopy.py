@@ -96,14 +96,16 @@ def _reached_from(module: nn.Module) -> list[Unit]:
 
 def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
     copied = copy.copy(unit)
-    copied.modules, copied.children, copied.siblings, copied.on_reduced = [], [], [], []
+    copied.modules, copied.siblings, copied.on_reduced = [], [], []
     copied.parent = None
     copied.step = UnitStep()
     unit.group.adopt_edits()
     source = unit.group.unit_params
     params = [param.for_copy(memo) for param in source.params]
     with torch.no_grad():
-        copied.set_params(source.for_copy(params, gradient_hook_maker(copied)))
+        is_replicated = unit.gradients.is_replicated
+        make_hook = gradient_hook_maker(copied, is_replicated=is_replicated)
+        copied.set_params(source.for_copy(params, make_hook))
     copied.group.keeps_storage = unit.group.keeps_storage
     return copied
 

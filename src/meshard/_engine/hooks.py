@@ -60,10 +60,12 @@ from meshard._torch.private import (
 from meshard._torch.user_line import warn_user
 
 
-def gradient_hook_maker(unit: Unit) -> Callable[[int], GradientHook]:
+def gradient_hook_maker(
+    unit: Unit, *, is_replicated: bool = False
+) -> Callable[[int], GradientHook]:
     """Return a function that makes the gradient hook of the parameter with a given index."""
-    unit_ref = weakref.ref(unit)
-    return lambda index: partial(_gradient_hook, unit_ref, index)
+    unit_ref, hook = weakref.ref(unit), _arrival_hook if is_replicated else _gradient_hook
+    return lambda index: partial(hook, unit_ref, index)
 
 
 @skip_dynamo
@@ -72,6 +74,14 @@ def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, param: torch.Tensor)
     # torch also calls this for a parameter that was frozen since the forward, and gets no gradient.
     if unit is not None and param.requires_grad:
         unit.lifecycle.on_gradient(unit, index)
+
+
+@skip_dynamo
+def _arrival_hook(unit_ref: weakref.ref[Unit], index: int, gradient: torch.Tensor) -> bool:
+    if (unit := unit_ref()) is None:
+        return False
+    unit.lifecycle.on_replicated_gradient(unit, index, gradient)
+    return True
 
 
 def register_hooks(unit: Unit) -> None:

@@ -4,7 +4,7 @@ Every rank must issue the same collectives in the same order, even if ranks use 
 of a unit. A forward gathers units as their modules run, and records them. Its backward executes the
 program of that record (``program.py``): it gathers a unit at BEGIN, and reshards and reduces it at
 OVER, whether this rank uses the unit or not. The last gradient of a unit starts nothing, except for
-buckets of ``replicate``.
+a replicated module that is alone in its root.
 
 A *window* is all microbatches of one optimizer step.
 
@@ -34,21 +34,22 @@ from meshard._engine.param_group import (
     Lease,
     ParamGroup,
     ParamState,
-    refuse_backward_optimizer,
 )
 from meshard._engine.program import Call, Event, Pass, Recorder
 from meshard._engine.step_state import BackwardRun, ManualFinalization
-from meshard._engine.unit import Root, Unit, alive, buckets_in
+from meshard._engine.unit import Root, Unit, alive
+from meshard._gradients.buckets import BucketedGradients
+from meshard._gradients.published import unrecorded
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (
     accumulates_any,
     calls_on_stack,
     graph_task_id,
+    has_backward_optimizer,
     has_backward_optimizers,
     is_distributed_backward,
     is_in_compiled_autograd,
-    is_in_distributed_autograd,
     is_reduced_by_ddp,
     keeps_graph,
     next_node,
@@ -67,6 +68,12 @@ _NOT_DISTRIBUTED = (
 _NOT_IN_DDP = (
     "a module of fully_shard or replicate runs inside DistributedDataParallel, and both would "
     "reduce its gradients; leave DistributedDataParallel away: meshard.replicate does what it does."
+)
+_NOT_IN_BACKWARD = (
+    "parameter {!r} of unit {!r} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
+    "steps it before its gradient is reduced, or never. Build the model again without them, and "
+    "call meshard.overlap_optimizer(module, SGD, lr=...) after fully_shard or replicate, which "
+    "steps in backward too."
 )
 _NOT_COMPILED = (
     "modules of fully_shard and replicate do not work under compiled autograd, which would leave "
@@ -141,7 +148,8 @@ class Lifecycle:
 
     def use(self, comm: Communicator) -> None:
         """Finish the reductions in flight, and communicate through ``comm`` from now on."""
-        self._queue.finish_all()
+        with self.failure.recorded():
+            self._queue.finish_all()
         self.comm, self._queue = comm, ReduceQueue(comm)
         for unit in self.units():
             unit.group.unit_params.comm = comm.with_custom(unit.settings.comm)
@@ -177,8 +185,8 @@ class Lifecycle:
         with_graph, group = torch.is_grad_enabled(), unit.group
         if not self.running:
             self._begin_forward(unit)
-        self._reshard_if_kept_here(unit)
-        if group.leases & Lease.USER and unit.reshards_after_forward:
+        is_users = group.leases & Lease.USER
+        if is_users and unit.reshards_after_forward:
             unit.step.lost_unshard = True
             group.give_back(voids_graphs=not self.recorder.is_open(unit.number))
         call = self.recorder.enter(unit.number, node=next_node(), with_graph=with_graph)
@@ -189,15 +197,14 @@ class Lifecycle:
             unit.step.modules_run.clear()  # all have run: the unit runs a second time
         if not group.params:
             return call
-        # If a unit has several modules, the first module to run unshards the unit. The others
-        # mostly find the unit installed. Then they do not look again for edits by the user, nor
-        # read requires_grad again, unless the user has called unshard().
+        # The first call in a pass looks for edits and reads requires_grad. Later calls that find
+        # the unit installed do not, unless unshard() has installed it.
         is_first = self.present_pass.calls[unit.number][0] is call
         if is_first or group.state is not ParamState.INSTALLED or group.leases & Lease.USER:
             group.drop_if_stale()
             group.read_flags()
         following = self._following(unit.settings.forward_prefetch, self.recorder.next_in_forward())
-        keeps_shard = with_graph and unit.reshards_after_forward
+        keeps_shard = with_graph and unit.reshards_after_forward and not is_users
         to_keep = unit.settings.post_forward_group if keeps_shard else None
         self._unshard(unit, Lease.RUNS, following, in_forward=True, post_forward_group=to_keep)
         unit.step.awaits_gradients |= with_graph and group.num_trainable > 0
@@ -237,16 +244,14 @@ class Lifecycle:
 
     def _refuse_other_reductions(self) -> None:
         """Raise if a feature of torch would take the gradients before meshard reduces them."""
-        if torch.is_grad_enabled() and is_in_distributed_autograd():
-            raise RuntimeError(_NOT_DISTRIBUTED)
         if any(map(is_reduced_by_ddp, alive(self.units()[0].modules))):
             raise RuntimeError(_NOT_IN_DDP)
         if not has_backward_optimizers():
             return
         for group in self.groups():
             for param in group.params:
-                name = f"{param.fqn!r} of unit {group.label!r}"
-                refuse_backward_optimizer(name, param.sharded, RuntimeError)
+                if has_backward_optimizer(param.sharded):
+                    raise RuntimeError(_NOT_IN_BACKWARD.format(param.fqn, group.label))
 
     def end_call(
         self, unit: Unit, module: nn.Module, *, failed: bool, is_hidden: bool = False
@@ -286,7 +291,7 @@ class Lifecycle:
             self._enter_phase_around()
         unit.step.modules_run.add(id(module))
         if is_hidden:
-            unit.group.keep()
+            unit.group.leases |= Lease.HIDDEN if unit.reshards_before_backward else Lease.KEPT
         is_last = len(unit.step.modules_run) >= len(unit.modules) and not self._runs(unit)
         if failed or (unit.reshards_after_forward and is_last):
             unit.group.give(Lease.RUNS, keep_post_forward=True)
@@ -315,7 +320,7 @@ class Lifecycle:
                 group.give(Lease.RUNS)
             else:
                 group.give(Lease.RUNS, keeps_copy=True)
-                group.install_sharded()  # users may edit parameters now
+                group.install_sharded()  # modules hold shards now, which users may edit
         if not outermost.reshards_after_forward:
             outermost.forget_unchosen_copy()
         self._drop_prefetched()
@@ -376,34 +381,18 @@ class Lifecycle:
     def _gather_ahead(self, units: Sequence[Unit], *, in_forward: bool) -> None:
         for head in units:
             for unit in (head, *head.siblings):  # a forward enters them together
-                group, was_kept_here = unit.group, self._reshard_if_kept_here(unit)
+                group = unit.group
                 if unit.params and group.state is ParamState.SHARDED:
                     if in_forward:
                         group.drop_if_stale()
                     self._start_unshard(unit, in_forward=in_forward)
-                    if was_kept_here and not in_forward:
-                        group.finish_unshard()  # no hook would wait for it
                     group.leases |= Lease.AHEAD
                     self._prefetched.append(unit)
 
     def start_for_user(self, unit: Unit) -> int:
         """Start gathering for the user's ``unshard()``: see ``ParamGroup.start_for_user``."""
-        was_kept_here = self._reshard_if_kept_here(unit)
-        number = unit.group.start_for_user()
-        if was_kept_here:
-            unit.group.finish_unshard()  # no hook would wait for it
-        return number
-
-    def _reshard_if_kept_here(self, unit: Unit) -> bool:
-        """Reshard ``unit`` if it is kept because no output of it on this rank requires grad.
-
-        Other ranks may have resharded it, so it must be gathered again where these gather it: call
-        this before a gather may start. Returns whether it was kept.
-        """
-        is_kept_here = unit.group.leases == Lease.KEPT and unit.reshards_before_backward
-        if is_kept_here:
-            unit.group.reshard(keep_post_forward=True)
-        return is_kept_here
+        self.abort_if_failed()
+        return unit.group.start_for_user()
 
     def _start_unshard(self, unit: Unit, *, in_forward: bool) -> None:
         is_freed_after = unit.settings.reshard_after_backward
@@ -414,8 +403,6 @@ class Lifecycle:
         for unit in self._prefetched:
             if unit.group.leases & Lease.AHEAD:
                 unit.group.give(Lease.AHEAD)
-                if unit.group.leases == Lease.KEPT:  # it was kept here, and is not to be dropped
-                    unit.group.finish_unshard()
         self._prefetched.clear()
 
     # --- backward ---------------------------------------------------------------------
@@ -440,7 +427,6 @@ class Lifecycle:
         self._advance(run, this, call.exit + 1)
         this.begin = min(this.begin, call.exit)
         self._begin(run, unit, this, call)
-        self._reduce_buckets(run, this)
 
     def _reach(self, run: BackwardRun, this: Pass) -> None:
         """Begin the backward of a pass. End those of the passes reached earlier."""
@@ -493,7 +479,6 @@ class Lifecycle:
             unit.step.awaits_gradients = True
         if not unit.settings.unshard_in_backward:
             return
-        self._reshard_if_kept_here(unit)
         group.count_out_frozen()
         following = []
         if not has_begun:  # once per call, as ranks may use different numbers of outputs
@@ -507,14 +492,16 @@ class Lifecycle:
         """OVER: the backward of ``unit`` in a pass is over. Reshard it, then reduce it."""
         if self._runs(unit):
             return  # a forward of the unit has called this backward, and goes on
-        is_held = self.recorder.is_open(unit.number, but=this)
+        # By another pass, or by a later backward through this one: nodes of the loss may then read
+        # what the modules have held, before any output gets its gradient.
+        is_held = run.keeps_graph or self.recorder.is_open(unit.number, but=this)
         if run.makes_graph:
             unit.group.keep(Lease.GRAPH)  # nodes of the new graph have saved its parameters
         elif not is_held and unit.settings.reshard_after_backward:
             unit.group.give_back()
-        self._end_use(unit, Lease.BACKWARD if is_held else Lease.BACKWARD | Lease.KEPT)
+        ends = 0 if is_held else Lease.KEPT | Lease.HIDDEN
+        self._end_use(unit, Lease.BACKWARD | ends)
         if not self.recorder.is_open_before(unit.number, this):
-            this.due = min(this.due, this.over)
             self._reduce(run, unit)
 
     def _end_use(self, unit: Unit, why: int) -> None:
@@ -532,7 +519,6 @@ class Lifecycle:
         group = unit.group
         if not group.params:
             return
-        self._reshard_if_kept_here(unit)
         if group.state is ParamState.SHARDED and run.reached:
             this = run.reached[-1]
             self._advance(run, this, this.first_after(running_node(), run.number))
@@ -545,10 +531,27 @@ class Lifecycle:
         run = self._ensure_backward(unit, index)
         run.accumulates = unit.step.awaits_gradients = True
         unit.gradients.arrived.add(index)
-        if unit.gradients.is_replicated:
-            unit.gradients.receive(index, unit.settings)
-            if len(unit.gradients.arrived) >= unit.group.num_trainable and run.reached:
-                self._reduce_buckets(run, run.reached[-1])
+
+    def on_replicated_gradient(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
+        """Take the gradient of a replicated parameter, and send its bucket once that is complete.
+
+        If the root has other units, it is sent when the unit is over. So it is once a graph task
+        inside this one (a reentrant checkpoint) has begun, since several may bring a gradient of
+        the parameter.
+        """
+        run, gradients, settings = self._ensure_backward(unit), unit.gradients, unit.settings
+        assert isinstance(gradients, BucketedGradients)
+        run.accumulates = unit.step.awaits_gradients = True
+        if gradients.backward != run.number:
+            gradients.backward = run.number
+            self._queue.finish_while(lambda of, _: of is gradients)
+            with unrecorded():
+                gradients.begin(settings)
+        is_complete = gradients.receive(index, gradient, settings)
+        is_alone = len(self._units) == 1 and not run.has_nested
+        if is_complete and is_alone and settings.sync.over_replicas and run.reached:
+            with unrecorded():
+                gradients.send_complete(settings, self._queue.divide_factor(settings))
 
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record that this backward brings gradients of ``unit`` which no hook of the unit reports.
@@ -601,8 +604,6 @@ class Lifecycle:
             self.finalization.is_split |= run.keeps_graph
         self._queue.begin_backward()
         patch_new_optimizers()
-        for unit, grads in buckets_in(self.units()):
-            grads.hide(early if unit is first else None)
         return run
 
     def _will_accumulate(self, first: Unit) -> bool:
@@ -620,8 +621,8 @@ class Lifecycle:
         reached = {number for each in ended for number in each.calls}
         for unit in reversed(units):  # units inside first
             runs, is_open = self._runs(unit), self.recorder.is_open(unit.number)
-            # No hook tells when a backward enters a graph that a backward has made, and all ranks
-            # reduce its units at the end.
+            # No hook tells that a backward runs through the graph of a create_graph backward. So
+            # all ranks reduce GRAPH units at the end.
             is_reached = unit.number in reached or unit.group.leases & Lease.GRAPH
             if is_open and not is_reached and not runs:
                 continue  # its own backward is still to come, and will reduce it
@@ -632,8 +633,6 @@ class Lifecycle:
         if run.accumulates and self.finalization is None:
             self._publish([unit for unit in units if not unit.step.awaits_gradients])
         self._drop_prefetched()
-        for _, grads in buckets_in(units):
-            grads.show()
         self.backward = None
         if spans.recorder is not None:
             self._enter_phase_around()
@@ -656,25 +655,11 @@ class Lifecycle:
         elif not run.keeps_graph:
             unit.step.record_taken()
 
-    def _reduce_buckets(self, run: BackwardRun, this: Pass) -> None:
-        """Reduce the buckets of ``replicate`` whose turn it is, as long as they are complete."""
-        # A reentrant checkpoint starts a nested run of the autograd engine. If a parameter is also
-        # used outside of it, the nested run brings only one of several gradients to add up.
-        while not run.has_nested and (first := this.next_due()) is not None:
-            unit = self._units[first.unit]()
-            if unit is not None and unit.step.awaits_gradients:
-                is_complete = len(unit.gradients.arrived) >= unit.group.num_trainable
-                is_later = self.recorder.is_open_before(first.unit, this)
-                if not unit.gradients.is_replicated or not is_complete or is_later:
-                    return
-                self._start_due_reduction(unit)
-            this.due -= 1
-
     def _start_due_reduction(self, unit: Unit) -> None:
         """Reduce the gradients of ``unit``, or under NONE only add them up. They are complete."""
         unit.step.record_taken()
-        sync = unit.settings.sync
-        if sync.reduces:
+        sync, replicated = unit.settings.sync, unit.gradients.is_replicated
+        if sync.over_replicas if replicated else sync.reduces:
             ends_window = self.is_last_backward and self.finalization is None
             self._start_reduction(
                 unit,
@@ -733,17 +718,13 @@ class Lifecycle:
         Units under FULL are flushed first: a unit without gradients in this backward may still hold
         some of earlier microbatches.
         """
-        full = [unit for unit in reversed(units) if unit.settings.sync.ends_window]
-        for unit in full:
+        full = [unit for unit in units if unit.settings.sync.ends_window]
+        for unit in reversed(full):
             self._flush(unit, ends_window=self.is_last_backward)
-        if not self.is_last_backward:
-            # Users may read .grad before the next backward.
+        if self.is_last_backward:
+            self.finish_flush(full)
+        else:  # users may read .grad before the next backward
             self._queue.finish_while(lambda _, publishes: publishes)
-            return
-        self._queue.finish_all()
-        for unit in full:
-            self.notify_reduced(unit)
-        self._settle_host()
 
     # --- outside of a backward --------------------------------------------------------
 
@@ -909,8 +890,8 @@ class Lifecycle:
             with self.failure.recorded():
                 self._queue.finish_all()
         else:
-            pending = (group.gradients for group in self.groups())
-            is_void |= any(grads.is_in_flight or grads.window.is_open for grads in pending)
+            every = [group.gradients for group in self.groups()]
+            is_void |= any(g.is_in_flight or g.window.is_open or g.arrived for g in every)
         self.failure.is_dirty = True  # if this method is interrupted, the next use aborts again
         self.failure.generation += is_void
         self.running, self.backward, self.failure.end = [], None, None
@@ -923,8 +904,7 @@ class Lifecycle:
             unit.step.record_taken()
             unit.step.modules_run.clear()
             unit.group.give(Lease.ALL)
-            unit.group.gradients.abandon(is_void=is_void)
-        for _, grads in buckets_in(self.units()):
-            grads.show()
+            if is_void or not keeps_window:
+                unit.group.gradients.abandon(is_void=is_void)
         self._settle_host()
         self.failure.is_dirty = False

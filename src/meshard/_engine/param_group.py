@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -19,7 +19,7 @@ from meshard._comm.communicator import CommStream, Communicator, GatherInFlight,
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
 from meshard._engine.step_state import Failure
-from meshard._gradients.accumulator import GradientAccumulator
+from meshard._gradients.accumulator import Gradients
 from meshard._params.sharded_param import (
     ShardedParam,
     UnitParam,
@@ -31,7 +31,7 @@ from meshard._params.sharded_param import (
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.patches import pending_holders
-from meshard._torch.private import has_backward_optimizer, is_in_transform
+from meshard._torch.private import graph_task_id, is_in_transform
 from meshard._torch.user_line import listed, warn_user
 
 _VERSION = attrgetter("unsharded._version")
@@ -80,11 +80,14 @@ class Lease:
     BACKWARD = 2  # its backward runs: from BEGIN to OVER
     KEPT = 4  # a forward has left it unsharded for its backward
     GRAPH = 8  # a backward has, with create_graph=True, for one through the graph that it makes
-    LATER = KEPT | GRAPH
+    # This one does not hold the unit: it is resharded, but its memory stays filled for a backward
+    # that no hook announces.
+    HIDDEN = 64
+    LATER = KEPT | GRAPH | HIDDEN
     USER = 16  # unshard(), until reshard() or the end of a use that reshards
     AHEAD = 32  # it is gathered ahead of its use
     LENT = KEPT | USER  # users get hold of what the modules hold
-    ALL = 63
+    ALL = 127
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,11 +104,6 @@ class _Gather:
 
     in_flight: GatherInFlight
     is_post_forward: bool  # it gathers post-forward shards
-    # Whether this rank may keep a post-forward shard of the result. False if the user's unshard()
-    # uses this gather. Then a forward may finish the gather on one rank, and wait() of the user's
-    # handle on another. The forward would keep a shard and wait() would not, so the next gathers of
-    # the two ranks would be over different groups.
-    may_keep_shard: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +155,7 @@ class ParamGroup:
     The lifecycle decides when they are gathered, resharded and reduced; this class does it.
     """
 
-    def __init__(self, unit_params: UnitParams, gradients: GradientAccumulator) -> None:
+    def __init__(self, unit_params: UnitParams, gradients: Gradients) -> None:
         self.unit_params = unit_params
         self.params = unit_params.params
         self.spec = unit_params.spec
@@ -183,7 +181,6 @@ class ParamGroup:
         # written to since. None: nothing was recorded.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # All optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
-        # Under ``replicate`` also some that step parameters of other buckets.
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # The objects of optimizers that keep views of the flat shard (flat.py), or unsharded values
         # (owner_step.py). ``offload`` and ``onload`` make them drop these before they move the
@@ -255,6 +252,7 @@ class ParamGroup:
                 self._versions = list(map(_VERSION, self.params))
                 self.reshard()
                 self.unit_params.rebuild()
+                self.gradients.rebuild()
                 self.num_rebuilds += 1
                 self.forget_version()
                 register_owner(self)
@@ -301,9 +299,7 @@ class ParamGroup:
                 "drops them, as reset_iter_state() does)."
             )
         grads = self.gradients
-        # For a replicated unit this says that its .grad are hidden: a backward runs, and has not
-        # put reduced gradients of this unit into .grad yet.
-        if grads.is_replicated and grads.published.has_arrivals:
+        if grads.is_replicated and graph_task_id() >= 0:
             raise RuntimeError(
                 f"an optimizer with parameters of unit {self.label!r}, which is replicated, was "
                 "stepped inside the backward, before gradients were reduced, so ranks would drift "
@@ -393,10 +389,14 @@ class ParamGroup:
             self._carry_flags()
             if why & Lease.USER:
                 self.give_back()
+        is_freed = self.leases & why & Lease.HIDDEN and self.state is ParamState.SHARDED
         self.leases &= ~why
-        if not self.leases and keeps_copy:
+        if is_freed and not self.keeps_storage:
+            self.unit_params.free_unsharded()
+        is_free = not self.leases & ~Lease.HIDDEN
+        if is_free and keeps_copy:
             self.install_sharded()
-        elif not self.leases:
+        elif is_free:
             self.reshard(keep_post_forward=keep_post_forward)
 
     def start_for_user(self) -> int:
@@ -405,7 +405,7 @@ class ParamGroup:
         **Collective:** the shard group.
         """
         self.drop_if_stale()
-        self.start_unshard(may_keep_shard=False)
+        self.start_unshard()
         self.leases |= Lease.USER
         return self._num_given_back
 
@@ -432,17 +432,13 @@ class ParamGroup:
 
     # --- gather and reshard -----------------------------------------------------------
 
-    def start_unshard(
-        self, *, only_for_backward: bool = False, may_keep_shard: bool = True
-    ) -> None:
+    def start_unshard(self, *, only_for_backward: bool = False) -> None:
         """Start gathering, unless a gather has begun or the parameters are unsharded.
 
         ``only_for_backward``: do not look for edits of the shards. The unit is resharded after the
-        backward, so the next forward gathers it again. ``may_keep_shard``: see ``_Gather``.
+        backward, so the next forward gathers it again.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
         """
-        if self._gather is not None:
-            self._gather.may_keep_shard &= may_keep_shard
         if self.state is not ParamState.SHARDED:
             return
         log_event("unshard", self.unit_params.label)
@@ -464,22 +460,20 @@ class ParamGroup:
             except RuntimeError as error:
                 refuse_transforms(self.label, error)
                 raise
-        self._gather = _Gather(in_flight, shard is not None, may_keep_shard)
+        self._gather = _Gather(in_flight, shard is not None)
         self._move(ParamState.GATHERING)
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Gather the parameters if need be, and wait. On a device only the current stream waits.
 
-        With a ``post_forward_group``, also keep this rank's post-forward shard, if the gather may
-        keep one. The next gather is then among the ranks of that group only.
+        With a ``post_forward_group``, also keep this rank's post-forward shard. The next gather is
+        then among the ranks of that group only.
         """
         if self.state is ParamState.SHARDED:
             self.start_unshard()
         gather = self._gather
         if gather is None:
             return
-        if not gather.may_keep_shard:
-            post_forward_group = None
         try:
             rows, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
         except RuntimeError as error:
@@ -548,7 +542,7 @@ class ParamGroup:
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             log_event("reshard", self.unit_params.label)
             self._move(ParamState.SHARDED)
-            if not self.keeps_storage:
+            if not self.keeps_storage and not self.leases & Lease.HIDDEN:
                 self.unit_params.free_unsharded()
 
     def _warn_of_edits(self) -> None:
@@ -679,8 +673,8 @@ def register_summoned(owner: ParamGroup) -> None:
     """Record that modules hold parameters of a summoned unit."""
     for held, _ in _unsharded_of(owner):
         _copies[id(held)] = owner
-    # module.zero_grad() finds only these. meshard's patch of zero_grad() clears .grad of the
-    # sharded ones too, but only while ``pending_holders`` is not empty.
+    # module.zero_grad() sees only what modules hold. The patched one clears the sharded parameters
+    # too, while ``pending_holders`` is not empty.
     pending_holders.add(owner)
 
 
@@ -710,16 +704,3 @@ def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     # that are alive.
     sharded = {id(held): param for owner in owners for held, param in _unsharded_of(owner)}
     return [sharded.get(id(param), param) for param in given]
-
-
-def refuse_backward_optimizer(
-    name: str, param: torch.Tensor, error: Callable[[str], Exception]
-) -> None:
-    """Raise ``error(text)`` if torch's ``_apply_optimizer_in_backward`` steps ``param``."""
-    if has_backward_optimizer(param):
-        raise error(
-            f"parameter {name} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
-            "steps it before its gradient is reduced, or never. Build the model again without "
-            "them, and call meshard.overlap_optimizer(module, SGD, lr=...) after fully_shard or "
-            "replicate, which steps in backward too."
-        )

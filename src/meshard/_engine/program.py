@@ -59,15 +59,13 @@ class Pass:
     calls: dict[int, list[Call]] = field(default_factory=dict)  # of each unit, as they begin
     is_watched: bool = False  # an output has a hook, which tells when a backward reaches the pass
     # The cursor, which a backward sets to the end of the lists as it reaches the pass (``rewind``).
-    # Since then ``exits[begin:]`` have begun and ``firsts[over:]`` are over. ``firsts[due:]`` were
-    # reduced if they are buckets of replicate, which may be reduced before OVER.
+    # Since then ``exits[begin:]`` have begun and ``firsts[over:]`` are over.
     begin: int = 0
     over: int = 0
-    due: int = 0
 
     def rewind(self) -> None:
         """Set the cursor to the beginning of the program."""
-        self.begin, self.over, self.due = len(self.exits), len(self.firsts), len(self.firsts)
+        self.begin, self.over = len(self.exits), len(self.firsts)
 
     def next_event(self) -> tuple[Event, Call, int] | None:
         """Return the next event with its call and index; None at the end of the program."""
@@ -76,11 +74,6 @@ class Pass:
         if first is not None and (call is None or first.opens > call.exit):
             return Event.OVER, first, first.opens
         return None if call is None else (Event.BEGIN, call, call.exit)
-
-    def next_due(self) -> Call | None:
-        """Return the first call of the unit to be reduced next, if all calls inside have begun."""
-        first = self.firsts[self.due - 1] if self.due else None
-        return None if first is None or self.begin > first.opens else first
 
     def first_after(self, node: int, backward: int) -> int:
         """Return the index from which on calls began after autograd's ``node`` was made.
@@ -97,7 +90,9 @@ class Pass:
         return sys.maxsize
 
     def next_in_backward(self, call: Call) -> int | None:
-        return self.exits[call.exit - 1].unit if call.exit > 0 else None
+        """Return the unit whose backward is expected to begin next; None if none is expected."""
+        before = (self.exits[index] for index in range(call.exit - 1, -1, -1))
+        return next((each.unit for each in before if each.has_graph), None)
 
 
 _Entry = tuple[int, int, int]

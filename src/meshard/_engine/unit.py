@@ -2,10 +2,9 @@
 
 A unit has one mesh, and one all-gather brings all of its parameters. A module needs several units
 if its parameters lie on several meshes, or if some are tensor subclasses with a custom all-gather.
-Under ``replicate`` each bucket is a unit. The units of one module are *sibling units*. They are
-nested as if the module had been wrapped once per unit: a forward enters the outermost sibling first
-and leaves it last, and units of submodules are inside all siblings. Only the outermost sibling
-casts inputs and outputs.
+The units of one module are *sibling units*. They are nested as if the module had been wrapped once
+per unit: a forward enters the outermost sibling first and leaves it last, and units of submodules
+are inside all siblings. Only the outermost sibling casts inputs and outputs.
 """
 
 from __future__ import annotations
@@ -24,12 +23,13 @@ from meshard._comm.communicator import CommSettings
 from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.step_state import Failure
-from meshard._gradients.accumulator import GradientAccumulator, GradientRules
-from meshard._gradients.replicated_grads import ReplicatedGrads
+from meshard._gradients.accumulator import GradientAccumulator, GradientRules, Gradients
+from meshard._gradients.buckets import BucketedGradients
 from meshard._gradients.settings import ReduceSettings
+from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import UnitParam
-from meshard._params.unit_params import UnitParams
-from meshard.policies import GradientSync, MixedPrecisionPolicy, check_bool
+from meshard._params.unit_params import ShardedUnitParams, UnitParams
+from meshard.policies import MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
     from meshard._engine.lifecycle import Lifecycle
@@ -45,7 +45,6 @@ class UnitSettings(ReduceSettings):
     post_forward_group: dist.ProcessGroup | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
-    sync: GradientSync = GradientSync.FULL
     comm: CommSettings = field(default_factory=CommSettings)
     unshard_on_access: bool = False  # it is unsharded together with the unit around it
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
@@ -86,25 +85,28 @@ class Unit:
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
-        self.children: list[weakref.ref[Unit]] = []  # the units directly inside
         self.siblings: list[Unit] = []  # further units of the same modules: see nest
         self.sibling_of: weakref.ref[Unit] | None = None
-        self.mesh_name = ""  # suffix of the label: mesh of a sibling, or bucket of replicate
-        # Called with this unit once per window (the microbatches of one optimizer step), after the
-        # last reduction of the unit, in the same order on all ranks. By then the gradients are in
-        # .grad, with two exceptions: under replicate, and if gradients live in host memory,
-        # ``GradientAccumulator.settle`` has to put them there.
+        self.mesh_name = ""  # suffix of the label of a sibling
+        # Called with this unit once per window (the microbatches of one optimizer step), after its
+        # last reduction, in the same order on all ranks. Its .grad are set by then, unless they
+        # live in host memory: then call ``Gradients.settle`` first.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called ``on_reduced``
         self.params: Sequence[UnitParam]  # this and the next two are set by ``set_params``
-        self.gradients: GradientAccumulator
+        self.gradients: Gradients
         self.group: ParamGroup
         self.root: Root
 
     def set_params(self, unit_params: UnitParams) -> None:
         """Make ``unit_params`` the parameters of this unit, without gradients."""
         rules = GradientRules(unit_params, self._reduce_dtype, self._accumulate_dtype)
-        self.params, self.gradients = unit_params.params, GradientAccumulator(unit_params, rules)
+        self.params = unit_params.params
+        if isinstance(unit_params, ReplicatedParams):
+            self.gradients = BucketedGradients(unit_params, rules)
+        else:
+            assert isinstance(unit_params, ShardedUnitParams)
+            self.gradients = GradientAccumulator(unit_params, rules)
         self.group = ParamGroup(unit_params, self.gradients)
 
     @property
@@ -142,7 +144,6 @@ class Unit:
     def add_child(self, child: Unit) -> None:
         """Put ``child`` directly inside this unit."""
         child.parent = weakref.ref(self)
-        self.children.append(weakref.ref(child))
 
     def forget_unchosen_copy(self) -> None:
         """Make the next forward gather again, unless the user chose to keep the unit unsharded.
@@ -225,14 +226,6 @@ def outside_units(
     for name, child in module.named_children():
         if child not in seen and unit_of(child) is None:
             yield from outside_units(joined(prefix, name), child, seen)
-
-
-def buckets_in(units: Iterable[Unit]) -> Iterator[tuple[Unit, ReplicatedGrads]]:
-    """Iterate over the replicated units among ``units``, with their gradients."""
-    for unit in units:
-        grads = unit.gradients.published
-        if isinstance(grads, ReplicatedGrads):
-            yield unit, grads
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:

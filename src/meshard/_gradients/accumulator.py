@@ -26,10 +26,11 @@ Note: Each rank decides by the placements of its own gradients whether to take t
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -37,16 +38,12 @@ from torch.distributed.tensor import DTensor
 from meshard._comm.communicator import InFlight, Rows
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
-from meshard._gradients.published import HostGrads, PublishedGrads, ShardedGrads, unrecorded
-from meshard._gradients.replicated_grads import ReplicatedGrads
+from meshard._gradients.published import HostGrads, ShardedGrads, unrecorded
 from meshard._gradients.settings import ReduceSettings, TensorHook
-from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import MissingSum
-from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.unit_params import UnitParams
+from meshard._params.unit_params import ShardedUnitParams, UnitParams
 from meshard._torch.patches import pending_holders
-from meshard._torch.private import accumulation_hooks_of
 from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
 
 _MAX_LAYOUTS = 64
@@ -67,9 +64,6 @@ class GradientRules:
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
         self._all = tuple(range(len(unit_params.params)))
         self.everything = frozenset(self._all)
-        # A cache: the layouts of the last call of ``accumulate_dtype``, and its result.
-        self._widest_of: tuple[FlatLayout, GradientLayout] | None = None
-        self._widest = torch.float32
 
     def layout_for(
         self, used: frozenset[int], accumulated: Iterable[FlatGradients | None]
@@ -106,18 +100,13 @@ class GradientRules:
         """
         if self.chosen_dtype is not None:
             return self.chosen_dtype
-        # The unit gets another layout when Module.double(), say, casts its parameters.
-        layout, known = self._unit_params.layout, self._widest_of
-        if known is None or layout is not known[0] or gradients is not known[1]:
-            dtypes = [
-                segment.dtype
-                for segment in layout.segments
-                if segment.dtype.is_floating_point
-                and any(each.index in gradients.ranges for each in segment.ranges)
-            ]
-            self._widest = functools.reduce(torch.promote_types, dtypes, torch.float32)
-            self._widest_of = layout, gradients
-        return self._widest
+        dtypes = [
+            segment.dtype
+            for segment in self._unit_params.layout.segments
+            if segment.dtype.is_floating_point
+            and any(each.index in gradients.ranges for each in segment.ranges)
+        ]
+        return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
     def wire_dtype(self, layout: GradientLayout) -> torch.dtype:
         if self.reduce_dtype is not None:
@@ -164,48 +153,66 @@ class ReductionInFlight(NamedTuple):
     after: list[TensorHook]  # the ``after`` hooks that were registered when it started
 
 
-class GradientAccumulator:
-    """The accumulators of one unit, and the moves between them."""
+class Gradients(abc.ABC):
+    """The gradients of one unit that are not in ``.grad`` yet, and the window they belong to."""
+
+    is_replicated = False
 
     def __init__(self, unit_params: UnitParams, rules: GradientRules) -> None:
         self.unit_params = unit_params
         self.rules = rules
-        self._unreduced: FlatGradients | None = None  # U
-        self._partial: FlatGradients | None = None  # Q
-        self.published = _grads_of(unit_params)  # A
-        self.is_replicated = isinstance(self.published, ReplicatedGrads)
-        # From parameter index to the sum over other mesh axes (TP) that its gradient in U lacks.
-        self._missing_sums: dict[int, MissingSum] = {}
-        self._converted = [
-            i for i, param in enumerate(unit_params.params) if param.needs_conversion
-        ]
-        self.arrived = set[int]()  # parameters whose gradient lies in .grad of the unsharded one
-        self.is_in_flight = False
-        self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
-        # Parameters whose gradients were cleared while a reduction was in flight.
-        self._cleared_in_flight: frozenset[int] = frozenset()
+        self.arrived = set[int]()  # parameters whose gradient a backward has brought
+        self.is_in_flight = False  # whether a reduction was started and has not finished
         # Parameters whose gradients were cleared since gradients were last added.
         self._cleared_since_add: frozenset[int] = frozenset()
         self.window = Window()
 
-    # --- pending gradients ------------------------------------------------------------
+    # --- moves, see the docstring of this file ------------------------------------------
+
+    @abc.abstractmethod
+    def accumulate(self, settings: ReduceSettings) -> None:
+        """Add the arrived gradients to ``U``, once hooks have seen them."""
+
+    @abc.abstractmethod
+    def start_reduce(
+        self,
+        settings: ReduceSettings,
+        *,
+        over_replicas: bool,
+        ends_window: bool,
+        divide_factor: float | None,
+    ) -> Any:
+        """Start reducing ``U`` and the arrived gradients.
+
+        Returns None if no parameter can have a gradient. **Collective:** the ranks of missing sums
+        (TP), then the shard group, then the replica group if ``over_replicas``.
+        """
+
+    @abc.abstractmethod
+    def finish_reduce(self, in_flight: Any) -> InFlight | None:
+        """Publish the result in ``.grad``, once hooks have seen it; or keep it as ``Q``.
+
+        If gradients live in host memory, return the copy to the host. The caller waits for it.
+        """
+
+    # --- pending gradients --------------------------------------------------------------
 
     @property
+    @abc.abstractmethod
     def is_pending(self) -> bool:
         """Whether gradients are accumulated that are not in ``.grad``."""
-        return self._unreduced is not None or self._partial is not None
 
     @property
+    @abc.abstractmethod
     def is_unreduced(self) -> bool:
         """Whether gradients are accumulated that no collective has reduced."""
-        return self._unreduced is not None
 
     @property
     def pending(self) -> str:
         """Why gradients are not fully reduced yet, for an error; empty if all are."""
-        if self._unreduced is not None:
+        if self.is_unreduced:
             return "not reduced yet (GradientSync.NONE)"
-        if self._partial is not None:
+        if self.is_pending:
             return "not reduced across the replicas yet (GradientSync.REDUCE_SCATTER)"
         if self.arrived:
             return (
@@ -216,47 +223,34 @@ class GradientAccumulator:
             return "still in flight (set_is_last_backward(False), or not finalized)"
         return ""
 
+    @abc.abstractmethod
     def pending_of_params(self) -> dict[int, DTensor | None]:
         """Return an entry for each parameter with pending gradients, by index.
 
         It is the partial, or None if some of these gradients are not reduced at all (``U``).
         """
-        mesh_info, found = self.unit_params.spec.mesh_info, dict[int, DTensor | None]()
-        if self._partial is not None:
-            for index, local in self._partial.shards(mesh_info.shard_rank):
-                found[index] = self.unit_params.params[index].partial_of(local, mesh_info)
-        if self._unreduced is not None:
-            found.update(dict.fromkeys(self._unreduced.used))
-        return found
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
         # zero_grad() of two optimizers may clear half of the parameters each, so add up what was
-        # cleared. U and Q become None once all parameters of their layout are cleared. It would not
-        # do to ask only for those that this rank used: other ranks may have used more, and all
-        # ranks must agree on whether gradients are pending.
+        # cleared. Nothing is pending once all parameters are cleared that may have a gradient. It
+        # would not do to ask only for those that this rank used: other ranks may have used more,
+        # and all ranks must agree on whether gradients are pending.
         self._cleared_since_add |= gone
-        for index in gone.intersection(self._missing_sums):
-            del self._missing_sums[index]
-        if self._unreduced is not None:
-            self._unreduced = self._unreduced.without(self._cleared_since_add)
-        if self._partial is not None:
-            self._partial = self._partial.without(self._cleared_since_add)
-        if self.published.has_arrivals:
-            for index in gone:  # the user, or a pipeline schedule, may have set .grad here
-                self.unit_params.params[index].unsharded.grad = None
+        self._drop(gone)
         self.arrived -= gone
-        if self.is_in_flight:
-            self._cleared_in_flight |= gone
         self._end_window_if_cleared()
-        self.published.drop_arriving(gone)
         self._release_if_settled()
+
+    @abc.abstractmethod
+    def _drop(self, gone: frozenset[int]) -> None:
+        """Drop what is accumulated, has arrived, or is on its way to ``.grad``."""
 
     def _end_window_if_cleared(self) -> None:
         """End the window if ``clear`` has dropped all that was added to it."""
         params = self.unit_params.params
         published = (i for i, param in enumerate(params) if param.sharded.grad is not None)
-        is_any_left = self.is_in_flight or self.is_pending
+        is_any_left = self.is_in_flight or self.is_pending or not self.are_shown
         if not is_any_left and self._cleared_since_add.issuperset(published):
             self.end_window()
 
@@ -274,8 +268,12 @@ class GradientAccumulator:
 
     def settle(self) -> None:
         """Wait for copies to host memory, and put everything that was published into ``.grad``."""
-        self.published.settle()
         self._release_if_settled()
+
+    @property
+    def are_shown(self) -> bool:
+        """Whether ``.grad`` is known to show all that was published. If not, call ``settle``."""
+        return True
 
     def _open_window(self) -> None:
         self.window.is_open = True
@@ -287,53 +285,94 @@ class GradientAccumulator:
 
         If ``is_void`` (a backward has raised, say), drop pending gradients and ``.grad`` too.
         """
-        if self.published.has_arrivals:
-            for param in self.unit_params.params:
-                param.unsharded.grad = None
+        self._drop_arrived()
         self.arrived.clear()
         self.is_in_flight = False
-        self._cleared_in_flight = frozenset()
         if is_void:
             self.clear(self.rules.everything)
-            self.published.clear()
+            for param in self.unit_params.params:
+                param.sharded.grad = None
         self._release_if_settled()
 
+    @abc.abstractmethod
+    def _drop_arrived(self) -> None:
+        """Drop gradients that have arrived, and what is in flight."""
+
+    @abc.abstractmethod
+    def rebuild(self) -> None:
+        """Adapt to parameters that were cast, moved or replaced."""
+
+
+class GradientAccumulator(Gradients):
+    """The accumulators of one sharded unit, and the moves between them."""
+
+    def __init__(self, unit_params: ShardedUnitParams, rules: GradientRules) -> None:
+        super().__init__(unit_params, rules)
+        self._params = unit_params.params
+        self._unreduced: FlatGradients | None = None  # U
+        self._partial: FlatGradients | None = None  # Q
+        # Parameters whose gradients were cleared while a reduction was in flight.
+        self._cleared_in_flight: frozenset[int] = frozenset()
+        is_on_host = unit_params.host_copies is not None
+        self.published = (HostGrads if is_on_host else ShardedGrads)(unit_params)  # A
+        # From parameter index to the sum over other mesh axes (TP) that its gradient in U lacks.
+        self._missing_sums: dict[int, MissingSum] = {}
+        self._converted = [i for i, param in enumerate(self._params) if param.needs_conversion]
+
+    @property
+    def is_pending(self) -> bool:
+        return self._unreduced is not None or self._partial is not None
+
+    @property
+    def is_unreduced(self) -> bool:
+        return self._unreduced is not None
+
+    def pending_of_params(self) -> dict[int, DTensor | None]:
+        mesh_info, found = self.unit_params.spec.mesh_info, dict[int, DTensor | None]()
+        if self._partial is not None:
+            for index, local in self._partial.shards(mesh_info.shard_rank):
+                found[index] = self._params[index].partial_of(local, mesh_info)
+        if self._unreduced is not None:
+            found.update(dict.fromkeys(self._unreduced.used))
+        return found
+
+    def _drop(self, gone: frozenset[int]) -> None:
+        if self.is_in_flight:
+            self._cleared_in_flight |= gone
+        for index in gone.intersection(self._missing_sums):
+            del self._missing_sums[index]
+        if self._unreduced is not None:
+            self._unreduced = self._unreduced.without(self._cleared_since_add)
+        if self._partial is not None:
+            self._partial = self._partial.without(self._cleared_since_add)
+        for index in gone:  # the user, or a pipeline schedule, may have set .grad here
+            self._params[index].unsharded.grad = None
+        self.published.drop_arriving(self._cleared_since_add)
+
+    def settle(self) -> None:
+        self.published.settle()
+        super().settle()
+
+    @property
+    def are_shown(self) -> bool:
+        return self.published.are_shown
+
+    def _drop_arrived(self) -> None:
+        self._cleared_in_flight = frozenset()
+        for param in self._params:
+            param.unsharded.grad = None
+
+    def rebuild(self) -> None: ...
+
     # --- arrived gradients ------------------------------------------------------------
-
-    def receive(self, index: int, settings: ReduceSettings) -> None:
-        """Under ``replicate``, add a gradient that has just arrived to ``U``, in the bucket.
-
-        If it waited in ``.grad``, it would exist twice once it is packed. It does wait if hooks
-        must see it before, if it may lack a sum (a DTensor), if gradients are not sent in the dtype
-        of ``U``, or if the bucket is in use as the first gradient of a backward arrives.
-        """
-        assert isinstance(self.published, ReplicatedGrads)
-        if settings.reduce_hooks:
-            return
-        with unrecorded():
-            if self._unreduced is None and len(self.arrived) == 1:
-                layout = self.rules.layout_for(frozenset(), ())
-                dtype = self.rules.accumulate_dtype(layout)
-                is_sent = dtype == self.rules.wire_dtype(layout) and not self.is_in_flight
-                bucket = self.published.free_memory(layout, dtype) if is_sent else None
-                if bucket is not None:
-                    self._unreduced = FlatGradients(layout, bucket, frozenset())
-            grads, param = self._unreduced, self.unit_params.params[index].unsharded
-            is_seen = len(accumulation_hooks_of(param) or ()) > 1  # by a hook of the user
-            is_plain = param.grad is not None and not isinstance(param.grad, DTensor)
-            if grads is not None and index in grads.layout.ranges and is_plain and not is_seen:
-                self.published.add_arrived(grads, index)
-                self._unreduced = grads._replace(used=grads.used | {index})
 
     def _take(self, *, may_lack_sums: bool) -> tuple[list[torch.Tensor | None], frozenset[int]]:
         """Take the gradients that have arrived: one entry per parameter, and which are not None.
 
         For ``may_lack_sums`` see ``_as_plain``.
         """
-        params = self.unit_params.params
+        params = self._params
         self.arrived.clear()
-        if not self.published.has_arrivals:
-            return [None] * len(params), frozenset()
         gradients = [param.unsharded.grad for param in params]
         for index, param in enumerate(params):
             gradient = gradients[index]
@@ -359,7 +398,7 @@ class GradientAccumulator:
         ``U`` is taken later. It does so only if ``U`` has no gradient of the parameter yet, or one
         that lacks the same sum.
         """
-        param, unreduced = self.unit_params.params[index], self._unreduced
+        param, unreduced = self._params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
         is_first = unreduced is None or index not in unreduced.used
         if missing is not None and (is_first or missing == self._missing_sums.get(index)):
@@ -380,9 +419,8 @@ class GradientAccumulator:
     # --- NONE -------------------------------------------------------------------------
 
     def accumulate(self, settings: ReduceSettings) -> None:
-        """Add the arrived gradients to ``U``, once hooks have seen them."""
         with unrecorded():
-            hooks, old = _on_arrived(settings), self._unreduced
+            hooks, old = on_arrived(settings), self._unreduced
             gradients, used = self._take(may_lack_sums=not hooks)  # hooks must see complete sums
             layout = self.rules.layout_for(used, (old, self._partial))
             if not layout.indices:
@@ -390,7 +428,6 @@ class GradientAccumulator:
             self._open_window()
             dtype = self.rules.accumulate_dtype(layout)
             if old is not None:
-                old.layout.mark_unused(old.flat, old.used)  # where ``receive`` has put nothing
                 # A parameter that was unfrozen in this window may ask for a wider dtype.
                 flat = old.laid_out(layout).to(dtype)
                 if hooks:
@@ -402,8 +439,7 @@ class GradientAccumulator:
                     layout.add(flat, gradients)
                 used |= old.used
             else:
-                bucket = None if self.is_in_flight else self.published.free_memory(layout, dtype)
-                flat = layout.allocate(dtype) if bucket is None else bucket
+                flat = layout.allocate(dtype)
                 layout.reduce_scatter_copy_in([flat], gradients)
                 layout.run_hooks(hooks, flat, used)
             self._unreduced = FlatGradients(layout, flat, used)
@@ -418,11 +454,6 @@ class GradientAccumulator:
         ends_window: bool,
         divide_factor: float | None,
     ) -> ReductionInFlight | None:
-        """Start reducing ``U`` and the arrived gradients.
-
-        Returns None if no parameter can have a gradient. **Collective:** the ranks of missing sums
-        (TP), then the shard group, then the replica group if ``over_replicas``.
-        """
         if self._unreduced is not None:
             self.accumulate(settings)
             layout, flat, used = self._unreduced
@@ -435,17 +466,14 @@ class GradientAccumulator:
         self.window.divide(divide_factor, self.unit_params.label)
         hooks, mesh_info = settings.reduce_hooks, self.unit_params.spec.mesh_info
         publishes = over_replicas or mesh_info.replicate_group is None
-        average = self.published.average
-        chosen_dtypes = (hook.wire_dtype for hook in hooks if hook.wire_dtype)
         plan = ReducePlan(
-            wire_dtype=next(chosen_dtypes, None) or self.rules.wire_dtype(layout),
+            wire_dtype=settings.wire_dtype or self.rules.wire_dtype(layout),
             accumulate_dtype=self.rules.accumulate_dtype(layout),
             shard_group=settings.scatter_group or mesh_info.shard_group,
             replicate_group=mesh_info.replicate_group if over_replicas else None,
             replicate_count=mesh_info.replicate_count,
             divide_factor=divide_factor,
             label=self.unit_params.label,
-            average=average and functools.partial(average, layout),
         )
         if self.unit_params.comm.is_checked:
             _check_agreement(plan, mesh_info, over_replicas=publishes, ends_window=ends_window)
@@ -456,7 +484,7 @@ class GradientAccumulator:
                 self._add_up(layout, flat, index)
             rows = [flat]
         else:
-            arrived = _on_arrived(settings)
+            arrived = on_arrived(settings)
             rows = self._allocate(layout, plan, gradients, as_one=bool(arrived or before))
             layout.reduce_scatter_copy_in(rows, gradients)
             layout.run_hooks(arrived, rows[0], used)
@@ -466,7 +494,7 @@ class GradientAccumulator:
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
         reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.unit_params.comm)
-        self.is_in_flight = self.has_reduced = True
+        self.is_in_flight = True
         after = [hook.after for hook in reversed(hooks) if hook.after]
         return ReductionInFlight(reduction, layout, publishes, after)
 
@@ -481,9 +509,6 @@ class GradientAccumulator:
         """Return memory for the rows to send: one block if ``as_one``, because hooks need that."""
         if is_narrowed_late(gradients, plan.wire_dtype):
             return [layout.allocate(plan.accumulate_dtype)]
-        bucket = self.published.free_memory(layout, plan.wire_dtype)
-        if bucket is not None:
-            return [bucket]
         return self.unit_params.comm.send_rows(
             layout.shard_numel,
             plan.wire_dtype,
@@ -493,19 +518,12 @@ class GradientAccumulator:
         )
 
     def finish_reduce(self, in_flight: ReductionInFlight) -> InFlight | None:
-        """Publish the result in ``.grad``, once hooks have seen it; or keep it as ``Q``.
-
-        If gradients live in host memory, return the copy to the host. The caller waits for it.
-        """
         self.is_in_flight, layout = False, in_flight.layout
         try:
             reduced = in_flight.reduction.finish()
         except RuntimeError as error:
             explain_failure(error, f"reduction of unit {self.unit_params.label!r}")
             raise
-        if self.published.average is not None:
-            # The communication hook may have overwritten the -0.0 that marks unused parameters.
-            layout.mark_unused(reduced.shard, reduced.used)
         whole = FlatGradients(layout, reduced.shard, reduced.used)
         result = whole.without(self._cleared_in_flight) if self._cleared_in_flight else whole
         self._cleared_in_flight = frozenset()
@@ -529,17 +547,9 @@ class GradientAccumulator:
         return copying
 
 
-def _on_arrived(settings: ReduceSettings) -> list[TensorHook]:
+def on_arrived(settings: ReduceSettings) -> list[TensorHook]:
     """Return the hooks that see the unsharded gradients of one backward."""
     return [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
-
-
-def _grads_of(unit_params: UnitParams) -> PublishedGrads:
-    if unit_params.host_copies is not None:
-        return HostGrads(unit_params)
-    if isinstance(unit_params, ReplicatedParams):
-        return ReplicatedGrads(unit_params)
-    return ShardedGrads(unit_params)
 
 
 def _check_agreement(

@@ -8,10 +8,6 @@ from typing import Any
 
 import torch
 
-from meshard._comm.gradient_buffer import GradientLayout
-from meshard._gradients.published import unrecorded
-from meshard._params.sharded_param import UnitParam
-
 
 @dataclass(eq=False)
 class GradBucket:
@@ -21,8 +17,8 @@ class GradBucket:
     """
 
     _buffer: torch.Tensor
-    _layout: GradientLayout
-    _params: Sequence[UnitParam]
+    _numels: Sequence[int]
+    _params: Sequence[torch.Tensor]
     _index: int
     _is_last: bool
 
@@ -52,12 +48,12 @@ class GradBucket:
         # The buffer has the elements of each parameter in memory order. So for a channels_last
         # parameter the view has the right shape, but its elements are in another order than in the
         # parameter. DDP does the same.
-        pairs = zip(self._layout.ranges, self.parameters(), strict=True)
-        return [self._layout.range_of(self._buffer, i).view(param.shape) for i, param in pairs]
+        parts = self._buffer.split(list(self._numels))
+        return [part.view(param.shape) for part, param in zip(parts, self._params, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
         """Return the parameters, in the order of the buffer."""
-        return [self._params[index].sharded for index in self._layout.ranges]
+        return list(self._params)
 
 
 @dataclass(eq=False)
@@ -68,33 +64,24 @@ class CommHook:
     hook: Callable[[Any, Any], Any]
     num_windows: int = 0  # backwards (mostly one per window) in which it has averaged all buckets
 
-    def average(
-        self,
-        layout: GradientLayout,
-        buffer: torch.Tensor,  # [n], overwritten
-        *,
-        params: Sequence[UnitParam],  # the parameters in the bucket
-        later: Sequence[UnitParam],  # the parameters in buckets that are reduced after this one
-        index: int,
-    ) -> None:
-        """Run the hook on one bucket, and wait for its future.
+    def average(self, bucket: GradBucket) -> None:
+        """Run the hook on one bucket, wait for its future, and overwrite the buffer.
 
         Hooks such as PowerSGD's start a second collective from a callback, in a thread of gloo. If
         the calling thread issued another collective meanwhile, the order of these two might differ
         between ranks. So this method waits at once. On a device the stream waits, not the host.
         """
-        is_last = not any(param.sharded.requires_grad for param in later)
-        with unrecorded():
-            future = self.hook(self.state, GradBucket(buffer, layout, params, index, is_last))
-            result = future.wait() if hasattr(future, "wait") else None
-            if not isinstance(result, torch.Tensor) or result.numel() != layout.numel:
-                got = f"one of {type(result).__name__}" if result is not None else repr(future)
-                raise TypeError(
-                    f"the communication hook {self.hook!r} must return a torch.futures.Future of "
-                    f"one tensor with the {layout.numel} elements of bucket {index}, got {got}; "
-                    "that of a collective holds a list: end with "
-                    "work.get_future().then(lambda future: future.value()[0])."
-                )
-            if result is not buffer:
-                buffer.copy_(result.reshape(-1))
-        self.num_windows += is_last
+        buffer = bucket.buffer()
+        future = self.hook(self.state, bucket)
+        result = future.wait() if hasattr(future, "wait") else None
+        if not isinstance(result, torch.Tensor) or result.numel() != buffer.numel():
+            got = f"one of {type(result).__name__}" if result is not None else repr(future)
+            raise TypeError(
+                f"the communication hook {self.hook!r} must return a torch.futures.Future of one "
+                f"tensor with the {buffer.numel()} elements of bucket {bucket.index()}, got {got}; "
+                "that of a collective holds a list: end with "
+                "work.get_future().then(lambda future: future.value()[0])."
+            )
+        if result is not buffer:
+            buffer.copy_(result.reshape(-1))
+        self.num_windows += bucket.is_last()

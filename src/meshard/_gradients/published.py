@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from meshard._comm.communicator import RecordedWork
-from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
+from meshard._comm.gradient_buffer import FlatGradients
 from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import (
@@ -59,25 +59,12 @@ class PublishedGrads:
     The defaults are for shards on the device.
     """
 
-    # The user's communication hook, which averages a buffer over the replicas. The all-reduce then
-    # sums only the marks of unused parameters. None: the all-reduce sums the buffer.
-    average: Callable[[GradientLayout, torch.Tensor], None] | None = None
-
     def __init__(self, unit_params: UnitParams) -> None:
         self._unit_params = unit_params
 
     @property
     def are_shown(self) -> bool:
         """Whether ``.grad`` is known to show all that was published. If not, call ``settle``."""
-        return True
-
-    @property
-    def has_arrivals(self) -> bool:
-        """Whether unsharded parameters can have a ``.grad`` that is not reduced yet.
-
-        For sharded parameters they always can. Under ``replicate`` they can only during a backward:
-        at other times, what is in ``.grad`` was published, or the user has set it.
-        """
         return True
 
     def publish(self, new: FlatGradients) -> RecordedWork | None:
@@ -92,15 +79,6 @@ class PublishedGrads:
 
     def drop_arriving(self, indices: frozenset[int]) -> None:
         """Drop those gradients of some parameters that are on their way to ``.grad``."""
-
-    def clear(self) -> None:
-        """Clear every ``.grad``, and drop what is on its way there."""
-        for param in self._unit_params.params:
-            param.sharded.grad = None
-
-    def free_memory(self, layout: GradientLayout, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return the bucket ``[1, numel]`` of ``replicate``; None if it is in use, or elsewhere."""
-        return None
 
 
 class ShardedGrads(PublishedGrads):
@@ -228,8 +206,3 @@ class HostGrads(PublishedGrads):
         self._host_copies.wait()
         if self._arriving is not None:
             self._arriving = self._arriving.without(indices)
-
-    def clear(self) -> None:
-        self._host_copies.wait()
-        self._arriving = None
-        super().clear()

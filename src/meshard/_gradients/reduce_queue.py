@@ -14,13 +14,13 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase, log_event
-from meshard._gradients.accumulator import GradientAccumulator, ReductionInFlight
+from meshard._gradients.accumulator import Gradients, ReductionInFlight
 from meshard._gradients.published import unrecorded
 from meshard._gradients.settings import ReduceSettings, check_divide_factor
 
 
 class _Queued(NamedTuple):
-    gradients: GradientAccumulator
+    gradients: Gradients
     in_flight: ReductionInFlight
     on_reduced: Callable[[], None] | None  # called once the result is published
 
@@ -41,7 +41,7 @@ class ReduceQueue:
         self._factors.clear()
         self._comm.begin_phase(StepPhase.BACKWARD)
 
-    def _divide_factor(self, settings: ReduceSettings) -> float | None:
+    def divide_factor(self, settings: ReduceSettings) -> float | None:
         """Return the divide factor that the user has set; None: the number of ranks.
 
         A callable or a tensor is read once. The number is kept until the next backward begins.
@@ -56,7 +56,7 @@ class ReduceQueue:
 
     def start(
         self,
-        gradients: GradientAccumulator,
+        gradients: Gradients,
         settings: ReduceSettings,
         *,
         over_replicas: bool,
@@ -67,21 +67,14 @@ class ReduceQueue:
 
         **Collective:** the ranks of earlier reductions, for their next stages; then the ranks of
         missing sums (TP), and the unit's shard group. With ``over_replicas`` the replica group
-        follows: on a device at once, on CPU as this reduction advances. Under ``replicate``
-        without ``over_replicas`` no collective is issued.
+        follows: on a device at once, on CPU as this reduction advances.
         """
-        if not over_replicas and gradients.is_replicated:
-            # Under replicate the shard group has one rank, so REDUCE_SCATTER would send nothing.
-            # The unit accumulates instead, as under NONE: the sum is the same, and lies in the
-            # bucket if that is free.
-            gradients.accumulate(settings)
-            return
         if gradients.is_in_flight:
             # An earlier one may yield the partial that this one adds.
             self.finish_while(lambda of, _: of is gradients)
         while len(self._queue) >= settings.max_input_buffers:
             self._finish_oldest()
-        divide_factor = self._divide_factor(settings)
+        divide_factor = self.divide_factor(settings)
         if self._comm.waits_block_host:
             # Advance before the new reduction allocates: it can then use memory that the earlier
             # reductions free. These were sending during the backward of this unit, so the wait is
@@ -120,7 +113,7 @@ class ReduceQueue:
         if on_reduced is not None:
             on_reduced()
 
-    def finish_while(self, is_waited_for: Callable[[GradientAccumulator, bool], bool]) -> None:
+    def finish_while(self, is_waited_for: Callable[[Gradients, bool], bool]) -> None:
         """Finish reductions, oldest first, until there is none that the function is true for.
 
         It gets the gradients of a unit, and whether the result goes to ``.grad``.

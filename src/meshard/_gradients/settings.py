@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from meshard.foreach_reduce import is_divide_factor
+from meshard.policies import GradientSync
 
 TensorHook = Callable[[torch.Tensor], None]
 DivideFactor = float | torch.Tensor | Callable[[], "float | torch.Tensor"]
@@ -44,8 +45,14 @@ class ReduceHook:
 class ReduceSettings:
     """The settings of a unit that its reductions read. They may change between steps."""
 
+    sync: GradientSync = GradientSync.FULL
     divide_factor: DivideFactor | None = None  # None: the number of ranks
     zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
-    max_input_buffers: int = 3  # how many units may have unsharded gradients in flight at once
+    max_input_buffers: int = 3  # how many reductions may be in flight at once
     scatter_group: dist.ProcessGroup | None = None  # None: the group of the all-gathers
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
+
+    @property
+    def wire_dtype(self) -> torch.dtype | None:
+        """The dtype in which hooks let gradients be sent; None: that of the policy."""
+        return next((hook.wire_dtype for hook in self.reduce_hooks if hook.wire_dtype), None)

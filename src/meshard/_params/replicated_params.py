@@ -18,15 +18,13 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.autograd.graph import get_gradient_edge
 
 from meshard._comm.communicator import DONE, Communicator, Gathered, GatherInFlight, Rows
 from meshard._mesh.layout import FlatLayout, ParamLayout
-from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, tag_tensor
 from meshard._params.storage import UnshardedMemoryPool
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
-from meshard._torch.dtensor import make_dtensor
 from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, version_of
 
 
@@ -36,8 +34,6 @@ class ReplicatedParam(UnitParam):
     ``sharded`` is the parameter itself. ``unsharded`` is the same object; if the module computes in
     another dtype, ``unsharded`` is a copy in that dtype.
     """
-
-    needs_conversion = True
 
     def __init__(
         self,
@@ -50,6 +46,8 @@ class ReplicatedParam(UnitParam):
         layout = ParamLayout(torch.Size((param.numel(),)), 0, 1)
         super().__init__(fqn, owners, layout, keeps_dtype=keeps_dtype)
         self.sharded = self.unsharded = param
+        # The handle of a hook on the AccumulateGrad node, which runs after those of the user.
+        self.after_hooks: Any = None
         self.take_memory_format()
 
     def take_memory_format(self) -> None:
@@ -60,30 +58,13 @@ class ReplicatedParam(UnitParam):
         """
         self._strides = _dense_strides(self.sharded)
 
-    def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return ``gradient`` as ``[numel]``, in the memory order of ``take_memory_format``."""
-        if gradient.is_sparse:
-            gradient = gradient.to_dense()
-        if gradient.stride() != self._strides:
-            ordered = torch.empty_strided(
-                gradient.shape, self._strides, dtype=gradient.dtype, device=gradient.device
-            )
-            gradient = ordered.copy_(gradient)
-        return gradient.as_strided((gradient.numel(),), (1,), gradient.storage_offset())
-
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return ``flat [numel]`` in the parameter's shape and the order of ``plain_gradient``.
+        """Return ``flat [numel]`` in the parameter's shape and in ``take_memory_format``'s order.
 
         The result shares the memory of ``flat``. It is detached, because it may become a ``.grad``,
         and users may call ``detach_()`` on that. torch refuses such a call on a view.
         """
         return flat.as_strided(self.sharded.shape, self._strides, flat.storage_offset()).detach()
-
-    def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
-        unsharded = self.shaped(local).contiguous()
-        return make_dtensor(
-            unsharded, mesh_info.mesh, mesh_info.partial_placements(0), unsharded.shape
-        )
 
     def for_copy(self, memo: dict[int, Any]) -> ReplicatedParam:
         sharded = copy.deepcopy(self.sharded, memo)
@@ -100,19 +81,36 @@ def _dense_strides(tensor: torch.Tensor) -> tuple[int, ...]:
     return torch.empty_like(tensor, device="meta").stride()
 
 
-def _arrived(
-    param: ReplicatedParam, hook: GradientHook, _: object, gradients: Sequence[torch.Tensor | None]
-) -> None:
-    """Call ``hook``. Autograd calls this after it has added to ``.grad`` and run users' hooks."""
-    has_none = param.unsharded.grad is None and gradients[0] is not None
-    # If the user froze the parameter after the forward, autograd has set no ``.grad``.
-    if has_none and param.unsharded.requires_grad:
-        raise RuntimeError(
-            f"a hook took the gradient of parameter {param.fqn!r} of a replicated module before it "
-            "was reduced, so ranks would drift apart. To step in backward call "
-            "meshard.overlap_optimizer; hooks may read .grad and change it in place."
-        )
-    hook(param.unsharded)
+def _arriving(
+    param: ReplicatedParam, hook: GradientHook, gradients: tuple[torch.Tensor | None]
+) -> tuple[None] | None:
+    """Let ``hook`` take a gradient that autograd is about to add to ``.grad``.
+
+    The user's hooks on the tensor have run. If there are post-accumulate hooks too, autograd adds
+    it, to a ``.grad`` of None, and ``hook`` takes it from there after them.
+    """
+    (gradient,), tensor = gradients, param.unsharded
+    if param.after_hooks is not None:
+        param.after_hooks.remove()
+        param.after_hooks = None
+    if gradient is None or not tensor.requires_grad:  # it was frozen after the forward
+        return None
+    if not accumulation_hooks_of(tensor):
+        return (None,) if hook(gradient) else None
+    published, tensor.grad = tensor.grad, None
+
+    def take(*_: object) -> None:
+        gradient, tensor.grad = tensor.grad, published
+        if gradient is None:
+            raise RuntimeError(
+                f"a hook took the gradient of parameter {param.fqn!r} of a replicated module "
+                "before it was reduced, so ranks would drift apart. To step in backward call "
+                "meshard.overlap_optimizer; hooks may read .grad and change it in place."
+            )
+        hook(gradient)
+
+    param.after_hooks = get_gradient_edge(tensor).node.register_hook(take)
+    return None
 
 
 def _check_not_hooked(param: ReplicatedParam) -> None:
@@ -126,22 +124,25 @@ def _check_not_hooked(param: ReplicatedParam) -> None:
 
 
 class ReplicatedParams(UnitParams):
-    """The parameters of one bucket, which are ordinary tensors."""
+    """The parameters of one replicated module, which are ordinary tensors."""
 
     def __init__(
         self,
-        params: list[ReplicatedParam],  # in the order of the bucket
+        params: list[ReplicatedParam],
         *,
         spec: GroupSpec,
         param_dtype: torch.dtype | None,  # the dtype of compute; None: that of each parameter
-        gradient_hook: GradientHookMaker,
+        gradient_hook: GradientHookMaker,  # whose hooks take the gradient, and return True
+        bucket_cap: int,  # bytes of parameters in a bucket
+        are_views: bool,  # whether .grad are views of buckets
     ) -> None:
         self.params: list[ReplicatedParam] = params
         self.spec = spec
         self._param_dtype = param_dtype
         self._gradient_hook = gradient_hook
-        # Our hooks are on the AccumulateGrad nodes and not on the parameters, so that hooks of
-        # users run before ours, and still see `.grad`. A parameter does not keep its node alive, so
+        self.bucket_cap = bucket_cap
+        self.are_views = are_views
+        # Our hooks are on the AccumulateGrad nodes. A parameter does not keep its node alive, so
         # the nodes are kept here.
         self._nodes: list[tuple[object, torch.utils.hooks.RemovableHandle]] = []
         self._casts: list[tuple[torch.Tensor, ReplicatedParam]] = []  # (cast copy, parameter)
@@ -173,7 +174,7 @@ class ReplicatedParams(UnitParams):
             view = tensor.view_as(tensor)
         assert view.grad_fn is not None
         node: Any = view.grad_fn.next_functions[0][0]  # AccumulateGrad
-        self._nodes.append((node, node.register_hook(partial(_arrived, param, hook))))
+        self._nodes.append((node, node.register_prehook(partial(_arriving, param, hook))))
         tensor.requires_grad_(flag)
 
     def _make_copies(self, layout: FlatLayout, indices: list[int]) -> None:
@@ -255,6 +256,8 @@ class ReplicatedParams(UnitParams):
             spec=self.spec,
             param_dtype=self._param_dtype,
             gradient_hook=gradient_hook,
+            bucket_cap=self.bucket_cap,
+            are_views=self.are_views,
         )
 
     def check_materialised(self) -> None:

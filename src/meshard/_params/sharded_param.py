@@ -131,7 +131,7 @@ def extent_of(original: torch.Tensor) -> Extent | None:
     return Extent(storage, first, end, has_gaps=has_gaps, stride=local.stride())
 
 
-GradientHook = Callable[[torch.Tensor], None]
+GradientHook = Callable[[torch.Tensor], object]
 
 
 class _ParamsBySetattr:
@@ -169,7 +169,6 @@ class UnitParam(abc.ABC):
 
     sharded: nn.Parameter  # what modules hold outside of the unit's forward and backward
     unsharded: nn.Parameter  # what modules hold during these
-    needs_conversion: bool  # whether its gradient must go through ``plain_gradient``
     extent: Extent | None = None  # of the parameter that fully_shard replaced
 
     def __init__(
@@ -195,21 +194,6 @@ class UnitParam(abc.ABC):
         if self.keeps_dtype or param_dtype is None or not dtype.is_floating_point:
             return dtype
         return param_dtype
-
-    @abc.abstractmethod
-    def plain_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the unsharded parameter as the plain tensor to be reduced."""
-
-    def missing_sum_of(self, gradient: torch.Tensor) -> MissingSum | None:
-        """Return which sum over mesh axes ``plain_gradient`` would compute.
-
-        Returns None if it would compute none, or would change placements in other ways too.
-        """
-        return None
-
-    @abc.abstractmethod
-    def partial_of(self, local: torch.Tensor, mesh_info: MeshInfo) -> DTensor:
-        """Return ``local``, a gradient not yet reduced across the replicas, as a DTensor."""
 
     @abc.abstractmethod
     def for_copy(self, memo: dict[int, Any]) -> UnitParam:
@@ -280,6 +264,7 @@ class ShardedParam(UnitParam):
     ) -> None:
         super().__init__(fqn, owners, layout, keeps_dtype=keeps_dtype)
         self.dtensor_placement = dtensor_placement
+        # Whether its gradient must go through ``plain_gradient``.
         self.needs_conversion = dtensor_placement is not None
 
     def make_sharded(

@@ -205,17 +205,6 @@ _has_rpc_agent: Callable[[], bool] = _find(
 _distributed_autograd = _find("torch._C._distributed_autograd")
 
 
-def is_in_distributed_autograd() -> bool:
-    """Whether this thread is inside ``torch.distributed.autograd.context()``."""
-    if not _has_rpc_agent() or not _distributed_autograd._get_debug_info()["num_autograd_contexts"]:
-        return False
-    try:
-        _distributed_autograd._current_context()
-    except RuntimeError:
-        return False
-    return True
-
-
 def is_distributed_backward() -> bool:
     """Whether ``torch.distributed.autograd.backward()`` is running, in whatever thread."""
     if not _has_rpc_agent():

@@ -278,12 +278,7 @@ class OverlappedOptimizer(StateOnRead):
 
     def _fresh_steppers(self) -> list[UnitStepper]:
         """Return a stepper for each unit, for the parameters that ``param_groups`` have now."""
-        # Steppers are also outdated if replicate has rebuilt its buckets, because then their units
-        # have new ParamGroups. It rebuilds them only if no optimizer steps them in backward, as
-        # with clip="deferred" or after detach().
-        if not are_same(objects_in(self.param_groups), self._planned) or any(
-            stepper._group() is not unit.group for unit, stepper in self._steppers.items()
-        ):
+        if not are_same(objects_in(self.param_groups), self._planned):
             self._plan()
         return list(self._steppers.values())
 
@@ -366,7 +361,7 @@ class UnitStepper:
         group = self.group
         # Wait for copies of gradients to the host only if clipping reads their values here, or if
         # some gradients are not in ``.grad`` yet. Otherwise the worker waits for them.
-        if self._change is not None or not group.gradients.published.are_shown:
+        if self._change is not None or not group.gradients.are_shown:
             group.gradients.settle()
         with without_torch_function():
             pairs = zip(self.params, map(_GRADIENT, self.params), strict=True)
