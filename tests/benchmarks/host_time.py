@@ -6,19 +6,22 @@ optimizer, *flat* is meshard, too. Losses are not compared: a fake group leaves 
 gathers.
 """
 
+import functools
 import statistics
 import time
 from types import SimpleNamespace
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
-from meshard import flat_optimizer, fully_shard
+from meshard import flat_optimizer, fully_shard, replicate
 from meshard._comm import cpu
-from tests.benchmarks.rounds import in_turns, show
+from tests.benchmarks.rounds import in_turns, medians, show
 from tests.support.models import Made
 from tests.support.ranks import fake_group
 
@@ -116,10 +119,40 @@ def seconds_in_a_world(world):
     return seconds[5:]
 
 
+def show_replicated(layers, rounds, width=32, cap=0.0155):
+    """Print what replicating adds to the step of a plain model, in buckets of three layers."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    views = {"bucket_cap_mb": cap, "gradient_as_bucket_view": True}
+    wraps = {
+        "plain": lambda model: model,
+        "DDP": functools.partial(DistributedDataParallel, static_graph=True, **views),
+        "replicate": functools.partial(replicate, **views),
+    }
+    x = torch.ones(2, width)
+
+    def step(model):
+        model(x).sum().backward()
+        model.zero_grad()
+
+    steps = {}
+    for kind, wrap in wraps.items():
+        model = wrap(nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))))
+        steps[kind] = functools.partial(step, model)
+    seconds, _ = in_turns(steps, rounds=8 * rounds, warm_up=5, clock=time.process_time)
+    del steps, model
+    dist.destroy_process_group()
+    plain, *others = medians(seconds, 1e3).values()
+    ddp, ours = (each - plain for each in others)
+    cells = [f"{ddp:.2f}", f"{ours:.2f}", f"{ours / ddp:.2f}"]
+    title = f"ms of CPU time per step, added by replicating {2 * layers} parameters"
+    show(title, ("DDP", "replicate", "ratio"), {"one rank": cells})
+
+
 def run(units=48, rounds=25, turns=6):
     torch.set_num_threads(1)
     for layers in (1, 6, 12, 48):
         show_added(units, layers, rounds)
+    show_replicated(50, rounds)
     by_world = {8: [], 4096: []}
     for _ in range(turns):
         for each, seconds in by_world.items():
