@@ -167,7 +167,7 @@ def pending_gradients(module: nn.Module) -> PendingGradients:
     is_open = False
     for unit in units:
         unit.lifecycle.finish_reductions()
-        is_open = is_open or unit.gradients.is_pending
+        is_open = is_open or bool(unit.gradients.pending)
         for index, partial in unit.gradients.pending_of_params().items():
             param = unit.group.params[index]
             # Modules hold the parameter's sharded or unsharded tensor. The parameter has no name in
