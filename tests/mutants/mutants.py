@@ -12,7 +12,12 @@ import torch
 from meshard._comm import cpu
 from meshard._comm.gradient_buffer import GradientLayout
 from meshard._engine.lifecycle import Lifecycle
-from meshard._gradients.accumulator import GradientAccumulator, GradientRules, Window
+from meshard._gradients.accumulator import (
+    GradientAccumulator,
+    GradientRules,
+    Gradients,
+    Window,
+)
 from meshard._gradients.published import ShardedGrads
 from meshard._mesh.layout import matching_parts
 from meshard.foreach_reduce import Divisors, Reduction
@@ -256,7 +261,15 @@ def frozen_in_a_window_is_lost(patch):
 
 @found_by("a_void_window", ((1.0, 1.0), (5.0, 5.0)))
 def grad_of_a_void_window_kept(patch):
-    patch.setattr(ShardedGrads, "clear", lambda self: None)
+    def abandon(self, *, is_void):
+        self._drop_arrived()
+        self.arrived.clear()
+        self.is_in_flight = False
+        if is_void:
+            self.clear(self.rules.everything)
+        self._release_if_settled()
+
+    patch.setattr(Gradients, "abandon", abandon)
 
 
 class _Unmarking:

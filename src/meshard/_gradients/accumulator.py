@@ -334,7 +334,7 @@ class GradientAccumulator(Gradients):
                 found[index] = self._params[index].partial_of(local, mesh_info)
         if self._unreduced is not None:
             found.update(dict.fromkeys(self._unreduced.used))
-        return found
+        return found | dict.fromkeys(self.arrived)
 
     def _drop(self, gone: frozenset[int]) -> None:
         if self.is_in_flight:

@@ -98,7 +98,8 @@ class Bucket:
         self.used: set[int] = set()  # the parameters of which it has a gradient
         self.earlier: tuple[Memory, set[int]] | None = None  # of microbatches before
         self.awaited = set(self.params)  # parameters that this backward has brought no gradient of
-        self.sent: InFlight | None = None  # the all-reduce; the next three are about its result
+        self.sent: InFlight | None = None  # the all-reduce; the next four are about its result
+        self.counts = torch.empty(0)
         self.gone = frozenset[int]()  # parameters whose gradients were cleared meanwhile
         self.divisor = Fraction(1)
         self.after: list[TensorHook] = []  # hooks that see it
@@ -182,10 +183,9 @@ class Bucket:
 
     def used_anywhere(self) -> set[int]:
         """Return the parameters that any rank has used. Waits for the device if some are not."""
-        assert self.memory is not None
         if len(self.used) == len(self.params):
             return self.used
-        counts = self.memory.counts.tolist()
+        counts = self.counts.tolist()
         return {index for index, count in zip(self.params, counts, strict=True) if count}
 
     def drop(self, gone: frozenset[int]) -> None:
@@ -248,7 +248,7 @@ def _run_hooks(hooks: Sequence[TensorHook], flat: torch.Tensor) -> None:
 class SentBuckets:
     """What the queue needs to know of buckets that were sent: no stage is left to be started."""
 
-    has_more = False
+    has_more = holds_rows = False
     publishes = True
 
     @property
@@ -422,7 +422,10 @@ class BucketedGradients(Gradients):
             wide = bucket.memory.flat
             divide_(bucket.memory.gradients, before)
             memory = bucket.narrow(wire)
-            sent = memory.flat if self.comm_hook is None else memory.counts
+            sent, bucket.counts = memory.flat, memory.counts
+            if self.comm_hook is not None:
+                # A hook may use memory behind its buffer, as batched PowerSGD does.
+                sent = bucket.counts = memory.counts.clone()
             pending = bucket.sent = comm.all_reduce(sent, group=group, label=label)
             self.is_in_flight = True
             if self.comm_hook is not None:
@@ -467,7 +470,8 @@ class BucketedGradients(Gradients):
     is_unreduced = is_pending
 
     def pending_of_params(self) -> dict[int, DTensor | None]:
-        return {index: None for bucket in self.buckets for index in bucket.used if self._holds}
+        shown = self._holds or self.arrived
+        return {index: None for bucket in self.buckets for index in bucket.used if shown}
 
     def _drop(self, gone: frozenset[int]) -> None:
         is_all_gone = self._cleared_since_add.issuperset(self._in_buckets)
