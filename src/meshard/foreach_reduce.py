@@ -430,6 +430,16 @@ class Reduction:
         divide_(self._reduced, self._divisors.after_all_reduce)
         self._ends.append(self._comm.record(self._reduced, after=self._pending))
 
+    @property
+    def holds_rows(self) -> bool:
+        """Whether what was sent is kept."""
+        return bool(self._scattered.rows)
+
+    def free_rows(self) -> None:
+        """On a device, let the current stream wait for the scatter, and free what was sent."""
+        self._ends[0].wait()
+        self._scattered.rows.clear()
+
     def finish(self) -> Reduced:
         """End the stages that are left. Return the result, usable on the current stream."""
         while self.has_more:

@@ -444,8 +444,9 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
     ) -> None:
         """Bound how many units may have unsharded gradients in flight at once.
 
-        The unit whose reduction begins counts: with 1, it waits until the one before is reduced.
-        The default is 3, of which CPU ranks use 2 unless they reduce over replicas as well.
+        The unit whose reduction begins counts: with 1, it waits until the one before is reduced; on
+        a device, until what that one has sent is reduced over the shards. The default is 1 on a
+        device, as in FSDP2. On CPU it is 3, of which ranks use 2 unless they reduce over replicas.
         """
         if not max_input_buffers >= 1:
             raise ValueError(f"max_input_buffers must be at least 1, got {max_input_buffers}.")

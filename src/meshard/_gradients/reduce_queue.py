@@ -18,6 +18,8 @@ from meshard._gradients.accumulator import Gradients, ReductionInFlight
 from meshard._gradients.published import unrecorded
 from meshard._gradients.settings import ReduceSettings, check_divide_factor
 
+_MOST = 3  # reductions in flight
+
 
 class _Queued(NamedTuple):
     gradients: Gradients
@@ -72,10 +74,17 @@ class ReduceQueue:
         if gradients.is_in_flight:
             # An earlier one may yield the partial that this one adds.
             self.finish_while(lambda of, _: of is gradients)
-        while len(self._queue) >= settings.max_input_buffers:
+        is_cpu, chosen = self._comm.waits_block_host, settings.max_input_buffers
+        if not is_cpu:
+            # The next reduction allocates what it sends. So let the stream wait until no more than
+            # this is held, which the backward of this unit has hidden; sums may go on.
+            sending = [each for _, each, _ in self._queue if each.reduction.holds_rows]
+            for each in sending[: len(sending) + 1 - (chosen or 1)]:
+                each.reduction.free_rows()
+        while len(self._queue) >= (chosen if is_cpu and chosen else _MOST):
             self._finish_oldest()
         divide_factor = self.divide_factor(settings)
-        if self._comm.waits_block_host:
+        if is_cpu:
             # Advance before the new reduction allocates: it can then use memory that the earlier
             # reductions free. These were sending during the backward of this unit, so the wait is
             # mostly short.

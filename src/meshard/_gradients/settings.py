@@ -48,7 +48,8 @@ class ReduceSettings:
     sync: GradientSync = GradientSync.FULL
     divide_factor: DivideFactor | None = None  # None: the number of ranks
     zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
-    max_input_buffers: int = 3  # how many reductions may be in flight at once
+    # How many units may have unsharded gradients in flight; None: see ``ReduceQueue.start``.
+    max_input_buffers: int | None = None
     scatter_group: dist.ProcessGroup | None = None  # None: the group of the all-gathers
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
 

@@ -427,7 +427,7 @@ def _units_of(machine: Machine, by_unit: defaultdict[str, Counter[str]]) -> Iter
             padding_bytes=padding,
             is_recomputed=unit.label in machine.recomputed,
             is_resharded=unit.reshards_after_forward,
-            input_buffers=unit.settings.max_input_buffers,
+            input_buffers=unit.settings.max_input_buffers or (1 if machine.has_device else 3),
             bytes_by_kind=kinds,
         )
 
