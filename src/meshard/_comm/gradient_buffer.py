@@ -199,12 +199,7 @@ class GradientLayout:
         """Run the user's hooks on ``buffer``, and mark unused parameters again."""
         if not hooks:
             return
-        for hook in hooks:
-            result = hook(buffer)
-            if result is not None and result is not buffer:
-                raise TypeError(
-                    f"the reduce hook {hook!r} returned a value; change the tensor in place."
-                )
+        run_hooks(hooks, buffer)
         self.mark_unused(buffer, used)
 
     def mark_unused(self, buffer: torch.Tensor, used: frozenset[int]) -> None:
@@ -235,6 +230,15 @@ class GradientLayout:
                 buffer.narrow(-1, source.offset, source.numel)
             )
         return moved
+
+
+def run_hooks(hooks: Sequence[Callable[[torch.Tensor], object]], buffer: torch.Tensor) -> None:
+    """Run the user's hooks on ``buffer``."""
+    for hook in hooks:
+        if (result := hook(buffer)) is not None and result is not buffer:
+            raise TypeError(
+                f"the reduce hook {hook!r} returned a value; change the tensor in place."
+            )
 
 
 def _fits_chunk_cat(dtypes: AbstractSet[torch.dtype], buffer: torch.Tensor) -> bool:

@@ -291,7 +291,7 @@ class Lifecycle:
             self._enter_phase_around()
         unit.step.modules_run.add(id(module))
         if is_hidden:
-            unit.group.leases |= Lease.HIDDEN if unit.reshards_before_backward else Lease.KEPT
+            unit.group.leases |= Lease.HIDDEN
         is_last = len(unit.step.modules_run) >= len(unit.modules) and not self._runs(unit)
         if failed or (unit.reshards_after_forward and is_last):
             unit.group.give(Lease.RUNS, keep_post_forward=True)
@@ -543,10 +543,10 @@ class Lifecycle:
         assert isinstance(gradients, BucketedGradients)
         run.accumulates = unit.step.awaits_gradients = True
         if gradients.backward != run.number:
-            gradients.backward = run.number
             self._queue.finish_while(lambda of, _: of is gradients)
             with unrecorded():
                 gradients.begin(settings)
+            gradients.backward = run.number
         is_complete = gradients.receive(index, gradient, settings)
         is_alone = len(self._units) == 1 and not run.has_nested
         if is_complete and is_alone and settings.sync.over_replicas and run.reached:

@@ -26,6 +26,7 @@ from torch.distributed.tensor import DTensor
 
 from meshard._comm.communicator import CommStream, InFlight
 from meshard._comm.divergence import check_fingerprint, explain_failure
+from meshard._comm.gradient_buffer import run_hooks
 from meshard._comm.spans import profiled
 from meshard._gradients.accumulator import (
     GradientRules,
@@ -88,7 +89,7 @@ class Bucket:
         widest = functools.reduce(torch.promote_types, held, torch.float32)
         self.wide = rules.chosen_dtype or widest
         self.numels = [param.sharded.numel() for param in params.values()]
-        # For the next step. As a backward begins, it is given up if a .grad is a view of it.
+        # Memory to use again. As a backward begins, it is given up if a .grad is a view of it.
         self.kept: Memory | None = None
         self.forget()
 
@@ -138,7 +139,7 @@ class Bucket:
         self.awaited.discard(index)
 
     def complete(self, dtype: torch.dtype, hooks: Sequence[TensorHook]) -> None:
-        """Fill up with zeros, let hooks see what a microbatch has brought, and add the earlier."""
+        """Zero what is unused, let hooks see this microbatch, and add what earlier ones brought."""
         memory = self.memory or self.allocate(dtype)
         self.run_hooks(hooks)
         if self.earlier is not None:
@@ -152,7 +153,7 @@ class Bucket:
         assert self.memory is not None
         self._zero_unused()
         if hooks:
-            _run_hooks(hooks, self.memory.gradients.view(1, -1))
+            run_hooks(hooks, self.memory.gradients.view(1, -1))
             self._zero_unused()
 
     def _zero_unused(self) -> None:
@@ -203,7 +204,7 @@ class Bucket:
         if self.after or any(param.dtype is not dtype for _, param in params):
             memory = self._over(memory.flat.to(self.wide))
         divide_(memory.gradients, self.divisor)
-        _run_hooks(self.after, memory.gradients)
+        run_hooks(self.after, memory.gradients)
         sums, added = list[torch.Tensor](), list[torch.Tensor]()
         for index, param in params:
             view, old = memory.views[index], param.grad
@@ -229,7 +230,10 @@ def _place_of(tensor: torch.Tensor) -> int:
 def _divisors(
     count: int, divide_factor: float | None, wire: torch.dtype, *, is_averaged: bool
 ) -> tuple[Fraction, Fraction]:
-    """Return what to divide by before and after the all-reduce, or the hook that averages."""
+    """Return what to divide by before and after the all-reduce.
+
+    ``is_averaged``: a communication hook takes the mean, so nothing is divided after it.
+    """
     divisors = resolve_divisors(1, count, divide_factor, wire)
     before = divisors.before_scatter * divisors.after_scatter
     if is_averaged:
@@ -237,16 +241,8 @@ def _divisors(
     return before * divisors.before_all_reduce, divisors.after_all_reduce
 
 
-def _run_hooks(hooks: Sequence[TensorHook], flat: torch.Tensor) -> None:
-    for hook in hooks:
-        if (result := hook(flat)) is not None and result is not flat:
-            raise TypeError(
-                f"the reduce hook {hook!r} returned a value; change the tensor in place."
-            )
-
-
 class SentBuckets:
-    """What the queue needs to know of buckets that were sent: no stage is left to be started."""
+    """Stands for sent buckets in ``ReduceQueue``, which has no further stage of them to start."""
 
     has_more = holds_rows = False
     publishes = True
@@ -357,7 +353,10 @@ class BucketedGradients(Gradients):
             return not bucket.awaited
 
     def _dtype_of(self, bucket: Bucket, settings: ReduceSettings) -> torch.dtype:
-        """Return the dtype of memory for new gradients: if they are sent at once, as they are."""
+        """Return the dtype for the memory of a bucket that holds nothing yet.
+
+        It is that in which it is sent, if this backward sends it.
+        """
         is_sent = settings.sync.over_replicas and bucket.earlier is None
         wire = bucket.wire_dtype(settings)
         # In float16 they may overflow before they are divided.

@@ -76,8 +76,9 @@ class ReduceQueue:
             self.finish_while(lambda of, _: of is gradients)
         is_cpu, chosen = self._comm.waits_block_host, settings.max_input_buffers
         if not is_cpu:
-            # The next reduction allocates what it sends. So let the stream wait until no more than
-            # this is held, which the backward of this unit has hidden; sums may go on.
+            # The next reduction allocates a send buffer. So free those that are too many: the
+            # stream waits for their scatters, which the backward of this unit has mostly hidden.
+            # Their all-reduces go on.
             sending = [each for _, each, _ in self._queue if each.reduction.holds_rows]
             for each in sending[: len(sending) + 1 - (chosen or 1)]:
                 each.reduction.free_rows()
