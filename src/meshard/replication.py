@@ -14,7 +14,6 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPolicy
@@ -65,62 +64,30 @@ class _Preparation:
 
         **Collective:** all ranks of the mesh, if it does either.
         """
-        lifecycle = self.unit.lifecycle
+        unit, lifecycle = self.unit, self.unit.lifecycle
         lifecycle.abort_if_failed()  # otherwise ``backward`` may be one that has raised
         # A forward inside a backward recomputes an earlier one, with the same buckets and buffers.
         if not torch.is_grad_enabled() or lifecycle.backward is not None:
             return
-        if self._may_rebuild():
-            without_modes(self._rebuild)
+        if not unit.step.awaits_gradients:
+            without_modes(cast("BucketedGradients", unit.gradients).rebuild_as_arrived)
         if self._sends_buffers:
             without_modes(self._send_buffers, module)
-
-    def _may_rebuild(self) -> bool:
-        """Whether the order of gradients is known, and nothing uses the buckets. Equal on ranks."""
-        grads, hook = _gradients_of(self.unit), _gradients_of(self.unit).comm_hook
-        # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds its
-        # buckets before the second backward and never again. So once a hook has averaged in two
-        # backwards, it expects the buckets to stay as they are.
-        is_late = hook is not None and hook.num_windows >= 2
-        is_in_use = self.unit.step.awaits_gradients or grads.window.is_open or grads.is_in_flight
-        return grads.arrivals is not None and grads.has_reduced and not is_late and not is_in_use
-
-    def _rebuild(self) -> None:
-        """Rebuild the buckets in the order in which gradients arrived on the first rank.
-
-        Parameters without gradients come last. **Collective:** all ranks of the mesh.
-        """
-        grads = _gradients_of(self.unit)
-        arrivals, grads.arrivals = grads.arrivals or {}, None
-        late = [index for index in grads.order if index not in arrivals]
-        order = torch.tensor([*arrivals, *late], device=self.unit.group.spec.device)
-        broadcast(order, _group_of(self.unit), label="(order of gradients)")
-        grads.order = [int(index) for index in order.tolist()]
-        grads.fill()
 
     @torch.no_grad()
     def _send_buffers(self, module: nn.Module) -> None:
         """Give all ranks the buffers of the first rank. **Collective:** all of the mesh."""
+        group = self.unit.group.spec.mesh_info.replicate_group
+        assert group is not None
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for buffer in module.buffers():
             by_dtype.setdefault(buffer.dtype, []).append(buffer)
         for buffers in by_dtype.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
-            broadcast(flat, _group_of(self.unit), label="(buffers)")
+            broadcast(flat, group, label="(buffers)")
             parts = flat.split([buffer.numel() for buffer in buffers])
             for buffer, part in zip(buffers, parts, strict=True):
                 buffer.copy_(part.view_as(buffer))
-
-
-def _gradients_of(unit: Unit) -> BucketedGradients:
-    assert isinstance(unit.gradients, BucketedGradients)
-    return unit.gradients
-
-
-def _group_of(unit: Unit) -> dist.ProcessGroup:
-    group = unit.group.spec.mesh_info.replicate_group
-    assert group is not None
-    return group
 
 
 # --- public --------------------------------------------------------------------------------

@@ -296,13 +296,13 @@ class Lifecycle:
         if failed or (unit.reshards_after_forward and is_last):
             unit.group.give(Lease.RUNS, keep_post_forward=True)
         if not self.running:
-            self._end_forward(unit, failed=failed)
+            self._end_forward(failed=failed)
         return call
 
     def _runs(self, unit: Unit) -> bool:
         return bool(self.running) and any(running is unit for running, _ in self.running)
 
-    def _end_forward(self, outermost: Unit, *, failed: bool) -> None:
+    def _end_forward(self, *, failed: bool) -> None:
         if failed:
             # An evaluation (grad is disabled) is no microbatch. If it fails, the window goes on.
             self.abort(keeps_window=not torch.is_grad_enabled())
@@ -321,8 +321,11 @@ class Lifecycle:
             else:
                 group.give(Lease.RUNS, keeps_copy=True)
                 group.install_sharded()  # modules hold shards now, which users may edit
-        if not outermost.reshards_after_forward:
-            outermost.forget_unchosen_copy()
+            # The next forward does not use a copy that was kept by default only, as of the root: it
+            # may look fresh, as edits by torch's foreach kernels or through .data raise no version.
+            is_chosen = unit.settings.reshard_after_forward is not None
+            if not is_chosen and unit.settings.reshard_after_backward:
+                group.forget_version()
         self._drop_prefetched()
         if not torch.is_grad_enabled():  # after an evaluation the user may edit shards
             for group in self.groups():
@@ -543,7 +546,7 @@ class Lifecycle:
         assert isinstance(gradients, BucketedGradients)
         run.accumulates = unit.step.awaits_gradients = True
         if gradients.backward != run.number:
-            self._queue.finish_while(lambda of, _: of is gradients)
+            self._queue.finish_while(lambda of: of is gradients)
             with unrecorded():
                 gradients.begin(settings)
             gradients.backward = run.number
@@ -644,35 +647,28 @@ class Lifecycle:
         """Reduce ``unit``, of which nothing is left to run, if its gradients are due."""
         if not unit.step.awaits_gradients:
             return
+        sync, gradients = unit.settings.sync, unit.gradients
         # A pipeline schedule may compute only gradients of inputs now, and those of parameters
         # later. The unit must accumulate zeros then, so that ``_take_split_gradients`` finds the
         # later gradients: it looks only in units that hold unreduced gradients.
-        is_split = run.keeps_graph and not unit.settings.sync.reduces
-        if is_split and unit.step.lost_unshard and not (run.makes_graph or unit.gradients.arrived):
+        is_split = run.keeps_graph and not sync.reduces
+        if is_split and unit.step.lost_unshard and not (run.makes_graph or gradients.arrived):
             raise RuntimeError(_FINDS_NO_PARAMETERS.format(unit.label))
-        if run.accumulates or is_split:
-            self._start_due_reduction(unit)
-        elif not run.keeps_graph:
-            unit.step.record_taken()
-
-    def _start_due_reduction(self, unit: Unit) -> None:
-        """Reduce the gradients of ``unit``, or under NONE only add them up. They are complete."""
+        if not (run.accumulates or is_split):
+            if not run.keeps_graph:
+                unit.step.record_taken()
+            return
         unit.step.record_taken()
-        sync, replicated = unit.settings.sync, unit.gradients.is_replicated
-        if sync.over_replicas if replicated else sync.reduces:
-            ends_window = self.is_last_backward and self.finalization is None
-            self._start_reduction(
-                unit,
-                over_replicas=sync.over_replicas,
-                ends_window=sync.ends_window and ends_window,
-            )
+        if sync.over_replicas if gradients.is_replicated else sync.reduces:
+            ends_window = sync.ends_window and self.is_last_backward and self.finalization is None
+            self._start_reduction(unit, over_replicas=sync.over_replicas, ends_window=ends_window)
         else:
-            unit.gradients.accumulate(unit.settings)
+            gradients.accumulate(unit.settings)
 
     def _start_reduction(self, unit: Unit, *, over_replicas: bool, ends_window: bool) -> None:
         on_reduced = None
         if unit.on_reduced:
-            self._queue.finish_while(lambda of, _: of is unit.gradients)
+            self._queue.finish_while(lambda of: of is unit.gradients)
             if unit.reduced_in == self._num_backwards:
                 raise RuntimeError(
                     f"unit {unit.label!r} has got a gradient after its optimizer has stepped it in "
@@ -724,7 +720,7 @@ class Lifecycle:
         if self.is_last_backward:
             self.finish_flush(full)
         else:  # users may read .grad before the next backward
-            self._queue.finish_while(lambda _, publishes: publishes)
+            self._queue.finish_while(lambda of: of.publishes)
 
     # --- outside of a backward --------------------------------------------------------
 
@@ -768,7 +764,7 @@ class Lifecycle:
 
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         gradients = unit.gradients
-        self._queue.finish_while(lambda of, publishes: of is gradients and not publishes)
+        self._queue.finish_while(lambda of: of is gradients and not of.publishes)
         if gradients.arrived:  # by a backward that has not reached the forward of the unit
             self._end_use(unit, Lease.LATER)
         if gradients.is_pending or gradients.arrived:

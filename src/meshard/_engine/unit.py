@@ -145,19 +145,6 @@ class Unit:
         """Put ``child`` directly inside this unit."""
         child.parent = weakref.ref(self)
 
-    def forget_unchosen_copy(self) -> None:
-        """Make the next forward gather again, unless the user chose to keep the unit unsharded.
-
-        An edit through ``.data`` or by torch's foreach kernels does not raise the version counter
-        of a parameter, so a stale unsharded copy may look fresh. The next forward therefore does
-        not reuse a copy that was kept by default only, such as the root's.
-        """
-        for each in with_siblings(self):
-            is_chosen = each.settings.reshard_after_forward is not None
-            is_kept = is_chosen or not each.settings.reshard_after_backward
-            if not is_kept:
-                each.group.forget_version()
-
 
 class Root:
     """The outermost unit, its siblings, and all units inside. They share one lifecycle.

@@ -30,7 +30,6 @@ import abc
 import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -144,15 +143,6 @@ class Window:
         self.is_open = self._has_divided = False
 
 
-class ReductionInFlight(NamedTuple):
-    """A reduction that was started."""
-
-    reduction: Reduction
-    layout: GradientLayout
-    publishes: bool  # True: its result is added to .grad; False: it is kept as the partial
-    after: list[TensorHook]  # the ``after`` hooks that were registered when it started
-
-
 class Gradients(abc.ABC):
     """The gradients of one unit that are not in ``.grad`` yet, and the window they belong to."""
 
@@ -163,6 +153,8 @@ class Gradients(abc.ABC):
         self.rules = rules
         self.arrived = set[int]()  # parameters whose gradient a backward has brought
         self.is_in_flight = False  # whether a reduction was started and has not finished
+        self.reduction: Reduction | None = None  # that reduction, if it is of a sharded unit
+        self.publishes = True  # its result is added to .grad; False: it is kept as the partial
         # Parameters whose gradients were cleared since gradients were last added.
         self._cleared_since_add: frozenset[int] = frozenset()
         self.window = Window()
@@ -181,15 +173,15 @@ class Gradients(abc.ABC):
         over_replicas: bool,
         ends_window: bool,
         divide_factor: float | None,
-    ) -> Any:
+    ) -> bool:
         """Start reducing ``U`` and the arrived gradients.
 
-        Returns None if no parameter can have a gradient. **Collective:** the ranks of missing sums
+        Returns False if no parameter can have a gradient. **Collective:** the ranks of missing sums
         (TP), then the shard group, then the replica group if ``over_replicas``.
         """
 
     @abc.abstractmethod
-    def finish_reduce(self, in_flight: Any) -> InFlight | None:
+    def finish_reduce(self) -> InFlight | None:
         """Publish the result in ``.grad``, once hooks have seen it; or keep it as ``Q``.
 
         If gradients live in host memory, return the copy to the host. The caller waits for it.
@@ -287,7 +279,7 @@ class Gradients(abc.ABC):
         """
         self._drop_arrived()
         self.arrived.clear()
-        self.is_in_flight = False
+        self.is_in_flight, self.reduction = False, None
         if is_void:
             self.clear(self.rules.everything)
             for param in self.unit_params.params:
@@ -311,6 +303,8 @@ class GradientAccumulator(Gradients):
         self._params = unit_params.params
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
+        # Of the reduction in flight: its layout, and the ``after`` hooks registered by its start.
+        self._reducing: tuple[GradientLayout, list[TensorHook]]
         # Parameters whose gradients were cleared while a reduction was in flight.
         self._cleared_in_flight: frozenset[int] = frozenset()
         is_on_host = unit_params.host_copies is not None
@@ -453,7 +447,7 @@ class GradientAccumulator(Gradients):
         over_replicas: bool,
         ends_window: bool,
         divide_factor: float | None,
-    ) -> ReductionInFlight | None:
+    ) -> bool:
         if self._unreduced is not None:
             self.accumulate(settings)
             layout, flat, used = self._unreduced
@@ -461,11 +455,11 @@ class GradientAccumulator(Gradients):
             gradients, used = self._take(may_lack_sums=False)
             layout, flat = self.rules.layout_for(used, (self._partial,)), None
         if not layout.indices:
-            return None
+            return False
         self._open_window()
         self.window.divide(divide_factor, self.unit_params.label)
         hooks, mesh_info = settings.reduce_hooks, self.unit_params.spec.mesh_info
-        publishes = over_replicas or mesh_info.replicate_group is None
+        self.publishes = over_replicas or mesh_info.replicate_group is None
         plan = ReducePlan(
             wire_dtype=settings.wire_dtype or self.rules.wire_dtype(layout),
             accumulate_dtype=self.rules.accumulate_dtype(layout),
@@ -476,7 +470,7 @@ class GradientAccumulator(Gradients):
             label=self.unit_params.label,
         )
         if self.unit_params.comm.is_checked:
-            _check_agreement(plan, mesh_info, over_replicas=publishes, ends_window=ends_window)
+            _check_agreement(plan, mesh_info, over_replicas=self.publishes, ends_window=ends_window)
         before = [hook.before for hook in hooks if hook.before]
         rows: Rows
         if flat is not None:
@@ -493,10 +487,10 @@ class GradientAccumulator(Gradients):
         layout.run_hooks(before, rows[0], used)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
-        reduction = Reduction(plan, rows, layout.marks_for(used), partial, self.unit_params.comm)
-        self.is_in_flight = True
-        after = [hook.after for hook in reversed(hooks) if hook.after]
-        return ReductionInFlight(reduction, layout, publishes, after)
+        marks, comm = layout.marks_for(used), self.unit_params.comm
+        self.reduction, self.is_in_flight = Reduction(plan, rows, marks, partial, comm), True
+        self._reducing = layout, [hook.after for hook in reversed(hooks) if hook.after]
+        return True
 
     def _allocate(
         self,
@@ -517,13 +511,15 @@ class GradientAccumulator(Gradients):
             as_one=as_one,
         )
 
-    def finish_reduce(self, in_flight: ReductionInFlight) -> InFlight | None:
-        self.is_in_flight, layout = False, in_flight.layout
+    def finish_reduce(self) -> InFlight | None:
+        assert self.reduction is not None
+        (layout, after), self.is_in_flight = self._reducing, False
         try:
-            reduced = in_flight.reduction.finish()
+            reduced = self.reduction.finish()
         except RuntimeError as error:
             explain_failure(error, f"reduction of unit {self.unit_params.label!r}")
             raise
+        self.reduction = None
         whole = FlatGradients(layout, reduced.shard, reduced.used)
         result = whole.without(self._cleared_in_flight) if self._cleared_in_flight else whole
         self._cleared_in_flight = frozenset()
@@ -531,14 +527,14 @@ class GradientAccumulator(Gradients):
             self.window.forget_factor()
             self._end_window_if_cleared()
             return None
-        if not in_flight.publishes:
+        if not self.publishes:
             # The partial is kept even if no rank of this shard group had a gradient. Another
             # replica may have one, and all ranks must agree on whether there are partials.
             self._partial = result
             return None
         # Hooks run even if no rank of the mesh has a gradient: a hook may communicate with ranks
         # outside of the mesh, which may have some.
-        layout.run_hooks(in_flight.after, result.flat, result.used)
+        layout.run_hooks(after, result.flat, result.used)
         copying = self.published.publish(result) if result.used else None
         # Gradients that live in host memory are still being copied. zero_grad() must wait for these
         # copies, and does so only while some unit is held. So this unit is held until ``settle``.

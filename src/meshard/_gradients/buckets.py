@@ -24,6 +24,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from meshard._comm.blocking import broadcast
 from meshard._comm.communicator import CommStream, InFlight
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import run_hooks
@@ -241,19 +242,6 @@ def _divisors(
     return before * divisors.before_all_reduce, divisors.after_all_reduce
 
 
-class SentBuckets:
-    """Stands for sent buckets in ``ReduceQueue``, which has no further stage of them to start."""
-
-    has_more = holds_rows = False
-    publishes = True
-
-    @property
-    def reduction(self) -> SentBuckets:
-        return self
-
-    def abandon(self) -> None: ...
-
-
 class BucketedGradients(Gradients):
     """The gradients of a replicated module."""
 
@@ -266,8 +254,8 @@ class BucketedGradients(Gradients):
         self.comm_hook: CommHook | None = None  # averages instead of all-reduces
         # The expected order of gradients, and the order in which they come until it is final.
         self.order = list(reversed(range(len(self._params))))
-        self.arrivals: dict[int, None] | None = {}
-        self.has_reduced = False  # whether a reduction was ever started; the same on all ranks
+        self._arrivals: dict[int, None] | None = {}
+        self._has_reduced = False  # whether a reduction was ever started; the same on all ranks
         self._holds = False  # whether microbatches were added up; the same on all ranks
         self.backward = -1  # number of the last backward that has brought a gradient
         self._in_buckets: set[int] = set()
@@ -303,6 +291,28 @@ class BucketedGradients(Gradients):
                     new.allocate(new.wide)
                 new.add(index, bucket.memory.views[index])
 
+    def rebuild_as_arrived(self) -> None:
+        """Fill the buckets once in the order in which gradients came on the first rank.
+
+        Nothing is done while the order is unknown, or gradients are in the buckets. Parameters
+        without gradients come last. **Collective:** all ranks of the mesh, if it is done.
+        """
+        # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds its
+        # buckets before the second backward and never again. So once a hook has averaged in two
+        # backwards, it expects the buckets to stay as they are.
+        is_late = self.comm_hook is not None and self.comm_hook.num_windows >= 2
+        is_in_use = self.window.is_open or self.is_in_flight
+        if self._arrivals is None or not self._has_reduced or is_late or is_in_use:
+            return
+        arrivals, self._arrivals = self._arrivals, None
+        late = [index for index in self.order if index not in arrivals]
+        spec = self.unit_params.spec
+        order = torch.tensor([*arrivals, *late], device=spec.device)
+        assert spec.mesh_info.replicate_group is not None
+        broadcast(order, spec.mesh_info.replicate_group, label="(order of gradients)")
+        self.order = [int(index) for index in order.tolist()]
+        self.fill()
+
     def _wanted(self) -> set[int]:
         """Return the parameters that need a place: those that train, or that may hold something."""
         # A parameter that was frozen after the forward may still get a gradient.
@@ -335,8 +345,8 @@ class BucketedGradients(Gradients):
 
     def receive(self, index: int, gradient: torch.Tensor, settings: ReduceSettings) -> bool:
         """Add a gradient that autograd brings to its bucket. Return whether that is complete."""
-        if self.arrivals is not None:
-            self.arrivals.setdefault(index)
+        if self._arrivals is not None:
+            self._arrivals.setdefault(index)
         with unrecorded():
             self.arrived.add(index)
             bucket = self._bucket_of[index]
@@ -388,7 +398,7 @@ class BucketedGradients(Gradients):
         over_replicas: bool,
         ends_window: bool,
         divide_factor: float | None,
-    ) -> SentBuckets | None:
+    ) -> bool:
         """Send the buckets that are left. **Collective:** all ranks of the mesh."""
         if not self.arrived:
             self.begin(settings)
@@ -397,8 +407,8 @@ class BucketedGradients(Gradients):
                 self._send(bucket, settings, divide_factor)
         self.arrived.clear()
         self._holds = False
-        self.has_reduced = bool(self.buckets)
-        return SentBuckets() if self.buckets else None
+        self._has_reduced = bool(self.buckets)
+        return self._has_reduced
 
     def _send(self, bucket: Bucket, settings: ReduceSettings, divide_factor: float | None) -> None:
         unit_params, hooks = self.unit_params, settings.reduce_hooks
@@ -436,7 +446,7 @@ class BucketedGradients(Gradients):
                 bucket.sent = comm.record(memory.flat, wide, after=pending)
         bucket.divisor, bucket.after = after, [h.after for h in reversed(hooks) if h.after]
 
-    def finish_reduce(self, _: SentBuckets) -> None:
+    def finish_reduce(self) -> None:
         """Publish the results in ``.grad``, once hooks have seen them."""
         is_all_gone = all(bucket.gone.issuperset(bucket.params) for bucket in self.buckets)
         self._finish_sent()

@@ -14,16 +14,16 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase, log_event
-from meshard._gradients.accumulator import Gradients, ReductionInFlight
+from meshard._gradients.accumulator import Gradients
 from meshard._gradients.published import unrecorded
 from meshard._gradients.settings import ReduceSettings, check_divide_factor
+from meshard.foreach_reduce import Reduction
 
 _MOST = 3  # reductions in flight
 
 
 class _Queued(NamedTuple):
     gradients: Gradients
-    in_flight: ReductionInFlight
     on_reduced: Callable[[], None] | None  # called once the result is published
 
 
@@ -73,15 +73,15 @@ class ReduceQueue:
         """
         if gradients.is_in_flight:
             # An earlier one may yield the partial that this one adds.
-            self.finish_while(lambda of, _: of is gradients)
+            self.finish_while(lambda of: of is gradients)
         is_cpu, chosen = self._comm.waits_block_host, settings.max_input_buffers
         if not is_cpu:
             # The next reduction allocates a send buffer. So free those that are too many: the
             # stream waits for their scatters, which the backward of this unit has mostly hidden.
             # Their all-reduces go on.
-            sending = [each for _, each, _ in self._queue if each.reduction.holds_rows]
+            sending = [each for each in self._reductions() if each.holds_rows]
             for each in sending[: len(sending) + 1 - (chosen or 1)]:
-                each.reduction.free_rows()
+                each.free_rows()
         while len(self._queue) >= (chosen if is_cpu and chosen else _MOST):
             self._finish_oldest()
         divide_factor = self.divide_factor(settings)
@@ -91,30 +91,34 @@ class ReduceQueue:
             # mostly short.
             self._advance()
         with unrecorded():
-            in_flight = gradients.start_reduce(
+            has_started = gradients.start_reduce(
                 settings,
                 over_replicas=over_replicas,
                 ends_window=ends_window,
                 divide_factor=divide_factor,
             )
-        if in_flight is None:
-            return
-        log_event("reduce", gradients.unit_params.label)
-        self._queue.append(_Queued(gradients, in_flight, on_reduced))
+        if has_started:
+            log_event("reduce", gradients.unit_params.label)
+            self._queue.append(_Queued(gradients, on_reduced))
+
+    def _reductions(self) -> list[Reduction]:
+        return [of.reduction for of, _ in self._queue if of.reduction is not None]
 
     def _advance(self) -> None:
         """Advance all reductions by a stage. Then finish the oldest, up to one with more stages."""
-        for queued in self._queue:
-            if queued.in_flight.reduction.has_more:
-                queued.in_flight.reduction.advance()
-        while self._queue and not self._queue[0].in_flight.reduction.has_more:
+        for each in self._reductions():
+            if each.has_more:
+                each.advance()
+        while self._queue:
+            oldest = self._queue[0].gradients.reduction
+            if oldest is not None and oldest.has_more:
+                return
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        gradients, in_flight, on_reduced = self._queue.popleft()
+        gradients, on_reduced = self._queue.popleft()
         with unrecorded():
-            leaving = gradients.finish_reduce(in_flight)
-        del in_flight  # frees memory before on_reduced(), in which an optimizer steps the unit
+            leaving = gradients.finish_reduce()
         log_event("reduced", gradients.unit_params.label)
         # Wait for the previous copy to the host, because a copy keeps memory of the device until it
         # is waited for.
@@ -123,12 +127,9 @@ class ReduceQueue:
         if on_reduced is not None:
             on_reduced()
 
-    def finish_while(self, is_waited_for: Callable[[Gradients, bool], bool]) -> None:
-        """Finish reductions, oldest first, until there is none that the function is true for.
-
-        It gets the gradients of a unit, and whether the result goes to ``.grad``.
-        """
-        while any(is_waited_for(of, in_flight.publishes) for of, in_flight, _ in self._queue):
+    def finish_while(self, is_waited_for: Callable[[Gradients], bool]) -> None:
+        """Finish reductions, oldest first, until there is none that the function is true for."""
+        while any(is_waited_for(of) for of, _ in self._queue):
             self._finish_oldest()
 
     def finish_all(self) -> None:
@@ -139,7 +140,8 @@ class ReduceQueue:
 
     def abandon(self) -> None:
         """Give up all reductions. Starts no collective, because only some ranks may have failed."""
-        while self._queue:
-            self._queue.popleft().in_flight.reduction.abandon()
+        for each in self._reductions():
+            each.abandon()
+        self._queue.clear()
         self._leaving.abandon()
         self._leaving = DONE
