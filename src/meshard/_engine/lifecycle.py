@@ -432,8 +432,8 @@ class Lifecycle:
         self._begin(run, unit, this, call)
 
     def _reach(self, run: BackwardRun, this: Pass) -> None:
-        """Begin the backward of a pass. End those of the passes reached earlier."""
-        for other in self._ended_passes(run):
+        """Begin the backward of a pass. End that of the pass reached before."""
+        for other in self._ended_passes(run.reached[-1:]):
             self._advance(run, other, 0)
         this.rewind()
         run.reached.append(this)
@@ -444,11 +444,9 @@ class Lifecycle:
             if unit is not None and call.has_graph and unit.group.num_trainable:
                 unit.step.awaits_gradients = True
 
-    def _ended_passes(self, run: BackwardRun) -> list[Pass]:
-        """Return the reached passes, except one whose forward has called this backward."""
-        return [
-            each for each in run.reached if not self.running or each is not self.recorder.current
-        ]
+    def _ended_passes(self, passes: list[Pass]) -> list[Pass]:
+        """Return those of ``passes`` whose forward has ended: it may have called this backward."""
+        return [each for each in passes if not self.running or each is not self.recorder.current]
 
     def _advance(self, run: BackwardRun, this: Pass, first: int) -> None:
         """Execute the program of a pass down to index ``first``."""
@@ -546,7 +544,6 @@ class Lifecycle:
         assert isinstance(gradients, BucketedGradients)
         run.accumulates = unit.step.awaits_gradients = True
         if gradients.backward != run.number:
-            self._queue.finish_while(lambda of: of is gradients)
             with unrecorded():
                 gradients.begin(settings)
             gradients.backward = run.number
@@ -616,7 +613,7 @@ class Lifecycle:
 
     def finish_backward(self, run: BackwardRun) -> None:
         """End a backward: execute what is left of the passes that it has reached, and publish."""
-        units, ended = self.units(), self._ended_passes(run)
+        units, ended = self.units(), self._ended_passes(run.reached)
         for each in run.reached:
             self._advance(run, each, 0 if each in ended else each.begin)
         if not run.keeps_graph:

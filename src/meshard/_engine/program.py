@@ -96,9 +96,8 @@ class Pass:
 
 
 _Entry = tuple[int, int, int]
-_NONE = frozenset[int]()
-# Forwards with grad that neither a backward nor a step follows would pile up.
-_MAX_OPEN = 1000
+# Forwards with grad that are followed by neither a backward nor a step would pile up.
+_MAX_OPEN = 2**16
 
 
 class Recorder:
@@ -114,8 +113,8 @@ class Recorder:
         # how many calls of it came before in the pass. Value: the unit that began next the last
         # time; None if none did.
         self._following: dict[_Entry, int | None] = {}
-        # The numbers of the passes with a unit whose backward has not come.
-        self._open: dict[int, set[int]] = {}
+        # The numbers of the passes with a unit whose backward has not come, oldest first.
+        self._open: dict[int, dict[int, None]] = {}
         self._num_steps = 0
 
     def begin(self, num_steps: int) -> bool:
@@ -147,10 +146,10 @@ class Recorder:
         calls.append(call)
         now.begun.append(call)
         if with_graph:
-            numbers = self._open.setdefault(unit, set())
-            numbers.add(now.number)
+            numbers = self._open.setdefault(unit, {})
+            numbers[now.number] = None
             if len(numbers) > _MAX_OPEN:
-                numbers.remove(min(numbers))
+                del numbers[next(iter(numbers))]
         return call
 
     def exit(self, call: Call) -> None:
@@ -167,17 +166,22 @@ class Recorder:
 
     def is_open(self, unit: int, but: Pass | None = None) -> bool:
         """Whether the backward of a pass with ``unit``, other than ``but``, has not come."""
-        return not self._open.get(unit, _NONE) <= (_NONE if but is None else {but.number})
+        numbers = self._open.get(unit, {})
+        return bool(numbers) and (but is None or len(numbers) > 1 or but.number not in numbers)
 
     def is_open_before(self, unit: int, this: Pass) -> bool:
         """Whether ``unit`` ran in an earlier pass than ``this``, whose backward may come later."""
-        return any(number < this.number for number in self._open.get(unit, _NONE))
+        return next(iter(self._open.get(unit, ())), this.number) < this.number
 
     def close(self, passes: list[Pass]) -> None:
-        """Record that a backward has freed the graphs of the units of ``passes`` that are over."""
+        """Record that a backward has freed the graphs of the units of ``passes`` that are over.
+
+        A unit whose forward has called this backward, and goes on, has its own backward later.
+        """
         for each in passes:
             for call in each.firsts[each.over :]:
-                self._open.get(call.unit, set()).discard(each.number)
+                if call.exit >= 0:
+                    self._open.get(call.unit, {}).pop(each.number, None)
 
     def close_all(self) -> None:
         """Record that no backward of an earlier pass will come."""

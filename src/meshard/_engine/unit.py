@@ -163,7 +163,8 @@ class Root:
         self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
         self._make = make
         for number, unit in enumerate(units):
-            unit.root, unit.number, unit.reduced_in = self, number, -1
+            unit.root, unit.number = self, number
+            unit.reduced_in = unit.gradients.backward = -1  # a root counts its own backwards
             unit.group.unit_params.label, unit.group.failure = unit.label, self.failure
             unit.group.modules = unit.modules
 

@@ -155,6 +155,7 @@ class Gradients(abc.ABC):
         self.is_in_flight = False  # whether a reduction was started and has not finished
         self.reduction: Reduction | None = None  # that reduction, if it is of a sharded unit
         self.publishes = True  # its result is added to .grad; False: it is kept as the partial
+        self.backward = -1  # number of the last backward that has filled buckets
         # Parameters whose gradients were cleared since gradients were last added.
         self._cleared_since_add: frozenset[int] = frozenset()
         self.window = Window()

@@ -257,7 +257,6 @@ class BucketedGradients(Gradients):
         self._arrivals: dict[int, None] | None = {}
         self._has_reduced = False  # whether a reduction was ever started; the same on all ranks
         self._holds = False  # whether microbatches were added up; the same on all ranks
-        self.backward = -1  # number of the last backward that has brought a gradient
         self._in_buckets: set[int] = set()
         self.buckets: list[Bucket] = []
         self.fill()
@@ -326,7 +325,7 @@ class BucketedGradients(Gradients):
     # --- a backward -------------------------------------------------------------------
 
     def begin(self, settings: ReduceSettings) -> None:
-        """Get ready for the gradients of a backward. Nothing is in flight."""
+        """Get ready for the gradients of a backward. No bucket may be in flight."""
         if self._wanted() != self._in_buckets:
             self.fill()
         self._open_window()

@@ -53,38 +53,30 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
     return torch.no_grad() if torch.is_grad_enabled() else _NO_CONTEXT
 
 
-class PublishedGrads:
-    """The ``.grad`` of the parameters of one unit, and gradients that are yet to be put there.
+class ShardedGrads:
+    """The ``.grad`` of the sharded parameters of one unit."""
 
-    The defaults are for shards on the device.
-    """
+    # Whether .grad has, or is a view of, all that was published. If not, call ``settle``.
+    are_shown = True
 
     def __init__(self, unit_params: UnitParams) -> None:
         self._unit_params = unit_params
-
-    @property
-    def are_shown(self) -> bool:
-        """Whether ``.grad`` is known to show all that was published. If not, call ``settle``."""
-        return True
 
     def publish(self, new: FlatGradients) -> RecordedWork | None:
         """Add reduced gradients to ``.grad``. ``new`` may be kept, and written to later.
 
         Returns the copy to host memory, if there is one, which the caller waits for.
         """
-        raise NotImplementedError
+        self._add(new)
+        return None
 
     def settle(self) -> None:
         """Put everything that was published into ``.grad``."""
 
-    def drop_arriving(self, indices: frozenset[int]) -> None:
-        """Drop those gradients of some parameters that are on their way to ``.grad``."""
+    def drop_arriving(self, gone: frozenset[int]) -> None:
+        """Of some parameters, drop the gradients that are not in ``.grad`` yet."""
 
-
-class ShardedGrads(PublishedGrads):
-    """The ``.grad`` of the sharded parameters of one unit."""
-
-    def publish(self, new: FlatGradients) -> None:
+    def _add(self, new: FlatGradients) -> None:
         shards, grads, before, after = self._inspect()
         sums, added = list[torch.Tensor](), list[torch.Tensor]()
         for index, local in new.shards(self._unit_params.spec.mesh_info.shard_rank):
@@ -104,7 +96,7 @@ class ShardedGrads(PublishedGrads):
             for hook in tuple((after[index] or {}).values()):
                 hook(shards[index])
 
-    def publish_unread(self, new: FlatGradients) -> bool:
+    def _add_unread(self, new: FlatGradients) -> bool:
         """Publish ``new``, whose values are still being copied, if all ``.grad`` become views.
 
         Return whether ``new`` was published.
@@ -114,11 +106,15 @@ class ShardedGrads(PublishedGrads):
         dtype = new.flat.dtype
         if is_read or any(gradient_dtype(shards[index]) != dtype for index in new.used):
             return False
-        self.publish(new)
+        self._add(new)
         return True
 
     def _inspect(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """Return the sharded parameters, each one's ``.grad`` and its hooks of the two kinds."""
+        """Return four parallel lists: parameters, ``.grad``, and the hooks of each.
+
+        The hooks are those of ``register_hook``, and those of
+        ``register_post_accumulate_grad_hook``.
+        """
         shards: list[Any] = [param.sharded for param in self._unit_params.params]
         with without_torch_function():
             grads = list(map(_GRAD, shards))
@@ -155,7 +151,7 @@ def _run_hooks(
     local.copy_(local_of(gradient))
 
 
-class HostGrads(PublishedGrads):
+class HostGrads(ShardedGrads):
     """The ``.grad`` of the sharded parameters of one unit, in host memory.
 
     A reduced gradient is copied to a host buffer while backward goes on. If no value has to be read
@@ -167,12 +163,11 @@ class HostGrads(PublishedGrads):
         super().__init__(unit_params)
         assert unit_params.host_copies is not None
         self._host_copies = unit_params.host_copies
-        self._in_host_memory = ShardedGrads(unit_params)
         self._arriving: FlatGradients | None = None  # copied to a buffer that no .grad shows yet
 
     @property
-    def are_shown(self) -> bool:
-        """Whether ``.grad`` will hold everything as soon as ``HostCopies.wait`` returns."""
+    def are_shown(self) -> bool:  # type: ignore[override]  # of a constant
+        """Whether ``.grad`` will have everything as soon as ``HostCopies.wait`` returns."""
         return self._arriving is None
 
     def publish(self, new: FlatGradients) -> RecordedWork:
@@ -189,7 +184,7 @@ class HostGrads(PublishedGrads):
         host = self._unit_params.spec.location.empty_like(new.flat)
         copying = self._host_copies.store(host, new.flat, comm, label=label)
         arriving = new._replace(flat=host)
-        if not self._in_host_memory.publish_unread(arriving):
+        if not self._add_unread(arriving):
             self._arriving = arriving
         return copying
 
@@ -199,10 +194,10 @@ class HostGrads(PublishedGrads):
         if self._arriving is not None:
             arrived, self._arriving = self._arriving, None
             with unrecorded():  # an evaluation calls this too, perhaps under inference_mode
-                self._in_host_memory.publish(arrived)
+                self._add(arrived)
 
-    def drop_arriving(self, indices: frozenset[int]) -> None:
+    def drop_arriving(self, gone: frozenset[int]) -> None:
         """Wait for copies in flight, and drop the copied gradients of some parameters."""
         self._host_copies.wait()
         if self._arriving is not None:
-            self._arriving = self._arriving.without(indices)
+            self._arriving = self._arriving.without(gone)

@@ -39,7 +39,11 @@ class ReduceQueue:
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     def begin_backward(self) -> None:
-        """Forget the divide factors that were read; free communication memory of the forward."""
+        """Forget the divide factors that were read; free communication memory of the forward.
+
+        Reductions of replicated modules are finished, as the backward uses their buckets again.
+        """
+        self.finish_while(lambda of: of.is_replicated)
         self._factors.clear()
         self._comm.begin_phase(StepPhase.BACKWARD)
 
@@ -116,9 +120,10 @@ class ReduceQueue:
             self._finish_oldest()
 
     def _finish_oldest(self) -> None:
-        gradients, on_reduced = self._queue.popleft()
+        gradients, on_reduced = self._queue[0]
         with unrecorded():
             leaving = gradients.finish_reduce()
+        self._queue.popleft()
         log_event("reduced", gradients.unit_params.label)
         # Wait for the previous copy to the host, because a copy keeps memory of the device until it
         # is waited for.
