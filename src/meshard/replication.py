@@ -69,7 +69,7 @@ class _Preparation:
         # A forward inside a backward recomputes an earlier one, with the same buckets and buffers.
         if not torch.is_grad_enabled() or lifecycle.backward is not None:
             return
-        if not unit.step.awaits_gradients:
+        if not unit.step.is_due:
             without_modes(cast("BucketedGradients", unit.gradients).rebuild_as_arrived)
         if self._sends_buffers:
             without_modes(self._send_buffers, module)

@@ -171,7 +171,7 @@ def test_options_that_cannot_be_are_refused_and_leave_the_module_as_it_was():
 def test_ddp_around_it_is_refused():
     torch.manual_seed(0)
     model = meshard.replicate(nn.Linear(4, 4))
-    with pytest.raises(RuntimeError, match="leave DistributedDataParallel away"):
+    with pytest.raises(RuntimeError, match="remove DistributedDataParallel"):
         nn.parallel.DistributedDataParallel(model)(torch.ones(1, 4))
     # A part that it leaves out is reduced by meshard alone.
     whole = nn.Sequential(meshard.replicate(nn.Linear(4, 4)), nn.Linear(4, 4))

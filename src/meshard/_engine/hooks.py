@@ -71,7 +71,7 @@ def gradient_hook_maker(
 @skip_dynamo
 def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, param: torch.Tensor) -> None:
     unit = unit_ref()
-    # torch also calls this for a parameter that was frozen since the forward, and gets no gradient.
+    # torch calls this also for a parameter that was frozen since the forward, and adds no gradient.
     if unit is not None and param.requires_grad:
         unit.lifecycle.on_gradient(unit, index)
 
@@ -429,7 +429,7 @@ def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
         warn_user(
             f"unit {unit.label!r} returned a {type(output).__name__} in which no tensor was "
             "found, so the beginning of its backward cannot be seen; it stays unsharded until "
-            "a backward ended. Return the tensors that gradients come back through, and zeros "
+            "a backward ends. Return the tensors that gradients come back through, and zeros "
             "if only other ranks have any, which would wait for this one; if they are inside "
             "an object, make its class a dataclass, or register it "
             "(torch.export.register_dataclass, torch.utils._pytree.register_pytree_node)."

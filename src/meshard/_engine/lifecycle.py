@@ -67,7 +67,7 @@ _NOT_DISTRIBUTED = (
 )
 _NOT_IN_DDP = (
     "a module of fully_shard or replicate runs inside DistributedDataParallel, and both would "
-    "reduce its gradients; leave DistributedDataParallel away: meshard.replicate does what it does."
+    "reduce its gradients; remove DistributedDataParallel: meshard.replicate does what it does."
 )
 _NOT_IN_BACKWARD = (
     "parameter {!r} of unit {!r} has _in_backward_optimizers: torch's _apply_optimizer_in_backward "
@@ -185,8 +185,8 @@ class Lifecycle:
         with_graph, group = torch.is_grad_enabled(), unit.group
         if not self.running:
             self._begin_forward(unit)
-        is_users = group.leases & Lease.USER
-        if is_users and unit.reshards_after_forward:
+        was_unsharded = group.leases & Lease.USER  # by the user
+        if was_unsharded and unit.reshards_after_forward:
             unit.step.lost_unshard = True
             group.give_back(voids_graphs=not self.recorder.is_open(unit.number))
         call = self.recorder.enter(unit.number, node=next_node(), with_graph=with_graph)
@@ -204,10 +204,10 @@ class Lifecycle:
             group.drop_if_stale()
             group.read_flags()
         following = self._following(unit.settings.forward_prefetch, self.recorder.next_in_forward())
-        keeps_shard = with_graph and unit.reshards_after_forward and not is_users
+        keeps_shard = with_graph and unit.reshards_after_forward and not was_unsharded
         to_keep = unit.settings.post_forward_group if keeps_shard else None
         self._unshard(unit, Lease.RUNS, following, in_forward=True, post_forward_group=to_keep)
-        unit.step.awaits_gradients |= with_graph and group.num_trainable > 0
+        unit.step.is_due |= with_graph and group.num_trainable > 0
         return call
 
     def _check_nests(self, unit: Unit) -> None:
@@ -321,12 +321,13 @@ class Lifecycle:
             else:
                 group.give(Lease.RUNS, keeps_copy=True)
                 group.install_sharded()  # modules hold shards now, which users may edit
-            # The next forward does not use a copy that was kept by default only, as of the root: it
-            # may look fresh, as edits by torch's foreach kernels or through .data raise no version.
+            # The next forward does not use a copy that was kept by default only, such as that of
+            # the root. The copy may look fresh after an edit of the shards, since torch's foreach
+            # kernels, and edits through .data, raise no version.
             is_chosen = unit.settings.reshard_after_forward is not None
             if not is_chosen and unit.settings.reshard_after_backward:
                 group.forget_version()
-        self._drop_prefetched()
+        self._drop_unused_gathers()
         if not torch.is_grad_enabled():  # after an evaluation the user may edit shards
             for group in self.groups():
                 if not group.leases & Lease.USER:
@@ -401,7 +402,7 @@ class Lifecycle:
         is_freed_after = unit.settings.reshard_after_backward
         unit.group.start_unshard(only_for_backward=not in_forward and is_freed_after)
 
-    def _drop_prefetched(self) -> None:
+    def _drop_unused_gathers(self) -> None:
         """Drop the gathers that neither a forward, a backward nor an ``unshard()`` has used."""
         for unit in self._prefetched:
             if unit.group.leases & Lease.AHEAD:
@@ -420,7 +421,8 @@ class Lifecycle:
         if unit.group.is_summoned:
             raise RuntimeError(
                 f"a backward reached unit {unit.label!r} inside {unit.group.summoned_by.caller}, "
-                "from a forward made before it; run that backward before, or after."
+                "from a forward made before it; run that backward before entering that block, or "
+                "after leaving it."
             )
         run = self._ensure_backward(unit)
         if spans.recorder is not None:
@@ -442,21 +444,24 @@ class Lifecycle:
         for call in this.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph and unit.group.num_trainable:
-                unit.step.awaits_gradients = True
+                unit.step.is_due = True
 
     def _ended_passes(self, passes: list[Pass]) -> list[Pass]:
-        """Return those of ``passes`` whose forward has ended: it may have called this backward."""
+        """Return those of ``passes`` whose forward has ended. Others have called this backward."""
         return [each for each in passes if not self.running or each is not self.recorder.current]
 
     def _advance(self, run: BackwardRun, this: Pass, first: int) -> None:
         """Execute the program of a pass down to index ``first``."""
-        while (event := this.next_event()) is not None and event[2] >= first:
-            kind, call, _ = event
+        while (event := this.next_event()) is not None:
+            kind, call, index = event
+            if index < first:
+                return
             unit = self._units[call.unit]()
             if kind is Event.BEGIN:
                 this.begin -= 1
-                # Autograd has left this call out on this rank. Under torch.autograd.grad, which
-                # accumulates nothing, it leaves out the same calls on all ranks.
+                # Autograd leaves this call out on this rank, but other ranks may gather the unit.
+                # Not under torch.autograd.grad, which adds to no .grad: there all ranks are
+                # expected to leave out the same calls.
                 is_left_out = call.has_graph and call.reached_in != run.number
                 if unit is not None and is_left_out and run.accumulates and not self._runs(unit):
                     self._begin(run, unit, this, call)
@@ -477,7 +482,7 @@ class Lifecycle:
         # the same graph for a gradient penalty. The backward of the penalty may bring gradients of
         # the unit on some ranks only, but all must reduce the unit.
         if not group.leases & Lease.BACKWARD and group.num_trainable:
-            unit.step.awaits_gradients = True
+            unit.step.is_due = True
         if not unit.settings.unshard_in_backward:
             return
         group.count_out_frozen()
@@ -506,7 +511,7 @@ class Lifecycle:
             self._reduce(run, unit)
 
     def _end_use(self, unit: Unit, why: int) -> None:
-        """Let a backward no longer hold ``unit``, for the reasons ``why``."""
+        """Give the leases ``why`` that a backward has on ``unit``."""
         unit.group.give(why, keeps_copy=not unit.settings.reshard_after_backward)
         if not unit.group.leases & (Lease.RUNS | Lease.BACKWARD | Lease.USER):
             unit.group.install_sharded()  # graphs do not read what modules hold
@@ -525,24 +530,24 @@ class Lifecycle:
             self._advance(run, this, this.first_after(running_node(), run.number))
         group.count_out_frozen()
         self._unshard(unit, Lease.BACKWARD, (), in_forward=False)
-        unit.step.awaits_gradients |= torch.is_grad_enabled() and group.num_trainable > 0
+        unit.step.is_due |= torch.is_grad_enabled() and group.num_trainable > 0
 
     def on_gradient(self, unit: Unit, index: int) -> None:
-        """Record that parameter ``index`` has got its gradient."""
+        """Record that parameter ``index`` has got its gradient. ``_end`` takes it later."""
         run = self._ensure_backward(unit, index)
-        run.accumulates = unit.step.awaits_gradients = True
+        run.accumulates = unit.step.is_due = True
         unit.gradients.arrived.add(index)
 
     def on_replicated_gradient(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of a replicated parameter, and send its bucket once that is complete.
 
-        If the root has other units, it is sent when the unit is over. So it is once a graph task
-        inside this one (a reentrant checkpoint) has begun, since several may bring a gradient of
-        the parameter.
+        If the root has other units, it is sent when the unit is over. The same applies once a graph
+        task inside this one (a reentrant checkpoint) has begun, since several may bring a gradient
+        of the parameter.
         """
         run, gradients, settings = self._ensure_backward(unit), unit.gradients, unit.settings
         assert isinstance(gradients, BucketedGradients)
-        run.accumulates = unit.step.awaits_gradients = True
+        run.accumulates = unit.step.is_due = True
         if gradients.backward != run.number:
             with unrecorded():
                 gradients.begin(settings)
@@ -560,7 +565,7 @@ class Lifecycle:
         is reduced at the end of the backward, if not before.
         """
         self._ensure_backward(unit).accumulates = True
-        unit.step.awaits_gradients = True
+        unit.step.is_due = True
 
     def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
         """Return the backward that runs; begin it if it has not begun.
@@ -624,15 +629,16 @@ class Lifecycle:
             # No hook tells that a backward runs through the graph of a create_graph backward. So
             # all ranks reduce GRAPH units at the end.
             is_reached = unit.number in reached or unit.group.leases & Lease.GRAPH
-            if is_open and not is_reached and not runs:
-                continue  # its own backward is still to come, and will reduce it
+            comes_later = is_open and not is_reached and not runs
+            if comes_later:  # its own backward, which will reduce it
+                continue
             if not runs:
                 ends = not is_open and not run.keeps_graph
                 self._end_use(unit, Lease.BACKWARD | Lease.LATER if ends else Lease.BACKWARD)
             self._reduce(run, unit)
         if run.accumulates and self.finalization is None:
-            self._publish([unit for unit in units if not unit.step.awaits_gradients])
-        self._drop_prefetched()
+            self._publish([unit for unit in units if not unit.step.is_due])
+        self._drop_unused_gathers()
         self.backward = None
         if spans.recorder is not None:
             self._enter_phase_around()
@@ -641,8 +647,8 @@ class Lifecycle:
     # --- reductions -------------------------------------------------------------------
 
     def _reduce(self, run: BackwardRun, unit: Unit) -> None:
-        """Reduce ``unit``, of which nothing is left to run, if its gradients are due."""
-        if not unit.step.awaits_gradients:
+        """Reduce ``unit``, with nothing left to run, or under NONE add up, if that is due."""
+        if not unit.step.is_due:
             return
         sync, gradients = unit.settings.sync, unit.gradients
         # A pipeline schedule may compute only gradients of inputs now, and those of parameters
@@ -656,7 +662,8 @@ class Lifecycle:
                 unit.step.record_taken()
             return
         unit.step.record_taken()
-        if sync.over_replicas if gradients.is_replicated else sync.reduces:
+        reduces_now = sync.over_replicas if gradients.is_replicated else sync.reduces
+        if reduces_now:
             ends_window = sync.ends_window and self.is_last_backward and self.finalization is None
             self._start_reduction(unit, over_replicas=sync.over_replicas, ends_window=ends_window)
         else:
@@ -688,7 +695,7 @@ class Lifecycle:
             unit.gradients.end_window()
 
     def _compare_first_values(self) -> None:
-        """Tell of different initial weights on ranks. Called after a collective of all ranks.
+        """Report initial weights that differ between ranks. Called after a collective of all.
 
         **Collective:** the meshes of all sharded units. ``CommLedger`` does not list it.
         """
@@ -706,7 +713,7 @@ class Lifecycle:
                 subscriber(unit)
 
     def _publish(self, units: Sequence[Unit]) -> None:
-        """As a backward ends, finish the reductions whose results belong into ``.grad``.
+        """As a backward ends, finish the reductions whose results belong in ``.grad``.
 
         Units under FULL are flushed first: a unit without gradients in this backward may still hold
         some of earlier microbatches.
@@ -740,7 +747,7 @@ class Lifecycle:
                 unit.gradients.accumulate(unit.settings)
 
     def _end_uses(self) -> None:
-        """Let nothing hold the units whose backward has come."""
+        """Give all leases of units whose backward has run."""
         for unit in self.units():
             if not self.recorder.is_open(unit.number):
                 if unit.settings.reshard_after_backward:

@@ -193,7 +193,8 @@ class ParamGroup:
         self._steps_of_copy = 0  # ``num_steps`` when the unsharded parameters were filled last
         self._versions: list[int] = []  # of the unsharded parameters, as the engine left them
         self._has_warned = False  # of edits of unsharded parameters
-        # The flags ``requires_grad`` that sharded and unsharded parameters had in common last.
+        # ``requires_grad`` when sharded and unsharded parameters last agreed. Where one of the two
+        # differs now, the user has set it.
         self._flags: list[bool] = []
         register_owner(self)
 
@@ -481,7 +482,7 @@ class ParamGroup:
             raise
         if gather.is_post_forward:
             rows = [block.view(shard_count // len(rows), -1) for block in rows]
-        # torch.no_grad is not needed: no row requires a gradient.
+        # Flat rows and their targets require no gradient. Other kinds of parameters disable it.
         self.unit_params.all_gather_copy_out(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()

@@ -22,7 +22,7 @@ class BackwardRun:
     keeps_graph: bool = False  # another backward may follow through its graph
     makes_graph: bool = False  # create_graph=True
     accumulates: bool = True  # it adds to .grad; torch.autograd.grad does not
-    has_nested: bool = False  # another graph task, as of a reentrant checkpoint, began inside it
+    has_nested: bool = False  # another graph task (of a reentrant checkpoint) began inside it
     reached: list[Pass] = field(default_factory=list)  # whose backward has begun; the last runs
 
 

@@ -55,13 +55,15 @@ class UnitSettings(ReduceSettings):
 class UnitStep:
     """The progress of a unit in the present step. Why it is unsharded: ``ParamGroup.leases``."""
 
-    awaits_gradients: bool = False  # gradients are due, and not reduced or added up yet
+    # Its gradients are to be reduced, or added up under NONE, whether this rank has any or not: a
+    # forward with grad, a backward of it, or a gradient has come.
+    is_due: bool = False
     lost_unshard: bool = False  # a forward has ended the user's unshard()
     # The ids of its modules that have run, each once: the unit is resharded after the last of them.
     modules_run: set[int] = field(default_factory=set)
 
     def record_taken(self) -> None:
-        self.awaits_gradients = self.lost_unshard = False
+        self.is_due = self.lost_unshard = False
 
 
 class Unit:

@@ -79,7 +79,7 @@ class GradientRules:
                 index
                 for index, param in enumerate(self._unit_params.params)
                 if param.sharded.requires_grad
-                # A parameter that was frozen after the forward may still get a gradient.
+                # If only the sharded one was frozen after the forward, a gradient still comes.
                 or param.unsharded.requires_grad
                 or index in present
             )
@@ -265,7 +265,7 @@ class Gradients(abc.ABC):
 
     @property
     def are_shown(self) -> bool:
-        """Whether ``.grad`` is known to show all that was published. If not, call ``settle``."""
+        """Whether ``.grad`` has, or is a view of, all that was published. If not, ``settle``."""
         return True
 
     def _open_window(self) -> None:
@@ -289,7 +289,7 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def _drop_arrived(self) -> None:
-        """Drop gradients that have arrived, and what is in flight."""
+        """Drop gradients that have arrived, and buckets in flight."""
 
     @abc.abstractmethod
     def rebuild(self) -> None:
@@ -537,8 +537,8 @@ class GradientAccumulator(Gradients):
         # outside of the mesh, which may have some.
         layout.run_hooks(after, result.flat, result.used)
         copying = self.published.publish(result) if result.used else None
-        # Gradients that live in host memory are still being copied. zero_grad() must wait for these
-        # copies, and does so only while some unit is held. So this unit is held until ``settle``.
+        # Copies to host memory are under way. zero_grad() looks for copies only while
+        # ``pending_holders`` is not empty, so the unit stays in it until ``settle``.
         if self.unit_params.host_copies is None:
             self._release_if_settled()
         return copying

@@ -99,7 +99,7 @@ class Bucket:
         self.memory: Memory | None = None
         self.used: set[int] = set()  # the parameters of which it has a gradient
         self.earlier: tuple[Memory, set[int]] | None = None  # of microbatches before
-        self.awaited = set(self.params)  # parameters that this backward has brought no gradient of
+        self.awaited = set(self.params)  # parameters whose gradient has not come in this backward
         self.sent: InFlight | None = None  # the all-reduce; the next four are about its result
         self.counts = torch.empty(0)
         self.gone = frozenset[int]()  # parameters whose gradients were cleared meanwhile
@@ -252,7 +252,8 @@ class BucketedGradients(Gradients):
         self._params, self._cap = unit_params.params, unit_params.bucket_cap
         self._are_views = unit_params.are_views
         self.comm_hook: CommHook | None = None  # averages instead of all-reduces
-        # The expected order of gradients, and the order in which they come until it is final.
+        # ``order`` is that in which gradients are expected. ``_arrivals`` is that in which they
+        # come; None once ``order`` is final.
         self.order = list(reversed(range(len(self._params))))
         self._arrivals: dict[int, None] | None = {}
         self._has_reduced = False  # whether a reduction was ever started; the same on all ranks
