@@ -144,8 +144,12 @@ def fully_shard(
     """
     modules = _check_modules(module)
     policy = as_policy(mp_policy)
-    if offload_policy is not None and not isinstance(offload_policy, TorchOffloadPolicy):
-        raise TypeError(f"offload_policy must be an OffloadPolicy, got {offload_policy!r}.")
+    no_offload: tuple[Any, ...] = (None, TorchOffloadPolicy, OffloadPolicy)  # the classes: as torch
+    if offload_policy in no_offload:
+        offload_policy = None
+    elif not isinstance(offload_policy, TorchOffloadPolicy):
+        hint = " (an instance: CPUOffloadPolicy())" if isinstance(offload_policy, type) else ""
+        raise TypeError(f"offload_policy must be an OffloadPolicy{hint}, got {offload_policy!r}.")
     check_mesh(mesh)
     ignored = as_set(ignored_params)
     found = collect(modules, ignored)

@@ -95,7 +95,7 @@ PLACEMENT_TEXT = r"shard_placement_fn returned .* for parameter '0.weight'"
         ({"mesh": 8}, TypeError, "mesh must be a DeviceMesh or None, got int"),
         ({"mp_policy": torch.bfloat16}, TypeError, "must be a MixedPrecisionPolicy"),
         ({"offload_policy": True}, TypeError, "must be an OffloadPolicy"),
-        ({"offload_policy": CPUOffloadPolicy}, TypeError, "must be an OffloadPolicy"),
+        ({"offload_policy": CPUOffloadPolicy}, TypeError, r"an instance: CPUOffloadPolicy\(\)"),
         ({"reshard_after_forward": "yes"}, TypeError, "got 'yes'"),
         *[
             ({"reshard_after_forward": size}, ValueError, SIZE_TEXT.format(size))

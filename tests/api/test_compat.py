@@ -96,9 +96,10 @@ def test_both_replicates_of_torch_stay_torchs(path):
         assert module.replicate is theirs
 
 
+@pytest.mark.parametrize("policy", [None, torch_fsdp.OffloadPolicy, meshard.OffloadPolicy])
 @on_fake_ranks(2)
-def test_no_offload_policy_is_that_of_torch_without_offload():
-    layer = meshard.fully_shard(nn.Linear(4, 4), offload_policy=None)
+def test_no_offload_policy_and_its_class_are_that_of_torch_without_offload(policy):
+    layer = meshard.fully_shard(nn.Linear(4, 4), offload_policy=policy)
     layer(torch.ones(1, 4)).sum().backward()
     assert layer.weight.grad.device.type == "cpu"
 
