@@ -85,6 +85,18 @@ def test_training_is_that_of_one_process(kind, shape, schedule, reshard):
     on_each_rank()
 
 
+@pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
+@on_threads(2)
+def test_shards_in_host_memory_train_alike(kind):
+    batches = [integer_batch(step, dist.get_rank()) for step in range(STEPS)]
+    on_host = meshard.CPUOffloadPolicy(pin_memory=False)
+    one, other = (
+        train(sharded(kind, (2,), offload_policy=policy), batches, SGD, loss_fn=integer_loss)
+        for policy in (None, on_host)
+    )
+    assert_same(one, other, bitwise=True)
+
+
 # Of uneven shards torch asks that all which is gathered has the padded shape of the shard, so a
 # scale per row is not possible there.
 @pytest.mark.slow

@@ -34,12 +34,6 @@ class TwoArguments(OnlyAfter):
         (TwoArguments, {}, ValueError, r"'weight' .* takes \(mesh, outer_size\); it must take"),
         (
             Int8OnWire,
-            {"offload_policy": meshard.CPUOffloadPolicy(pin_memory=False)},
-            NotImplementedError,
-            "CPUOffloadPolicy for parameter 'weight'",
-        ),
-        (
-            Int8OnWire,
             {"shard_placement_fn": lambda param: Shard(param.dim() - 1)},
             NotImplementedError,
             "'weight' is a Int8OnWire .* chose dim 1",

@@ -374,7 +374,7 @@ def allocate(
     if unit_plan.is_subclass:
         for param, local, flag in zip(params, locals_, flags, strict=True):
             shard = _own_copy(local, mesh_info)
-            shard = shard if shard.is_meta else shard.to(spec.device)
+            shard = shard if shard.is_meta else shard.to(spec.location.device)
             param.make_sharded(shard, mesh_info, requires_grad=flag)
         unit_params = SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
     else:

@@ -30,6 +30,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshard._comm.blocking import gather_from_all
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, Rows
+from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
 from meshard._params.sharded_param import GradientHook, ShardedParam
@@ -141,6 +142,7 @@ class CustomParam:
         param: ShardedParam,
         shard: torch.Tensor,
         mesh: DeviceMesh,  # of the shard axis
+        device: torch.device,  # of the unsharded parameter
         mp_policy: MixedPrecisionPolicy,
         hook: GradientHook,
     ) -> None:
@@ -149,6 +151,7 @@ class CustomParam:
         self._param = param
         self._shard = shard
         self._mesh = mesh
+        self._device = device
         self._hook = hook
         self._stride = torch.empty(param.layout.shape, device="meta").stride()
         self._param_dtype = param.compute_dtype(shard.dtype, mp_policy.param_dtype)
@@ -164,11 +167,16 @@ class CustomParam:
         self._metadata: Any = None
         self._is_made = False
         self._inner: list[tuple[torch.UntypedStorage, int]] = []
-        placeholder = torch.empty(0, dtype=self._param_dtype, device=shard.device)
+        placeholder = torch.empty(0, dtype=self._param_dtype, device=device)
         param.unsharded = nn.Parameter(placeholder, requires_grad=param.sharded.requires_grad)
 
-    def make_inputs(self, unit: str) -> tuple[torch.Tensor, ...]:
-        pre = self._methods.fsdp_pre_all_gather
+    def make_inputs(self, unit: str, fetched: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        """Return the tensors to gather. ``fetched`` is a copy of the shard, if that is on the host.
+
+        The user's methods then run on the copy.
+        """
+        methods = self._methods if fetched is None else fetched
+        pre = getattr(methods, PRE)
         if self._takes_mesh_only:
             returned = pre(self._mesh)
         else:
@@ -182,11 +190,10 @@ class CustomParam:
                 f"metadata), got {_described(returned)}."
             )
         inputs, self._metadata = tuple(returned[0]), returned[1]
-        device = self._shard.device
-        if any(tensor.device != device for tensor in inputs):
+        if any(tensor.device != self._device for tensor in inputs):
             raise RuntimeError(
                 f"{PRE} of {self._name(unit)} returned tensors on "
-                f"{[str(tensor.device) for tensor in inputs]}; all must be on {device}."
+                f"{[str(tensor.device) for tensor in inputs]}; all must be on {self._device}."
             )
         self.num_inputs = len(inputs)
         return inputs
@@ -369,6 +376,7 @@ class SubclassParams(ShardedUnitParams):
         self.spec = spec
         self._mp_policy = mp_policy
         self._gradient_hook = gradient_hook
+        self.host_copies = None if spec.host is None else HostCopies(spec.device)
         self._adopt_shards()
 
     def _adopt_shards(self) -> None:
@@ -377,14 +385,22 @@ class SubclassParams(ShardedUnitParams):
         for param, local in zip(self.params, self.locals, strict=True):
             if has_gather_methods(param.fqn, local):
                 check_subclass_placement(param.fqn, local, mesh_info, param.layout.shard_dim)
-                if self.spec.host is not None:
+                if self.spec.host is not None and has_own_methods(local):
                     raise NotImplementedError(
-                        f"CPUOffloadPolicy for parameter {param.fqn!r} is not built yet, because "
-                        f"it has {PRE}; leave offload_policy out for its module."
+                        f"under CPUOffloadPolicy, {PRE} of parameter {param.fqn!r} must be of a "
+                        "tensor subclass, because a copy of the shard is gathered, which has no "
+                        "methods that were set on the shard itself."
                     )
-        mesh = shard_mesh_of(mesh_info)
+        mesh, device = shard_mesh_of(mesh_info), self.spec.device
         self._unsharded = [
-            CustomParam(param, local, mesh, self._mp_policy, self._gradient_hook(index))
+            CustomParam(
+                param,
+                local,
+                mesh,
+                local.device if local.is_meta else device,
+                self._mp_policy,
+                self._gradient_hook(index),
+            )
             for index, (param, local) in enumerate(zip(self.params, self.locals, strict=True))
         ]
         self._gather: PackedGather | None = None  # made by the first gather
@@ -398,7 +414,14 @@ class SubclassParams(ShardedUnitParams):
         # What is made here may become part of a parameter, which autograd saves. So it must not be
         # an inference tensor.
         with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
-            inputs = [each for param in self._unsharded for each in param.make_inputs(self.label)]
+            fetched: list[torch.Tensor | None] = [None] * len(self.locals)
+            if (copies := self.host_copies) is not None:
+                fetched = [copies.fetch(each, comm, label=self.label) for each in self.locals]
+            inputs = [
+                each
+                for param, copy in zip(self._unsharded, fetched, strict=True)
+                for each in param.make_inputs(self.label, copy)
+            ]
             source = self._plan([Form.of(each) for each in inputs]).pack(inputs)
             group = self.spec.mesh_info.shard_group
             return comm.gather(source, group=group, label=self.label)
