@@ -64,12 +64,16 @@ def train(name: str, device: torch.device, steps: int) -> list[float]:
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    optimizers: list[torch.optim.Optimizer] = []
+    rest = dict(model.named_parameters())
     if name == "Muon":  # steps the matrices of the layers, and AdamW all else
-        optimizer = owner_optimizer(model, torch.optim.Muon, lr=0.02, fallback_kwargs={"lr": 3e-3})
+        matrices = owner_optimizer(model, torch.optim.Muon, lr=0.02)
+        rest = {fqn: param for fqn, param in rest.items() if fqn not in matrices.owners}
+        optimizers.append(matrices)
         if dist.get_rank() == 0:
             print(next(line for line in describe(model).splitlines() if "Muon" in line), flush=True)
-    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)  # of both groups
+    optimizers.append(torch.optim.AdamW(rest.values(), lr=3e-3))
+    schedulers = [torch.optim.lr_scheduler.LinearLR(each, 1.0, 0.1, steps) for each in optimizers]
 
     data = torch.tensor(list("".join(topics.values()).encode()))
     generator = torch.Generator().manual_seed(1)
@@ -80,9 +84,10 @@ def train(name: str, device: torch.device, steps: int) -> list[float]:
         batch = batch.chunk(dist.get_world_size())[dist.get_rank()].to(device)
         loss = F.cross_entropy(model(batch[:, :-1]).flatten(0, 1), batch[:, 1:].flatten())
         loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+        for optimizer, scheduler in zip(optimizers, schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
         dist.all_reduce(total := loss.detach() / dist.get_world_size())
         losses.append(total.item())
     return losses

@@ -39,12 +39,17 @@ def make(shard, mesh, shapes, depth, num_vectors):
     return model
 
 
+def of_vectors(model):
+    return [torch.optim.AdamW([*model.vectors], lr=1e-3)] if len(model.vectors) else []
+
+
+def together(*optimizers):
+    return lambda: [each.step() for each in optimizers]
+
+
 def on_dtensors(model):
     """Return a step by torch's own Muon, and AdamW for the vectors."""
-    optimizers = [torch.optim.Muon([*model.matrices], lr=0.02)]
-    if len(model.vectors):
-        optimizers.append(torch.optim.AdamW([*model.vectors], lr=1e-3))
-    return lambda: [each.step() for each in optimizers]
+    return together(torch.optim.Muon([*model.matrices], lr=0.02), *of_vectors(model))
 
 
 def own_share(shapes):
@@ -61,11 +66,12 @@ def measure(task):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     shards = {PEER: torch_fully_shard, OURS: meshard.fully_shard, OWNERS: meshard.fully_shard}
     models = {name: make(shard, mesh, *config) for name, shard in shards.items()}
-    options = {"fallback_kwargs": {"lr": 1e-3}, "select": lambda _, param: param.dim() == 2}
-    owners = meshard.owner_optimizer(models[OWNERS], torch.optim.Muon, lr=0.02, **options)
+    owners = meshard.owner_optimizer(
+        models[OWNERS], torch.optim.Muon, lr=0.02, select=lambda _, param: param.dim() == 2
+    )
     own = [name for name, owner in owners.owners.items() if owner == dist.get_rank()]
     steps = {name: on_dtensors(models[name]) for name in (PEER, OURS)}
-    steps |= {OWNERS: owners.step}
+    steps |= {OWNERS: together(owners, *of_vectors(models[OWNERS]))}
     steps[SHARE] = own_share([models[OWNERS].get_parameter(name).shape for name in own])
     how = {"rounds": rounds, "warm_up": 2, "before": dist.barrier}
     wall = medians(slowest(in_turns(steps, **how)[0]), 1e3)

@@ -1,6 +1,6 @@
 """``owner_optimizer``: each matrix is stepped on one rank, with the numbers of one process.
 
-The oracle has the whole parameters in one process, and steps them by the ordinary optimizers, with
+The oracle has the whole parameters in one process, and steps them by the ordinary optimizer, with
 the gradients of the sharded model. All numbers must agree bit for bit.
 """
 
@@ -48,7 +48,6 @@ NAMES = [
     pytest.param(name, marks=[pytest.mark.extras] if package == "pytorch_optimizer" else [])
     for name, (package, _) in OPTIMIZERS.items()
 ]
-FALLBACK = {"lr": 0.01}
 
 
 def times_inputs(model, inputs):
@@ -76,22 +75,16 @@ def backward(model, step, *, unused=()):
 
 
 class Ordinary:
-    """The ordinary optimizers in one process."""
+    """The ordinary optimizer of the selected parameters in one process."""
 
     def __init__(self, model, ours, cls, options):
         self.params = {name: nn.Parameter(whole(param)) for name, param in model.named_parameters()}
-        trained = {name for name, param in model.named_parameters() if param.requires_grad}
-        self.chosen = [self.params[name] for name in ours.owners]
-        rest = [self.params[name] for name in self.params if name in trained - {*ours.owners}]
-        self.optimizers = [cls(self.chosen, **options)]
-        if rest:
-            self.optimizers.append(ADAMW(rest, **FALLBACK))
+        self.optimizer = cls([self.params[name] for name in ours.owners], **options)
 
     def step(self, model):
         for name, param in model.named_parameters():
             self.params[name].grad = None if param.grad is None else whole(param.grad)
-        for optimizer in self.optimizers:
-            optimizer.step()
+        self.optimizer.step()
 
 
 def step_both(model, ours, ordinary):
@@ -105,16 +98,16 @@ def step_both(model, ours, ordinary):
 def check_steps(model, ours, ordinary, steps, run=backward, **kwargs):
     """Take steps with both, and compare all parameters after each."""
     for step in steps:
-        ours.zero_grad()
+        model.zero_grad()
         run(model, step, **kwargs)
         step_both(model, ours, ordinary)
 
 
 def both(model, name, **kwargs):
-    """Return our optimizer and the ordinary ones."""
+    """Return our optimizer and the ordinary one."""
     package, options = OPTIMIZERS[name]
     cls = getattr(importlib.import_module(package), name)
-    ours = owner_optimizer(model, cls, **options, fallback_kwargs=FALLBACK, **kwargs)
+    ours = owner_optimizer(model, cls, **options, **kwargs)
     return ours, Ordinary(model, ours, cls, options)
 
 
@@ -136,12 +129,11 @@ def test_any_shapes_on_any_mesh(data):
     unused = {f"w{number}" for number in data.draw(st.sets(st.integers(1, 5)), "unused")}
     name = data.draw(st.sampled_from(["Muon", "Adafactor", "AdamW"]), "optimizer")
     bucket_mb = data.draw(st.sampled_from([1e-5, 1e-4, 25]), "bucket_mb")
-    keep_values = data.draw(st.booleans(), "keep_values")
 
     @on_threads(math.prod(mesh_shape))
     def body():
         model = make(shapes, mesh=init_device_mesh("cpu", mesh_shape), shard_dims=dims)
-        ours, ordinary = both(model, name, bucket_mb=bucket_mb, keep_values=keep_values)
+        ours, ordinary = both(model, name, bucket_mb=bucket_mb)
         check_steps(model, ours, ordinary, range(2))
         check_steps(model, ours, ordinary, range(2, 4), unused=unused)
         check_steps(model, ours, ordinary, range(4, 6))
@@ -164,17 +156,6 @@ def unsharded(value):
     if isinstance(value, list):
         return [unsharded(each) for each in value]
     return whole(value) if isinstance(value, torch.Tensor) else value
-
-
-def load_ordinary(ordinary, packed):
-    """Load our state into the ordinary optimizers, which number their parameters from zero."""
-    begin = 0
-    for optimizer, group in zip(ordinary.optimizers, packed["param_groups"], strict=True):
-        numbers = range(len(group["params"]))
-        state = {n: packed["state"][begin + n] for n in numbers if begin + n in packed["state"]}
-        group = {**group, "params": list(numbers)}
-        optimizer.load_state_dict(copy.deepcopy({"state": state, "param_groups": [group]}))
-        begin += len(numbers)
 
 
 @pytest.mark.slow
@@ -200,10 +181,10 @@ def test_a_state_goes_on_with_other_owners_on_another_mesh_and_in_one_process(na
             for fqn, param in model.named_parameters():
                 place = param.device_mesh, param.placements
                 param.copy_(distribute_tensor(saved["weights"][fqn], *place, src_data_rank=None))
-        ours, ordinary = both(model, name, cost=lambda fqn, _: int(fqn[1:]) + 1, bucket_mb=1e-4)
+        ours, ordinary = both(model, name, bucket_mb=1e-4)
         assert ours.owners != saved["owners"]
         ours.load_state_dict(copy.deepcopy(saved["optimizer"]))
-        load_ordinary(ordinary, saved["optimizer"])
+        ordinary.optimizer.load_state_dict(copy.deepcopy(saved["optimizer"]))
         check_steps(model, ours, ordinary, range(3, 6))
         if name != "SOAP":  # its matrices are in columns until they are saved: see below
             assert_same(unsharded(dict(model.named_parameters())), saved["last"], bitwise=True)
@@ -224,7 +205,7 @@ def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):
     other = make(SHAPES, mesh=init_device_mesh("cpu", (2, 2)))
     theirs, _ = both(other, name, bucket_mb=1e-4)
     # SOAP keeps matrices in columns, and a checkpoint in rows, whose products round otherwise.
-    load_ordinary(ordinary, unsharded_state(ours))
+    ordinary.optimizer.load_state_dict(copy.deepcopy(unsharded_state(ours)))
     if kind == "checkpointer":
         Checkpointer(tmp_path).save(3, model, ours)
         Checkpointer(tmp_path).load(other, theirs)
@@ -246,22 +227,34 @@ def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):
 
 @on_threads(4)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-def test_windows_clipping_and_a_scheduler(mesh_shape):
+def test_windows_clipping_and_a_scheduler_beside_an_optimizer_of_the_rest(mesh_shape):
     model = make(SHAPES, mesh=init_device_mesh("cpu", mesh_shape))
     ours, ordinary = both(model, "Muon")
+    named = model.named_parameters()
+    rest = {name: param for name, param in named if name not in ours.owners}
+    pairs = {
+        ours: ordinary.optimizer,
+        ADAMW(rest.values(), lr=0.01): ADAMW([ordinary.params[name] for name in rest], lr=0.01),
+    }
+    optimizers = [*pairs, *pairs.values()]
     schedulers = [
-        torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (step + 1))
-        for each in (ours, *ordinary.optimizers)
+        torch.optim.lr_scheduler.LambdaLR(each, lambda step: 1 / (step + 1)) for each in optimizers
     ]
     for step in range(4):
-        ours.zero_grad()
+        for each in optimizers:
+            each.zero_grad()
         for microbatch in meshard.microbatches(model, range(3)):
             backward(model, 10 * step + microbatch)
         meshard.clip_grad_norm_(model, 1.0)
-        step_both(model, ours, ordinary)
+        for name, param in model.named_parameters():
+            ordinary.params[name].grad = whole(param.grad)
+        for each in optimizers:
+            each.step()
+        for name, param in model.named_parameters():
+            assert_same(whole(param), ordinary.params[name].detach(), bitwise=True, what=name)
         for each in schedulers:
             each.step()
-    assert ours.param_groups[0]["lr"] == 0.02 / 5 and ours.param_groups[1]["lr"] == 0.01 / 5
+    assert ours.param_groups[0]["lr"] == 0.02 / 5
 
 
 @on_threads(4)
@@ -366,11 +359,9 @@ def test_the_next_step_and_a_checkpoint_use_what_is_changed_in_the_state(edit):
     ours, ordinary = both(model, "AdamW", bucket_mb=1e-4)
     check_steps(model, ours, ordinary, range(3))
     EDITS_OF_STATES[edit](ours, model.w1)
-    for optimizer in ordinary.optimizers:
-        EDITS_OF_STATES[edit](optimizer, ordinary.params["w1"])
-    state, expected = ours.state_dict()["state"], ordinary.optimizers[0].state_dict()["state"]
-    chosen = range(len(ordinary.chosen))
-    assert [each for each in state if each in chosen] == [*expected]
+    EDITS_OF_STATES[edit](ordinary.optimizer, ordinary.params["w1"])
+    state, expected = ours.state_dict()["state"], ordinary.optimizer.state_dict()["state"]
+    assert [*state] == [*expected]
     for number, own in expected.items():
         assert_same({key: whole(each) for key, each in state[number].items()}, own, bitwise=True)
     check_steps(model, ours, ordinary, range(3, 6))
@@ -383,7 +374,7 @@ def test_a_state_may_be_set_before_the_first_step():
     given = {"step": torch.tensor(7.0), "exp_avg": torch.ones(4, 4), "exp_avg_sq": torch.ones(4, 4)}
     if ours.owners["w0"] == dist.get_rank():
         ours.state[model.w0] = copy.deepcopy(given)
-    ordinary.optimizers[0].state[ordinary.params["w0"]] = copy.deepcopy(given)
+    ordinary.optimizer.state[ordinary.params["w0"]] = copy.deepcopy(given)
     check_steps(model, ours, ordinary, range(2))
 
 
@@ -391,11 +382,10 @@ def test_a_state_may_be_set_before_the_first_step():
 def test_a_state_from_before_the_first_step_takes_back_what_was_stepped():
     model = make(SHAPES)
     ours, ordinary = both(model, "Muon")
-    first, *rest = (copy.deepcopy(each.state_dict()) for each in (ours, *ordinary.optimizers))
+    first, other = (copy.deepcopy(each.state_dict()) for each in (ours, ordinary.optimizer))
     check_steps(model, ours, ordinary, range(2))
     ours.load_state_dict(first)
-    for optimizer, state in zip(ordinary.optimizers, rest, strict=True):
-        optimizer.load_state_dict(state)
+    ordinary.optimizer.load_state_dict(other)
     check_steps(model, ours, ordinary, range(2, 4))
 
 
@@ -467,10 +457,7 @@ def test_the_default_leaves_out_embeddings_and_heads():
     meshard.fully_shard(seeded(model))
     ours = owner_optimizer(model, MUON)
     assert list(ours.owners) == ["layers.0.weight"]
-    assert len(ours.param_groups[1]["params"]) == 5
-    assert isinstance(ours.param_groups[1]["betas"], tuple)  # AdamW
-    alone = owner_optimizer(model, MUON, fallback=None)
-    assert len(alone.param_groups) == 1
+    assert len(ours.param_groups) == 1
 
 
 @on_threads(4)
@@ -494,6 +481,7 @@ def edit_on_one_rank(model, _):
 
 EDITS_OF_VALUES = {
     "in place": lambda model, _: model.w0.clamp_(-0.1, 0.1),
+    "through .data": lambda model, _: model.w0.data.mul_(0.5),
     "on one rank": edit_on_one_rank,
     "by another optimizer": lambda model, _: torch.optim.SGD([model.w0], lr=0.1).step(),
     "load_state_dict": lambda model, saved: model.load_state_dict(saved),
@@ -503,10 +491,9 @@ EDITS_OF_VALUES = {
 
 @spread(sending=[torch.float32, torch.bfloat16], edit=[*EDITS_OF_VALUES])
 @on_threads(2)
-def test_edits_reach_owners_that_keep_values(edit, sending):
+def test_edits_reach_owners(edit, sending):
     model = make([(6, 4), (4, 6), (5, 3)], mesh=init_device_mesh("cpu", (2,)))
-    options = {"bucket_mb": 1e-5, "keep_values": True, "gradient_dtype": sending}
-    ours, ordinary = both(model, "Muon", **options)
+    ours, ordinary = both(model, "Muon", bucket_mb=1e-5, gradient_dtype=sending)
     saved = {name: value.clone() for name, value in model.state_dict().items()}
     for step in range(6):
         if step % 2:
@@ -519,34 +506,6 @@ def test_edits_reach_owners_that_keep_values(edit, sending):
         for param in model.parameters():
             param.grad = param.grad.to(sending).to(torch.float32)
         step_both(model, ours, ordinary)
-
-
-class Raising(torch.optim.SGD):
-    """Raises after its update, once in each process or thread of a rank."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        if self.param_groups[0]["nesterov"]:
-            raise ArithmeticError("after the update")
-
-
-@on_threads(2)
-def test_kept_values_of_a_failed_step_are_thrown_away():
-    model = make([(4, 4), (4, 4)], mesh=init_device_mesh("cpu", (2,)))
-    ours = owner_optimizer(model, Raising, lr=0.5, momentum=0.5, nesterov=False, keep_values=True)
-    backward(model, 0)
-    ours.step()
-    before = [whole(param) for param in model.parameters()]
-    ours.param_groups[0]["nesterov"] = True
-    with pytest.raises(ArithmeticError, match="after the update"):
-        ours.step()
-    ours.param_groups[0]["nesterov"] = False
-    for param in model.parameters():
-        param.grad.zero_()
-    ours.param_groups[0]["momentum"] = 0
-    ours.step()
-    for param, value in zip(model.parameters(), before, strict=True):
-        assert_same(whole(param), value, bitwise=True)
 
 
 class Looks(torch.optim.SGD):
@@ -563,22 +522,18 @@ seen = []
 @pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("mesh_shape", [(4,), (2, 2)])
-@pytest.mark.parametrize("keep_values", [False, True])
-def test_memory_of_a_step_is_that_of_three_buckets_and_what_is_kept(keep_values, mesh_shape):
+def test_memory_of_a_step_is_that_of_three_batches(mesh_shape):
     model = make([(64, 64)] * 16, mesh=init_device_mesh("cpu", mesh_shape))
-    ours = owner_optimizer(model, Looks, lr=0.1, bucket_mb=0.01, keep_values=keep_values)
+    ours = owner_optimizer(model, Looks, lr=0.1, bucket_mb=0.01)
     backward(model, 0)
     before = settled_tensor_bytes()
     seen.clear()
     ours.step()
     one, num_replicas = 64 * 64 * 4, 4 // mesh_shape[-1]
-    kept = 16 // 4 * one if keep_values else 0
-    # Value and gradient of the bucket that is stepped; sent and received, the two of the next one,
+    # Value and gradient of the batch that is stepped; sent and received, the two of the next one,
     # and the new values of the one before.
-    assert max(seen) - before <= (2 + 2 * 2 + 2 * num_replicas) * one + kept + 1000
-    assert settled_tensor_bytes() - before - kept < 200
-    with meshard.offload(model):
-        assert settled_tensor_bytes() - before < 200
+    assert max(seen) - before <= (2 + 2 * 2 + 2 * num_replicas) * one + 1000
+    assert settled_tensor_bytes() - before < 200
 
 
 # --- what is refused -------------------------------------------------------------------------
@@ -603,9 +558,6 @@ class Together(torch.optim.SGD):
         return super().step(closure)
 
 
-Adafactor = torch.optim.Adafactor
-
-
 @on_threads(2)
 def test_what_cannot_be_stepped_so_is_refused():
     model = make([(4, 4), (4,)])
@@ -616,12 +568,8 @@ def test_what_cannot_be_stepped_so_is_refused():
         (TypeError, "sparse gradients", lambda: own(torch.optim.SparseAdam)),
         (TypeError, "must be a class of optimizers", lambda: own(lambda _: 3)),
         (ValueError, "selects no parameter", lambda: own(MUON, select=lambda *_: False)),
-        (ValueError, "cost must return a positive", lambda: own(MUON, cost=lambda *_: 0)),
         (ValueError, "Muon only supports 2D", lambda: own(MUON, select=lambda *_: True)),
         (ValueError, "does not hold", lambda: own(lambda _: ADAMW(model.parameters()))),
-        (TypeError, "'Adafactor' is none of them", lambda: own(MUON, fallback=Adafactor)),
-        (TypeError, "builds the optimizer itself", lambda: own(MUON, fallback=ADAMW([model.w0]))),
-        (ValueError, "fallback=None", lambda: own(MUON, fallback=None, fallback_kwargs=FALLBACK)),
         (ValueError, "gradient_dtype must be", lambda: own(MUON, gradient_dtype=torch.int8)),
     ]
     for error, text, call in refused:
@@ -689,17 +637,9 @@ def test_what_an_optimizer_compiles_is_compiled():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("what", ["select", "cost", "cost that only changes the order"])
-def test_ranks_that_choose_differently_are_refused(what):
+def test_ranks_that_choose_differently_are_refused():
     model, rank = make([(4, 4)] * 4), dist.get_rank()
-    order = [[4.0, 3.0, 2.0, 1.0], [1.0, 3.0, 2.0, 4.0]][rank]  # the same owners come out
-    chosen = {
-        "select": lambda name, _: rank == 0 or name == "w0",
-        "cost": lambda name, _: 1.0 + rank * int(name[1:]),
-        "cost that only changes the order": lambda name, _: order[int(name[1:])],
-    }[what]
-    what = what.partition(" ")[0]
-    ours = owner_optimizer(model, MUON, fallback=None, **{what: chosen})
+    ours = owner_optimizer(model, MUON, select=lambda name, _: rank == 0 or name == "w0")
     backward(model, 0)
     with pytest.raises(RuntimeError, match="ranks 1 have selected other parameters than rank 0"):
         ours.step()
@@ -770,7 +710,7 @@ def test_states_that_cannot_be_cut_are_refused_on_all_ranks():
 def test_gradients_for_different_parameters_are_found_out_under_debug():
     with mock.patch.dict(os.environ, MESHARD_DEBUG="1"):
         model = make([(4, 4)] * 4)
-        ours = owner_optimizer(model, MUON, lr=0.1, cost=lambda name, _: 4.0 - int(name[1:]) / 9)
+        ours = owner_optimizer(model, MUON, lr=0.1)
         backward(model, 0)
         ours.step()
         ours.zero_grad()

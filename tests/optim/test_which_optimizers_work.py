@@ -152,7 +152,7 @@ def made(row, way, shape):
 def owner_optimizer(model, row, params):
     chosen = set(map(id, params))
     return meshard.owner_optimizer(
-        model, row.cls, select=lambda _, p: id(p) in chosen, fallback=None, **row.options
+        model, row.cls, select=lambda _, p: id(p) in chosen, **row.options
     )
 
 

@@ -183,14 +183,19 @@ def make_job(
         meshard.fully_shard(block, **options)
     meshard.fully_shard(model, **options)
     params = [param for param in model.parameters() if param.requires_grad]
+    optimizers = []
     if how == "overlap":
         optimizer = meshard.overlap_optimizer(model, torch.optim.AdamW, lr=1e-3)
     elif how == "owners":
         optimizer = meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
+        named = model.named_parameters()
+        rest = [each for name, each in named if name not in optimizer.owners]
+        optimizers.append(torch.optim.AdamW(rest, lr=1e-3))
     elif how == "flat":
         optimizer = meshard.flat_optimizer(model, torch.optim.AdamW, lr=1e-3)
     else:
         optimizer = torch.optim.AdamW(params, lr=1e-3)
+    optimizers.append(optimizer)
 
     def step():
         window = meshard.microbatches(model, batches, until_last=GradientSync[mode])
@@ -199,7 +204,8 @@ def make_job(
             functional.cross_entropy(scores.flatten(0, -2), targets.flatten()).backward()
         if how != "overlap":
             meshard.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
 
     return step

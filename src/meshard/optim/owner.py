@@ -3,55 +3,34 @@
 from __future__ import annotations
 
 import functools
-import heapq
 import inspect
-import itertools
 import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._comm.blocking import exchange_numbers, ranks_that_differ
+from meshard._comm.blocking import ranks_that_differ
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._engine.param_group import sharded_params_of
 from meshard._engine.unit import require_units
 from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
 from meshard._torch.dtensor import is_plain, plain_of
-from meshard._torch.user_line import listed
-from meshard.optim.exchange import Layout, MeshRanks
-from meshard.optim.flat import (
-    POINTWISE,
-    FlatStepper,
-    LeftOut,
-    MakeOptimizer,
-    StateOnRead,
-    are_same,
-    check_is_no_instance,
-    check_makes_optimizers,
-    objects_in,
-)
+from meshard.optim.exchange import Layout
+from meshard.optim.flat import check_makes_optimizers
 from meshard.optim.hooks import find_overlapped
-from meshard.optim.owner_state import load_states, states_as_shards
-from meshard.optim.owner_step import (
-    Bucket,
-    BucketStep,
-    OwnedParam,
-    check_holds,
-    placeholder_for,
-)
-from meshard.policies import check_bool, check_positive
+from meshard.optim.owner_state import load_states, state_in_shards
+from meshard.optim.owner_step import Batch, MakeOptimizer, Member, placeholder_for, step_batches
+from meshard.policies import check_positive
 
 Select = Callable[[str, torch.Tensor], bool]
-Cost = Callable[[str, torch.Tensor], float]
-Chosen = list[tuple[str, torch.Tensor]]  # parameters with their names
 
 _MIB = 2**20
 # Embeddings that are bare parameters are recognised by these parts of their own names.
@@ -60,51 +39,48 @@ _EMBEDDINGS = ("emb", "position")
 _HEADS = ("head", "lm_head", "output", "out", "classifier", "score", "embed_out", "unembed")
 
 
-class OwnerOptimizer(StateOnRead):
+class OwnerOptimizer(Optimizer):
     """An optimizer that steps each selected parameter on one rank: see ``owner_optimizer``.
 
-    ``param_groups[0]`` has the selected parameters, and ``param_groups[1]``, if there is one, those
-    of the fallback. ``state`` has the state of a selected parameter on its owner, of the unsharded
-    shape, and an empty dict on other ranks. The next step uses what is changed in it.
+    Its one param group has the selected parameters. ``state`` has the state of a parameter on its
+    owner, of the unsharded shape, and an empty dict on other ranks. The next step uses what is
+    changed in it.
     """
-
-    _is_made = False
 
     def __init__(
         self,
-        groups: list[dict[str, Any]],
-        members: Sequence[OwnedParam],
-        make: MakeOptimizer,
-        fallback: Any,  # a class of POINTWISE
+        template: Optimizer,
+        chosen: list[Member],
+        batches: list[Batch],
         *,
         name: str,
-        bucket_bytes: float,
         gradient_dtype: torch.dtype | None,
-        keeps_values: bool,
     ) -> None:
-        # Some schedulers look into ``defaults`` for what every group has.
-        common = set.intersection(*(set(group) for group in groups)) - {"params", "param_names"}
-        super().__init__(Optimizer(groups, {key: groups[0][key] for key in sorted(common)}))
-        self._members = members
-        self._make = make
+        """Take the hyperparameters of ``template``."""
+        params = [member.param for member in chosen]
+        super().__init__([{**template.param_groups[0], "params": params}], template.defaults)
+        self._chosen = chosen
+        self._batches = batches
         self._name = name
-        self._bucket_bytes = bucket_bytes
         self._gradient_dtype = gradient_dtype
-        self._keeps_values = keeps_values
-        self._stepper = FlatStepper(fallback)
-        self._flat_steppers = [self._stepper]
-        self._planned = objects_in(self.param_groups)
-        self._made: list[Bucket] | None = None
-        self._has_stepped = False
-        self._is_made = True
-        _alive[self] = None
+        self._is_compared = self._has_stepped = False
+        # What the last step has written to param groups, such as a count. Ranks that own nothing
+        # learn it by state_dict().
+        self._written: dict[str, int] = {}
+        _alive.add(self)
 
     # --- for users -------------------------------------------------------------------------
 
     @property
     def owners(self) -> dict[str, int]:
         """The global rank that steps each selected parameter, by the parameter's name."""
-        return {each.fqn: each.ranks.ranks[each.owner] for each in self._members}
+        owners = {
+            member.fqn: rank
+            for batch in self._batches
+            for rank, part in zip(batch.layout.ranks, batch.members, strict=True)
+            for member in part
+        }
+        return {member.fqn: owners[member.fqn] for member in self._chosen}
 
     @override
     @torch.no_grad()
@@ -112,8 +88,8 @@ class OwnerOptimizer(StateOnRead):
         """Step every parameter that has a gradient.
 
         ``closure`` computes the loss and its gradients, and is called first, once. An exception of
-        the optimizer, but not of the fallback, is raised in the first step on all ranks of the mesh
-        of the parameter. Otherwise ranks that did not raise wait for the one that did.
+        the optimizer is raised in the first step on all ranks of the mesh of the parameter.
+        Otherwise ranks that did not raise wait for the one that did.
 
         **Collective:** all ranks of the meshes of selected parameters, with gradients for the same
         parameters. **Stream:** the current one, which waits for the exchanges.
@@ -125,42 +101,21 @@ class OwnerOptimizer(StateOnRead):
                 steps. The last two are found only after some parameters were stepped: load a
                 checkpoint before you go on.
         """
-        loss = self._loss_of(closure)
-        self._check_params()
-        steps = [
-            BucketStep(bucket, self._gradient_dtype, keeps_values=self._keeps_values)
-            for bucket in self._buckets()
-        ]
-        for each in steps:
-            self._take_state(each.bucket)
-        if self._keeps_values:
-            self._find_edits(steps)
-        try:
-            # While one bucket is stepped, the next one arrives and the one before leaves.
-            steps[0].arrive()
-            if len(self.param_groups) > 1:
-                self._stepper.take(self.param_groups[1:], self._state)
-                self._stepper.run()
-            for number, present in enumerate(steps):
-                present.finish()
-                if number + 1 < len(steps):
-                    steps[number + 1].arrive()
-                self._run(present)
-                if number:
-                    steps[number - 1].finish()
-                present.leave()
-            steps[-1].finish()
-        except BaseException:
-            for each in steps:
-                each.abandon()
-            raise
-        finally:
-            for each in steps:
-                self._show_state(each.bucket)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        (group,) = self.param_groups
+        self._compare()
+        self._written = step_batches(
+            self._batches,
+            self.state,
+            {key: value for key, value in group.items() if key != "params"},
+            sent_dtype=self._gradient_dtype,
+            first_of=None if self._has_stepped else self._name,
+        )
+        group.update(self._written)
         self._has_stepped = True
-        for each in steps:
-            each.mark()
-            self.param_groups[0].update(each.bucket.written)
         return loss
 
     @override
@@ -177,55 +132,50 @@ class OwnerOptimizer(StateOnRead):
             NotImplementedError: A state is neither a tensor nor a plain value.
             RuntimeError: As ``step``, if this is the first call of the two.
         """
+        self._compare()
         packed = super().state_dict()
-        numbers = {id(member.param): number for number, member in enumerate(self._members)}
-        for bucket in self._buckets():
-            self._take_state(bucket)
-            states, written = states_as_shards(bucket)
+        sharded = {}
+        for batch in self._batches:
+            states, written = state_in_shards(batch, self.state, self._written)
+            sharded.update(states)
             packed["param_groups"][0].update(written)
-            for member, state in zip(bucket.members, states, strict=True):
-                packed["state"].pop(numbers[id(member.param)], None)
-                if state:
-                    packed["state"][numbers[id(member.param)]] = state
-        packed["state"] = dict(sorted(packed["state"].items()))
+        params = self.param_groups[0]["params"]
+        packed["state"] = {
+            number: sharded[param] for number, param in enumerate(params) if sharded[param]
+        }
         return packed
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what ``state_dict`` of an optimizer with the same parameters returned.
 
-        State of selected parameters may be DTensors of any mesh, or unsharded tensors, as those of
-        the ordinary optimizer in one process. It keeps its dtypes, and may share the memory of the
-        given tensors.
+        State may be DTensors of any mesh, or unsharded tensors, as those of the ordinary optimizer
+        in one process. It keeps its dtypes, and may share the memory of the given tensors. Param
+        groups after the first are left out.
 
         **Collective:** all ranks of the meshes of selected parameters. **Stream:** the current one.
 
         Raises:
             RuntimeError: As ``step``, if this is the first call of the two.
-            ValueError: There are other param groups, or groups of another size, or ranks load
-                states of different forms.
+            ValueError: The param group is of another size, or ranks load states of different forms.
         """
-        # The keys of parameters are arbitrary; only their order counts.
-        order = [each for group in state_dict["param_groups"] for each in group["params"]]
-        keys = dict(zip((id(member.param) for member in self._members), order, strict=False))
-        chosen = set(keys.values())
-        others = {key: each for key, each in state_dict["state"].items() if key not in chosen}
-        super().load_state_dict({**state_dict, "state": others})
+        self._compare()
+        # Optimizers of earlier versions had a second group, of what was not selected.
+        groups, saved = state_dict["param_groups"][:1], state_dict["state"]
+        super().load_state_dict({**state_dict, "param_groups": groups, "state": {}})
+        self._written = {}
         group = self.param_groups[0]
         keeps_counts = not (group.get("capturable") or group.get("fused"))
-        buckets, states = self._buckets(), state_dict["state"]
-        try:
-            for bucket in buckets:
-                saved = [states.get(keys[id(each.param)], {}) for each in bucket.members]
-                load_states(bucket, saved, keeps_counts=keeps_counts)
-        finally:
-            for bucket in buckets:
-                self._show_state(bucket)
+        # The keys of parameters are arbitrary; only their order counts.
+        keys = dict(zip(group["params"], groups[0]["params"], strict=True))
+        for batch in self._batches:
+            own = [saved.get(keys[member.param], {}) for member in batch]
+            load_states(batch, own, self.state, keeps_counts=keeps_counts)
 
     @override
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse new param groups after construction."""
-        if self._is_made:
+        if self.param_groups:
             raise NotImplementedError(
                 "owner_optimizer has chosen the owners of its parameters; make it anew for others, "
                 "and load its state_dict."
@@ -241,137 +191,46 @@ class OwnerOptimizer(StateOnRead):
 
     # --- inside ----------------------------------------------------------------------------
 
-    def _find_edits(self, steps: list[BucketStep]) -> None:
-        """Let values be sent again in buckets of which any rank has edited a shard."""
-        of_mesh: dict[MeshRanks, list[BucketStep]] = {}
-        for each in steps:
-            of_mesh.setdefault(each.bucket.ranks, []).append(each)
-        for ranks, own in of_mesh.items():
-            edited = [int(each.was_edited()) for each in own]
-            purpose = f"comparison of edits before a step of owner_optimizer({self._name})"
-            rows = exchange_numbers(edited, ranks.group, ranks.device, purpose=purpose)
-            for each, column in zip(own, zip(*rows, strict=True), strict=True):
-                each.sends_values = any(column)
+    def _compare(self) -> None:
+        """Raise unless parameters are as in the beginning, and all ranks exchange the same ones.
 
-    def _run(self, present: BucketStep) -> None:
-        """Step what this rank owns. In the first step an exception is raised on all ranks."""
-        error: Exception | None = None
-        try:
-            present.run(self.param_groups[0], is_first=not self._has_stepped)
-        except Exception as raised:
-            if self._has_stepped:
-                raise
-            error = raised
-        if self._has_stepped:
-            return
-        ranks, purpose = present.bucket.ranks, f"first step of owner_optimizer({self._name})"
-        number = [int(error is not None)]
-        rows = exchange_numbers(number, ranks.group, ranks.device, purpose=purpose)
-        if error is not None:
-            raise error
-        raised_on = [rank for rank, row in zip(ranks.ranks, rows, strict=True) if row[0]]
-        if raised_on:
-            raise RuntimeError(f"{self._name} has raised an exception on rank {raised_on[0]}.")
-
-    def _take_state(self, bucket: Bucket) -> None:
-        """Let the optimizer of a bucket use what the user has changed in ``state``."""
-        for position, placeholder in bucket.placeholders.items():
-            given = self._state.get(bucket.members[position].param)
-            if given:
-                bucket.make_inner()
-            if bucket.inner is not None:
-                bucket.inner.state.pop(placeholder, None)
-                if given:
-                    bucket.inner.state[placeholder] = given
-
-    def _show_state(self, bucket: Bucket) -> None:
-        """Let ``state`` have what this rank owns of a bucket."""
-        for position, member in enumerate(bucket.members):
-            placeholder = bucket.placeholders.get(position)
-            inner = {} if bucket.inner is None else bucket.inner.state
-            self._state[member.param] = {} if placeholder is None else inner.get(placeholder, {})
-
-    def _check_params(self) -> None:
-        changed = [each.fqn for each in self._members if param_group_of(each.param) is None]
-        if changed:
-            raise RuntimeError(
-                f"parameters {listed(changed)} were replaced since owner_optimizer was called; "
-                "make it anew, and load its state_dict."
-            )
-        for bucket in self._made or ():
-            dtypes = {member.param.dtype for member in bucket.members}
-            if len(dtypes) > 1:
-                raise RuntimeError(
-                    f"{bucket.members[0].fqn!r} and others were of one dtype when owner_optimizer "
-                    f"was called, and now are of {listed(sorted(map(str, dtypes)))}; make it anew, "
-                    "and load its state_dict."
-                )
-        if not are_same(objects_in(self.param_groups), self._planned):
+        **Collective:** all ranks of the meshes of selected parameters, the first time.
+        """
+        for batch in self._batches:
+            batch.check()
+        held = [id(param) for group in self.param_groups for param in group["params"]]
+        if held != [id(member.param) for member in self._chosen]:
             raise RuntimeError(
                 "param_groups has other parameters than owner_optimizer chose; make it anew."
             )
-
-    def _buckets(self) -> list[Bucket]:
-        """Return the buckets. **Collective:** the first call."""
-        if self._made is None:
-            chosen = list(self._chosen_together())
-            for ranks in dict.fromkeys(members[0].ranks for members in chosen):
-                self._check_agreement(ranks, [each for each in chosen if each[0].ranks is ranks])
-            self._made = [
-                Bucket(number, members, self._make) for number, members in enumerate(chosen)
+        if self._is_compared:
+            return
+        of_mesh: dict[DeviceMesh, list[Batch]] = {}
+        for batch in self._batches:
+            of_mesh.setdefault(batch.layout.mesh, []).append(batch)
+        for batches in of_mesh.values():
+            layout = batches[0].layout
+            described = [
+                (each.layout.shape, each.layout.placements, each.description()) for each in batches
             ]
-        return self._made
-
-    def _check_agreement(self, ranks: MeshRanks, buckets: list[list[OwnedParam]]) -> None:
-        """Raise unless all ranks of a mesh exchange the same parameters. **Collective:** these."""
-        described = [
-            [(each.fqn, each.layout, each.param.dtype, each.owner) for each in members]
-            for members in buckets
-        ]
-        different = ranks_that_differ(
-            (described, self._gradient_dtype, self._keeps_values),
-            ranks.group,
-            ranks.device,
-            purpose="comparison of what owner_optimizer steps on each rank",
-        )
-        if different:
-            others = ", ".join(str(ranks.ranks[position]) for position in different)
-            raise RuntimeError(
-                f"ranks {others} have selected other parameters than rank {ranks.ranks[0]} for "
-                f"{self._name}, or with other shapes, owners or options; call owner_optimizer "
-                "alike on every rank."
+            different = ranks_that_differ(
+                (described, self._gradient_dtype),
+                layout.group,
+                layout.device,
+                purpose="comparison of what owner_optimizer steps on each rank",
             )
-
-    def _chosen_together(self) -> Iterator[list[OwnedParam]]:
-        """Iterate over the members of the buckets, in the same order on all ranks.
-
-        A bucket takes the next costliest parameter of each owner, until one owner has enough to
-        send. So all owners work at the same time.
-        """
-        alike: dict[tuple[Any, ...], list[OwnedParam]] = {}
-        for member in self._members:
-            key = member.ranks, member.param.dtype, dtype_of_gradient(member.param)
-            alike.setdefault(key, []).append(member)
-        for members in alike.values():
-            queues: dict[int, list[OwnedParam]] = {}
-            for member in sorted(members, key=lambda each: -each.cost):
-                queues.setdefault(member.owner, []).append(member)
-            bucket: list[OwnedParam] = []
-            sizes = defaultdict[int, int](int)  # bytes of new values that each owner sends
-            for one_of_each in itertools.zip_longest(*queues.values()):
-                for member in filter(None, one_of_each):
-                    bucket.append(member)
-                    num_bytes = member.param.numel() * member.param.itemsize
-                    sizes[member.owner] += num_bytes * member.layout.num_replicas(member.ranks)
-                if max(sizes.values()) >= self._bucket_bytes:
-                    yield bucket
-                    bucket, sizes = [], defaultdict(int)
-            if bucket:
-                yield bucket
+            if different:
+                others = ", ".join(str(layout.ranks[position]) for position in different)
+                raise RuntimeError(
+                    f"ranks {others} have selected other parameters than rank {layout.ranks[0]} "
+                    f"for {self._name}, or with other shapes or options; call owner_optimizer "
+                    "alike on every rank."
+                )
+        self._is_compared = True
 
 
-# All OwnerOptimizers that are alive, in the order in which they were made.
-_alive: weakref.WeakKeyDictionary[OwnerOptimizer, None] = weakref.WeakKeyDictionary()
+# All OwnerOptimizers that are alive.
+_alive: weakref.WeakSet[OwnerOptimizer] = weakref.WeakSet()
 
 
 def owner_reports(ids: Container[int]) -> list[str]:
@@ -379,19 +238,20 @@ def owner_reports(ids: Container[int]) -> list[str]:
     return [
         _report(optimizer)
         for optimizer in _alive
-        if any(id(member.param) in ids for member in optimizer._members)
+        if any(id(member.param) in ids for member in optimizer._chosen)
     ]
 
 
 def _report(optimizer: OwnerOptimizer) -> str:
     costs = defaultdict[int, float](float)
-    for member in optimizer._members:
-        costs[member.ranks.ranks[member.owner]] += member.cost
-    num_ranks = len({rank for member in optimizer._members for rank in member.ranks.ranks})
-    most = max(costs.values()) * num_ranks / (sum(costs.values()) or 1)
+    for batch in optimizer._batches:
+        for rank, part in zip(batch.layout.ranks, batch.members, strict=True):
+            costs[rank] += len(part) * _cost(batch.layout.shape)
+    num_own = sum(map(bool, costs.values()))
+    most = max(costs.values()) * len(costs) / sum(costs.values())
     return (
-        f"{optimizer._name} steps {len(optimizer._members)} parameters, each on one of {num_ranks} "
-        f"ranks ({len(costs)} own some); the busiest has {most:.2f} times the mean work"
+        f"{optimizer._name} steps {len(optimizer._chosen)} parameters, each on one of {len(costs)} "
+        f"ranks ({num_own} own some); the busiest has {most:.2f} times the mean work"
     )
 
 
@@ -400,12 +260,8 @@ def owner_optimizer(
     optimizer: type[Optimizer] | Callable[..., Optimizer],
     *,
     select: Select | None = None,
-    fallback: type[Optimizer] | None = torch.optim.AdamW,
-    fallback_kwargs: dict[str, Any] | None = None,
     bucket_mb: float = 25,
     gradient_dtype: torch.dtype | None = None,
-    keep_values: bool = False,
-    cost: Cost | None = None,
     **optimizer_kwargs: Any,
 ) -> OwnerOptimizer:
     """Step unsharded matrices by an ordinary optimizer, each on one rank.
@@ -413,7 +269,7 @@ def owner_optimizer(
     Muon, Shampoo and SOAP need a whole matrix, and a shard is not one. Here each selected parameter
     has an owner among the ranks of its mesh. In a step, the owner receives the shards of value and
     gradient, steps the unsharded matrix by ``optimizer``, and sends every rank its new shard. The
-    numbers are those of one process. The other parameters are stepped as shards by ``fallback``.
+    numbers are those of one process. The other parameters need an optimizer of their own.
 
     This communicates nothing; the first step compares the ranks.
 
@@ -422,131 +278,96 @@ def owner_optimizer(
             ``replicate``, with the same arguments on every rank.
         optimizer: A class of optimizers, or a function that makes one from param groups. It sees
             ordinary tensors. It must treat each parameter by itself, and not communicate.
-        select: Called with the name and the sharded parameter, returns whether ``optimizer`` steps
-            it. None: matrices, but for those of embeddings and of the head, as the author of Muon
-            advises (https://kellerjordan.github.io/posts/muon/). Embeddings are known by the class
-            ``nn.Embedding``, or by ``emb`` or ``position`` in the parameter's own name. Heads are
-            known by ``get_output_embeddings()``, or by the name of a module outside of lists:
-            ``head``, ``lm_head``, ``output``, ``out``, ``classifier``, ``score``, ``embed_out`` or
-            ``unembed``. ``owners`` of what is returned lists what was selected.
-        fallback: Steps the trainable parameters that are not selected, as ``flat_optimizer`` does.
-            None: nothing does. Parameters that are frozen now are not stepped later either; if one
-            gets a gradient, ``step`` warns of it.
-        fallback_kwargs: Arguments of ``fallback``.
-        bucket_mb: Parameters are exchanged in buckets. A bucket is closed once one owner has this
-            many MiB to send. One bucket arrives and one leaves while one is stepped.
+        select: Called with the name and the sharded parameter of each that is not frozen now,
+            returns whether ``optimizer`` steps it. None: matrices, but for those of embeddings and
+            of the head, as the author of Muon advises (https://kellerjordan.github.io/posts/muon/).
+            Embeddings are known by the class ``nn.Embedding``, or by ``emb`` or ``position`` in the
+            parameter's own name. Heads are known by ``get_output_embeddings()``, or by the name of
+            a module outside of lists: ``head``, ``lm_head``, ``output``, ``out``, ``classifier``,
+            ``score``, ``embed_out`` or ``unembed``. ``owners`` of what is returned lists what was
+            selected.
+        bucket_mb: Matrices of one shape are exchanged in one batch, or in several, so that no owner
+            sends many more MiB than this at once. One batch arrives and one leaves while one is
+            stepped.
         gradient_dtype: The dtype in which gradients are sent to the owners. None: their own dtype.
             Values always keep theirs.
-        keep_values: Owners keep the unsharded values between steps, so that only gradients are sent
-            to them, and a third of the bytes is saved. This takes the memory of one more shard of
-            the selected parameters on each rank. Edits of parameters are found by their versions,
-            which ranks exchange before each step; an edit through ``.data``, by ``torch._foreach``
-            functions or by another optimizer may leave no trace there, and is lost.
-        cost: Called like ``select``, returns the relative time of a step of the parameter. Owners
-            are chosen by it, the costliest first, each to the rank that has the least so far. None:
-            the arithmetic of products of the matrix with its transpose.
         **optimizer_kwargs: Arguments of ``optimizer``.
 
     Returns:
-        An optimizer, whose ``param_groups`` a scheduler scales together.
+        An optimizer with one param group.
 
     Raises:
         RuntimeError: A forward or backward is under way.
         TypeError: ``optimizer`` makes no ``Optimizer``, or one that is refused (``LBFGS``,
-            ``SparseAdam``, one that needs a closure), or ``fallback`` is no class that
-            ``flat_optimizer`` takes.
+            ``SparseAdam``, one that needs a closure).
         ValueError: There is no unit in ``module``, or no parameter is selected; one that is
             selected is in no unit, or a tensor subclass; one is stepped in backward by
             ``overlap_optimizer``; or an argument is not as described here.
-        Exception: What ``optimizer`` and ``fallback`` raise when they are made.
+        Exception: What ``optimizer`` raises when it is made.
 
     >>> import torch, meshard
     >>> model = meshard.fully_shard(torch.nn.Sequential(torch.nn.Linear(4, 8)))
-    >>> optimizer = meshard.owner_optimizer(model, torch.optim.Muon, lr=0.02)
-    >>> model(torch.ones(1, 4)).sum().backward()
-    >>> optimizer.step()
-    >>> optimizer.owners
+    >>> matrices = meshard.owner_optimizer(model, torch.optim.Muon, lr=0.02)
+    >>> matrices.owners
     {'0.weight': 0}
+    >>> rest = [each for name, each in model.named_parameters() if name not in matrices.owners]
+    >>> vectors = torch.optim.AdamW(rest, lr=1e-3)
+    >>> model(torch.ones(1, 4)).sum().backward()
+    >>> for each in (matrices, vectors):
+    ...     each.step()
     """
-    _check_functions(optimizer, select, cost)
-    _check_fallback(fallback, fallback_kwargs)
+    check_makes_optimizers("owner_optimizer", optimizer)
+    if select is not None and not callable(select):
+        raise TypeError(f"select must be a function or None, got {select!r}.")
     check_positive("bucket_mb", bucket_mb)
     is_dtype = isinstance(gradient_dtype, torch.dtype) and gradient_dtype.is_floating_point
     if gradient_dtype is not None and not is_dtype:
         raise ValueError(f"gradient_dtype must be a floating torch.dtype, got {gradient_dtype!r}.")
-    check_bool("keep_values", keep_values)
     for unit in require_units(module):
         unit.lifecycle.check_between_steps(unit, "owner_optimizer")
-    chosen, others = _selected(module, select)
-    members = _with_owners(chosen, cost or _cost_of_products)
+    chosen = _selected(module, select or _is_hidden_matrix(module))
     make = functools.partial(optimizer, **optimizer_kwargs)
-    groups = [_template(make, members, is_fused=bool(optimizer_kwargs.get("fused")))]
-    if fallback is not None and others:
-        make_fallback: Any = fallback
-        groups += make_fallback(others, **(fallback_kwargs or {})).param_groups
-    owner = OwnerOptimizer(
-        groups,
-        members,
-        make,
-        fallback,
+    return OwnerOptimizer(
+        _template(make, chosen, is_fused=bool(optimizer_kwargs.get("fused"))),
+        chosen,
+        list(_dealt(chosen, make, bucket_mb * _MIB)),
         name=getattr(optimizer, "__name__", type(optimizer).__name__),
-        bucket_bytes=bucket_mb * _MIB,
         gradient_dtype=gradient_dtype,
-        keeps_values=keep_values,
     )
-    is_chosen = select or _is_hidden_matrix(module)
-    owner._left_out = LeftOut(module) if fallback is not None else LeftOut(module, is_chosen)
-    return owner
 
 
-def _check_functions(optimizer: object, select: object, cost: object) -> None:
-    check_makes_optimizers("owner_optimizer", optimizer)
-    for name, function in {"select": select, "cost": cost}.items():
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function or None, got {function!r}.")
+# --- who steps what --------------------------------------------------------------------------
 
 
-def _check_fallback(fallback: object, fallback_kwargs: object) -> None:
-    check_is_no_instance("owner_optimizer", fallback)
-    if fallback is not None and fallback not in POINTWISE:
-        names = ", ".join(each.__name__ for each in POINTWISE)
-        raise TypeError(
-            f"fallback steps shards, which is right for {names}; "
-            f"{getattr(fallback, '__name__', fallback)!r} is none of them: pass fallback=None, and "
-            "give the other parameters an optimizer of their own."
-        )
-    if fallback_kwargs is not None and not isinstance(fallback_kwargs, dict):
-        raise TypeError(f"fallback_kwargs must be a dict or None, got {fallback_kwargs!r}.")
-    if fallback is None and fallback_kwargs:
-        raise ValueError("fallback_kwargs are given, and fallback=None; pass a fallback, or none.")
-
-
-def _selected(module: nn.Module, select: Select | None) -> tuple[Chosen, list[torch.Tensor]]:
-    """Return the selected parameters with their names, and the other trainable ones."""
+def _selected(module: nn.Module, is_chosen: Select) -> list[Member]:
+    """Return the selected parameters. Frozen ones are not asked for."""
     named = [(fqn, param) for fqn, param in module.named_parameters() if param.requires_grad]
     sharded = sharded_params_of([param for _, param in named])
-    overlapped = find_overlapped(sharded)
-    if overlapped is not None:
-        names = [fqn for (fqn, _), param in zip(named, sharded, strict=True) if param is overlapped]
-        raise ValueError(
-            f"parameter {names[0]!r} is stepped by overlap_optimizer already; call its detach() "
-            "first."
-        )
-    is_chosen = select or _is_hidden_matrix(module)
-    chosen: Chosen = []
-    others = []
-    for (fqn, _), param in zip(named, sharded, strict=True):
-        if is_chosen(fqn, param):
-            _check_can_be_owned(fqn, param)
-            chosen.append((fqn, param))
-        else:
-            others.append(param)
+    chosen = [
+        Member(fqn, param)
+        for (fqn, _), param in zip(named, sharded, strict=True)
+        if is_chosen(fqn, param)
+    ]
     if not chosen:
         raise ValueError(
             "owner_optimizer selects no parameter; the default takes trainable matrices in units, "
             "but for embeddings and heads. Pass select=."
         )
-    return chosen, others
+    overlapped = find_overlapped([member.param for member in chosen])
+    for fqn, param in chosen:
+        if param is overlapped:
+            raise ValueError(f"parameter {fqn!r} is stepped by overlap_optimizer already.")
+        if param_group_of(param) is None:
+            raise ValueError(
+                f"parameter {fqn!r} is in no unit, so no mesh says which ranks could own it; apply "
+                "fully_shard or replicate to the module around it, or leave it out with select=."
+            )
+        if not is_plain(plain_of(param)):
+            raise ValueError(
+                f"parameter {fqn!r} is a {type(plain_of(param)).__name__}, which cannot be put "
+                "together from parts; leave it out with select=."
+            )
+    return chosen
 
 
 def _is_hidden_matrix(module: nn.Module) -> Select:
@@ -567,69 +388,59 @@ def _is_hidden_matrix(module: nn.Module) -> Select:
     )
 
 
-def _check_can_be_owned(fqn: str, param: torch.Tensor) -> None:
-    if param_group_of(param) is None:
-        raise ValueError(
-            f"parameter {fqn!r} is in no unit, so no mesh says which ranks could own it; apply "
-            "fully_shard or replicate to the module around it, or leave it out with select=."
+def _dealt(chosen: list[Member], make: MakeOptimizer, max_bytes: float) -> Iterator[Batch]:
+    """Iterate over the batches, in the same order on all ranks.
+
+    The matrices of one shape go round the ranks, those first that have the least to do so far. So a
+    batch has a place for a matrix on every rank, or for several; the last places may be empty.
+    """
+    kinds: dict[tuple[Layout, torch.dtype, torch.dtype], list[Member]] = {}
+    for member in chosen:
+        param = member.param
+        kinds.setdefault((_layout_of(param), param.dtype, dtype_of_gradient(param)), []).append(
+            member
         )
-    if not is_plain(plain_of(param)):
-        raise ValueError(
-            f"parameter {fqn!r} is a {type(plain_of(param)).__name__}, which cannot be put "
-            "together from parts; leave it out with select=."
-        )
+    costs = defaultdict[tuple[DeviceMesh, int], float](float)  # of each rank of a mesh, so far
+    number = 0
+    for (layout, dtype, _), members in sorted(
+        kinds.items(), key=lambda each: -_cost(each[0][0].shape)
+    ):
+        mesh, count = layout.mesh, len(layout.ranks)
+        order = sorted(range(count), key=lambda rank: costs[mesh, rank])
+        num_bytes = layout.shape.numel() * dtype.itemsize * layout.num_replicas
+        size = count * max(1, math.ceil(max_bytes / max(1, num_bytes)))
+        for begin in range(0, len(members), size):
+            by_owner: list[list[Member]] = [[] for _ in order]
+            for place, member in enumerate(members[begin : begin + size]):
+                by_owner[order[place % count]].append(member)
+                costs[mesh, order[place % count]] += _cost(layout.shape)
+            yield Batch(f"(owners, batch {number})", layout, by_owner, make)
+            number += 1
 
 
-def _with_owners(chosen: Chosen, cost: Cost) -> list[OwnedParam]:
-    """Give each parameter an owner: the costliest first, each to the rank with the least so far."""
-    ranks = {
-        mesh: MeshRanks(mesh) for mesh in dict.fromkeys(_mesh_of(param) for _, param in chosen)
-    }
-    # For each mesh a heap: the ranks of its group, with the cost that each has so far.
-    loads = {mesh: [(0.0, rank) for rank in range(len(each.ranks))] for mesh, each in ranks.items()}
-    costs = {fqn: float(cost(fqn, param)) for fqn, param in chosen}
-    for fqn, each in costs.items():
-        if not 0 < each < math.inf:
-            raise ValueError(f"cost must return a positive number, got {each!r} for {fqn!r}.")
-    owners = {}
-    for fqn, param in sorted(chosen, key=lambda each: -costs[each[0]]):
-        heap = loads[_mesh_of(param)]
-        load, rank = heap[0]
-        heapq.heapreplace(heap, (load + costs[fqn], rank))
-        owners[fqn] = rank
-    return [
-        OwnedParam(
-            fqn, param, ranks[_mesh_of(param)], Layout.of_param(param), owners[fqn], costs[fqn]
-        )
-        for fqn, param in chosen
-    ]
+def _layout_of(param: torch.Tensor) -> Layout:
+    if isinstance(param, DTensor):
+        return Layout(param.device_mesh, param.shape, tuple(param.placements))
+    group = param_group_of(param)  # of replicate: every rank has all of it
+    assert group is not None  # ``_selected`` has checked it
+    mesh = group.spec.mesh_info.mesh
+    return Layout(mesh, param.shape, (Replicate(),) * mesh.ndim)
 
 
-def _cost_of_products(_: str, param: torch.Tensor) -> float:
+def _cost(shape: torch.Size) -> float:
     """Return the number of multiplications in ``A = M @ M.T``, ``A @ A`` and ``A @ M``."""
-    if param.dim() < 2:
-        return float(param.numel() + 1)
-    # By the shape only: indexing a DTensor would communicate.
-    short, long = sorted((param.shape[0], math.prod(param.shape[1:])))
+    if len(shape) < 2:
+        return float(shape.numel() + 1)
+    short, long = sorted((shape[0], math.prod(shape[1:])))
     return float(short * short * (2 * long + short) + 1)
 
 
-def _mesh_of(param: torch.Tensor) -> DeviceMesh:
-    if isinstance(param, DTensor):
-        return param.device_mesh
-    group = param_group_of(param)
-    assert group is not None  # ``_check_can_be_owned`` has checked it
-    return group.spec.mesh_info.mesh
-
-
-def _template(
-    make: MakeOptimizer, members: Sequence[OwnedParam], *, is_fused: bool
-) -> dict[str, Any]:
-    """Return the param group of ``optimizer`` with the selected parameters."""
+def _template(make: MakeOptimizer, chosen: list[Member], *, is_fused: bool) -> Optimizer:
+    """Return the ordinary optimizer on tensors without memory, with the checks of what it is."""
     # Some optimizers make their state at once. On the meta device it takes no memory, but fused
     # optimizers refuse that device.
-    device = members[0].ranks.device if is_fused else torch.device("meta")
-    placeholders = [placeholder_for(member.param, device) for member in members]
+    device = _layout_of(chosen[0].param).device if is_fused else torch.device("meta")
+    placeholders = [placeholder_for(member.param, device) for member in chosen]
     template = make([{"params": placeholders}])
     name = type(template).__name__
     if not isinstance(template, Optimizer):
@@ -642,7 +453,12 @@ def _template(
             f"the step of {name} needs a closure: it computes the loss anew, so all parameters "
             "must be there at once; build it on module.parameters()."
         )
-    check_holds(template, placeholders)
+    held = [id(param) for group in template.param_groups for param in group["params"]]
+    if len(template.param_groups) != 1 or sorted(held) != sorted(map(id, placeholders)):
+        raise ValueError(
+            f"the {name} does not hold the parameters that it was to be made for, in one group; "
+            "make it from the param groups that are passed."
+        )
     if template.param_groups[0].get("differentiable"):
         raise ValueError("owner_optimizer has no differentiable step.")
-    return {**template.param_groups[0], "params": [member.param for member in members]}
+    return template

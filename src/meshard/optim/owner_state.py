@@ -1,209 +1,85 @@
-"""The state of an ``OwnerOptimizer``: whole on owners, and in shards on all ranks."""
+"""The state of an ``OwnerOptimizer`` in shards on all ranks, and back on the owners."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, cast
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.blocking import gather_objects, ranks_that_differ
-from meshard._torch.dtensor import is_plain, local_of, make_dtensor
-from meshard.optim.exchange import Layout, Route, TensorOf
-
-if TYPE_CHECKING:
-    from meshard.optim.owner_step import Bucket
+from meshard._comm.blocking import full_tensor, gather_objects, ranks_that_differ
+from meshard._torch.dtensor import is_plain, make_dtensor
+from meshard._torch.private import tree_flatten, tree_unflatten
+from meshard.optim.exchange import start_from_owners
+from meshard.optim.owner_step import Batch, States
 
 _LABEL = "(state of owners)"
 _PLAIN = (int, float, complex, str, type(None))
 
 
 @dataclass(frozen=True)
-class _Described:
-    """A tensor of a state, without its values."""
+class _Kind:
+    """What tensors have in common that are exchanged together."""
 
     shape: torch.Size
     dtype: torch.dtype
 
 
-@dataclass(frozen=True)
-class _Item:
-    """A tensor of the state of one parameter, to be exchanged."""
-
-    position: int  # of the parameter in the bucket
-    layout: Layout
-    dtype: torch.dtype
-
-
-def states_as_shards(bucket: Bucket) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+def state_in_shards(
+    batch: Batch, states: States, written: dict[str, int]
+) -> tuple[States, dict[str, int]]:
     """Return the state of each member with shards in the place of unsharded tensors.
 
-    The second value is what the optimizers have written to their param groups.
+    The second value is what is ``written`` on any rank.
 
     **Collective:** all ranks of the mesh. **Stream:** the current one.
 
     Raises:
         NotImplementedError: A state is neither a tensor nor a plain value.
     """
-    ranks, inner = bucket.ranks, bucket.inner
-    own = {
-        position: {} if inner is None else dict(inner.state.get(placeholder, {}))
-        for position, placeholder in bucket.placeholders.items()
+    own = [dict(states.get(member.param, {})) for member in batch.own]
+    problem = next(_problems(batch, own), None)
+    # All ranks get the trees of all members, with a kind in the place of each tensor that is cut.
+    told = [] if problem else [_mapped(state, _told) for state in own]
+    gathered = gather_objects((told, problem, written), batch.layout.group, label=_LABEL)
+    for _, found, _ in gathered:
+        if found is not None:
+            raise NotImplementedError(found)
+    shards = {}
+    for kind in dict.fromkeys(kind for told, *_ in gathered for kind in _kinds_in(told)):
+        layout = batch.layout.of_state(kind.shape)
+        counts = [_kinds_in(told).count(kind) for told, *_ in gathered]
+        unsharded = [leaf for leaf in tree_flatten(own)[0] if _is_cut(leaf) and _told(leaf) == kind]
+        exchange = start_from_owners(layout, unsharded, counts, kind.dtype, batch.comm, _LABEL)
+        made = [each.clone() for each in exchange.finish()]  # of no buffer in common
+        if isinstance(next(iter(batch)).param, DTensor):
+            made = [make_dtensor(e, layout.mesh, layout.placements, layout.shape) for e in made]
+        shards[kind] = iter(made)
+    trees = [tree for told, *_ in gathered for tree in told]  # owner by owner, as the members
+    filled = {
+        member.param: _mapped(tree, lambda e: next(shards[e]) if isinstance(e, _Kind) else e)
+        for member, tree in zip(batch, trees, strict=True)
     }
-    problems = [
-        problem
-        for position, state in own.items()
-        for problem in _problems(bucket.members[position].fqn, state)
-    ]
-    mine = {} if problems else _mapped(own, _describe)
-    gathered = gather_objects((mine, bucket.written, problems), ranks.group, label=_LABEL)
-    for *_, found in gathered:
-        if found:
-            raise NotImplementedError(found[0])
-    described = {position: state for states, *_ in gathered for position, state in states.items()}
-    states = [described[position] for position in range(len(bucket.members))]
-    items = [
-        _Item(position, bucket.members[position].layout.of_state(each.shape), each.dtype)
-        for position, state in enumerate(states)
-        for each in _leaves(state)
-        if isinstance(each, _Described)
-    ]
-    whole = {position: filter(_is_cut, _leaves(state)) for position, state in own.items()}
-    sources = {
-        number: next(whole[item.position])
-        for number, item in enumerate(items)
-        if item.position in whole
-    }
-    shards = {
-        number: torch.empty(
-            item.layout.box_of(ranks, ranks.own).sizes, dtype=item.dtype, device=ranks.device
-        )
-        for number, item in enumerate(items)
-    }
-    _exchange(bucket, items, sources, shards, to_owners=False)
-    made = iter(
-        shards[number]
-        if item.layout.placements is None
-        else make_dtensor(shards[number], ranks.mesh, item.layout.placements, item.layout.shape)
-        for number, item in enumerate(items)
-    )
-    filled = [
-        _mapped(state, lambda each: next(made) if isinstance(each, _Described) else each)
-        for state in states
-    ]
-    return filled, {key: value for _, written, _ in gathered for key, value in written.items()}
+    return filled, {key: value for *_, each in gathered for key, value in each.items()}
 
 
-def load_states(bucket: Bucket, states: Sequence[dict[str, Any]], *, keeps_counts: bool) -> None:
+def load_states(
+    batch: Batch, saved: Sequence[dict[str, Any]], states: States, *, keeps_counts: bool
+) -> None:
     """Give owners the state of each member: unsharded tensors, or DTensors of any mesh.
 
     With ``keeps_counts`` the count ``step`` stays on its device; other tensors go to that of the
-    mesh.
+    mesh. The next step uses the new state.
 
     **Collective:** all ranks of the mesh. **Stream:** the current one.
     """
-    ranks = bucket.ranks
-    _check_same_trees(states, bucket)
-    items: list[_Item] = []
-    shards: dict[int, torch.Tensor] = {}
-    whole: dict[int, torch.Tensor] = {}  # of what arrives
-
-    def taken(position: int, key: str, each: Any) -> Any:
-        """Return what the owner's state gets. Other ranks get None in the place of a tensor.
-
-        ``_exchange`` below fills the tensors that arrive in shards.
-        """
-        is_own = position in bucket.placeholders
-        if not isinstance(each, torch.Tensor):
-            return each
-        if not isinstance(each, DTensor):
-            keeps = keeps_counts and key == "step"
-            device = each.device if keeps else ranks.device
-            return each.to(device, copy=not _is_cut(each)) if is_own else None
-        layout = bucket.members[position].layout.of_state(each.shape)
-        if each.device_mesh != ranks.mesh or tuple(each.placements) != layout.placements:
-            unsharded = each.full_tensor()
-            return unsharded.to(ranks.device) if is_own else None
-        number = len(items)
-        items.append(_Item(position, layout, each.dtype))
-        shards[number] = local_of(each)
-        if is_own:
-            whole[number] = torch.empty(each.shape, dtype=each.dtype, device=ranks.device)
-        return whole.get(number)
-
-    trees = [
-        {
-            key: _mapped(value, functools.partial(taken, position, key))
-            for key, value in state.items()
-        }
-        for position, state in enumerate(states)
-    ]
-    _exchange(bucket, items, shards, whole, to_owners=True)
-    bucket.written = {}
-    if not any(states):
-        # There is no state to load. Some optimizers make an initial state in their constructor, so
-        # the next step makes a new optimizer; clearing the state of this one would lose it.
-        bucket.inner = None
-        return
-    bucket.make_inner()
-    if (inner := bucket.inner) is not None:
-        inner.state.clear()
-        for position, placeholder in bucket.placeholders.items():
-            if trees[position]:
-                inner.state[placeholder] = trees[position]
-
-
-def _exchange(
-    bucket: Bucket,
-    items: Sequence[_Item],
-    sources: dict[int, torch.Tensor],
-    targets: dict[int, torch.Tensor],
-    *,
-    to_owners: bool,
-) -> None:
-    """Send ``sources`` to ``targets``, both by the number of their item, one dtype at a time."""
-    by_dtype: dict[torch.dtype, list[int]] = {}
-    for number, item in enumerate(items):
-        by_dtype.setdefault(item.dtype, []).append(number)
-    for dtype, numbers in by_dtype.items():
-        route = Route.of(
-            [items[number].layout for number in numbers],
-            [bucket.members[items[number].position].owner for number in numbers],
-            bucket.ranks,
-            to_owners=to_owners,
-        )
-        route.start(
-            _in_order(sources, numbers),
-            _in_order(targets, numbers),
-            dtype,
-            bucket.ranks,
-            bucket.comm,
-            _LABEL,
-        ).finish()
-
-
-def _problems(fqn: str, state: dict[str, Any]) -> Iterator[str]:
-    """Iterate over error texts, one for each value in a parameter's state that cannot be saved."""
-    for key, value in state.items():
-        for each in _leaves(value):
-            if not is_plain(each) and not isinstance(each, _PLAIN):
-                yield (
-                    f"the state {key!r} of parameter {fqn!r} has a {type(each).__name__} in it, "
-                    "which cannot be cut into shards; only ordinary tensors and plain values can."
-                )
-
-
-def _check_same_trees(trees: Sequence[dict[str, Any]], bucket: Bucket) -> None:
-    """Raise on all ranks unless they load states of the same form. **Collective:** these."""
-    forms = [
-        _mapped(state, lambda each: tuple(each.shape) if _is_cut(each) else type(each).__name__)
-        for state in trees
-    ]
-    ranks, purpose = bucket.ranks, "comparison of the states that owner_optimizer loads"
-    if ranks_that_differ(forms, ranks.group, ranks.device, purpose=purpose):
+    layout, own = batch.layout, {id(member.param) for member in batch.own}
+    forms = [_mapped(state, _form) for state in saved]
+    purpose = "comparison of the states that owner_optimizer loads"
+    if ranks_that_differ(forms, layout.group, layout.device, purpose=purpose):
         raise ValueError(
             "ranks load states of different forms into owner_optimizer: all must load the same "
             "keys, with tensors of the same shapes. "
@@ -211,9 +87,48 @@ def _check_same_trees(trees: Sequence[dict[str, Any]], bucket: Bucket) -> None:
             "parameters that other ranks own: leave it out.)"
         )
 
+    def whole(key: str, value: Any, *, is_own: bool) -> Any:
+        """Gather one tensor, which its owner keeps."""
+        if isinstance(value, DTensor):
+            value = full_tensor(cast("DTensor", value.to(layout.device)), label=_LABEL)
+        if not is_own or not isinstance(value, torch.Tensor):
+            return value if is_own else None
+        device = value.device if keeps_counts and key == "step" else layout.device
+        return value.to(device, copy=not _is_cut(value))
 
-def _in_order(tensors: dict[int, torch.Tensor], numbers: list[int]) -> TensorOf:
-    return lambda index: tensors[numbers[index]]
+    for member, state in zip(batch, saved, strict=True):
+        is_own = id(member.param) in own
+        loaded = {
+            key: _mapped(value, functools.partial(whole, key, is_own=is_own))
+            for key, value in state.items()
+        }
+        states[member.param] = loaded if is_own else {}
+    if not any(saved):
+        # Some optimizers make an initial state in their constructor, so the next step makes a new
+        # optimizer; clearing the state of this one would lose it.
+        batch.inner = None
+
+
+def _problems(batch: Batch, own: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Iterate over error texts, one for each value of this rank's states that cannot be saved."""
+    for member, state in zip(batch.own, own, strict=True):
+        for key, value in state.items():
+            for leaf in tree_flatten(value)[0]:
+                if not is_plain(leaf) and not isinstance(leaf, _PLAIN):
+                    yield (
+                        f"the state {key!r} of parameter {member.fqn!r} has a "
+                        f"{type(leaf).__name__} in it, which cannot be cut into shards; only "
+                        "ordinary tensors and plain values can."
+                    )
+
+
+def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    leaves, spec = tree_flatten(tree)
+    return tree_unflatten([function(leaf) for leaf in leaves], spec)
+
+
+def _kinds_in(tree: Any) -> list[_Kind]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, _Kind)]
 
 
 def _is_cut(value: object) -> bool:
@@ -221,27 +136,11 @@ def _is_cut(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() > 0
 
 
-def _describe(value: Any) -> Any:
+def _told(value: Any) -> Any:
     if _is_cut(value):
-        return _Described(value.shape, value.dtype)
+        return _Kind(value.shape, value.dtype)
     return value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def _mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
-    """Return ``tree``, of dicts, lists and tuples, with ``function`` applied to its leaves."""
-    if isinstance(tree, dict):
-        return {key: _mapped(value, function) for key, value in tree.items()}
-    if type(tree) in (list, tuple):
-        return type(tree)(_mapped(value, function) for value in tree)
-    return function(tree)
-
-
-def _leaves(tree: Any) -> Iterator[Any]:
-    if isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value)
-    elif type(tree) in (list, tuple):
-        for value in tree:
-            yield from _leaves(value)
-    else:
-        yield tree
+def _form(value: Any) -> object:
+    return str(value.shape) if _is_cut(value) else type(value).__name__

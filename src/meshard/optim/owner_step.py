@@ -1,267 +1,287 @@
-"""The step of an ``OwnerOptimizer``: buckets of parameters arrive, are stepped, and leave."""
+"""The step of an ``OwnerOptimizer``: batches arrive at the owners, are stepped, and leave."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from meshard._comm.blocking import gather_objects
 from meshard._comm.communicator import Communicator
 from meshard._comm.spans import profiled
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._torch.dtensor import is_placed_like, plain_of
-from meshard._torch.private import DispatchMode, version_of
-from meshard.optim.exchange import ExchangeInFlight, Layout, MeshRanks, Route
-from meshard.optim.flat import MakeOptimizer
+from meshard._torch.private import DispatchMode, foreach_copy_
+from meshard._torch.user_line import listed
+from meshard.optim.exchange import InFlight, Layout, start_from_owners, start_to_owners
+
+# Makes an optimizer from param groups.
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+# The state of an OwnerOptimizer, by sharded parameter: empty if another rank owns it.
+States = dict[torch.Tensor, dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnedParam:
+_MISSING = object()
+
+
+class Member(NamedTuple):
     """A parameter that one rank steps as a whole."""
 
     fqn: str
     param: torch.Tensor  # sharded
-    ranks: MeshRanks
-    layout: Layout
-    owner: int  # a rank of the group of ``ranks``
-    cost: float
 
 
-class Bucket:
-    """Parameters of one mesh and dtype that are exchanged together.
+class Batch:
+    """Parameters of one shape, layout and dtype. Each owner has the same number, or one less.
 
-    ``inner`` is the optimizer that steps the parameters that this rank owns. It is made in the
-    first step, when their values are there, or earlier, when a state is loaded or set. It is None
-    before that, and if this rank owns none. For each parameter that this rank owns,
-    ``placeholders`` has an ordinary parameter of the unsharded shape, by position in ``members``.
-    Between steps these take no memory.
-
-    With ``keep_values``, ``kept`` has the unsharded values of what this rank owns, and ``marks``
-    shows whether this rank's shards are as the last step left them, both by position.
+    ``inner`` is the optimizer of those that this rank owns. It is made in the first step, when
+    their values are there, and holds ``placeholders``: ordinary parameters of the unsharded shape,
+    which between steps take no memory.
     """
 
-    def __init__(self, number: int, members: Sequence[OwnedParam], make: MakeOptimizer) -> None:
-        self.label = f"(owners, bucket {number})"
-        self.ranks = members[0].ranks
-        self.members = members
-        self.placeholders = {
-            position: placeholder_for(member.param, self.ranks.device)
-            for position, member in enumerate(members)
-            if member.owner == self.ranks.own
-        }
+    def __init__(
+        self, label: str, layout: Layout, members: list[list[Member]], make: MakeOptimizer
+    ) -> None:
+        self.label = label
+        self.layout = layout
+        self.members = members  # by owner
+        self.own = members[layout.own]
+        self.placeholders = [placeholder_for(each.param, layout.device) for each in self.own]
         self.inner: Optimizer | None = None
-        self.kept: dict[int, torch.Tensor] = {}
-        self.marks: dict[int, tuple[int, int, int]] = {}
         self._make = make
-        # What the optimizer has written to its param group in the last step, such as a count.
-        self.written: dict[str, Any] = {}
-        # The last route in each direction, with what it is valid for.
-        self._routes: dict[bool, tuple[object, Route]] = {}
 
-    def make_inner(self) -> None:
-        """Make the optimizer, unless it is made or this rank owns nothing."""
-        if self.inner is None and self.placeholders:
-            inner = self._make([{"params": list(self.placeholders.values())}])
-            check_holds(inner, self.placeholders.values())
-            self.inner = inner
-
-    def release(self) -> None:
-        """Drop the kept values; the next step sends them. ``offload`` calls this."""
-        self.kept, self.marks = {}, {}
+    def __iter__(self) -> Iterator[Member]:
+        """Iterate over all members, owner by owner."""
+        return (member for part in self.members for member in part)
 
     @property
     def comm(self) -> Communicator:
         """The communicator of the first member's root."""
-        group = param_group_of(self.members[0].param)
-        assert group is not None  # OwnerOptimizer has checked it
+        group = param_group_of(next(iter(self)).param)
+        assert group is not None  # ``check`` has found it
         return group.comm
 
-    def route(self, positions: Sequence[int], *, times: int, to_owners: bool) -> Route:
-        """Return the route of some members.
+    def take_states(self, states: States) -> Optimizer:
+        """Return the optimizer with the state that users see, in which they may have edited."""
+        is_new = self.inner is None
+        if self.inner is None:
+            self.inner = self._make([{"params": self.placeholders}])
+        for member, placeholder in zip(self.own, self.placeholders, strict=True):
+            if states.get(member.param):
+                self.inner.state[placeholder] = states[member.param]
+            elif not is_new:
+                self.inner.state.pop(placeholder, None)
+        return self.inner
 
-        With ``times=2``, tensor ``i`` of the route is a value, and ``len(positions) + i`` is its
-        gradient.
-        """
-        key = list(positions), times
-        known = self._routes.get(to_owners)
-        if known is None or known[0] != key:
-            chosen = [self.members[position] for position in positions] * times
-            layouts, owners = [each.layout for each in chosen], [each.owner for each in chosen]
-            route = Route.of(layouts, owners, self.ranks, to_owners=to_owners)
-            self._routes[to_owners] = known = key, route
-        return known[1]
+    def show_states(self, states: States) -> None:
+        """Show users the state of what this rank owns."""
+        inner = {} if self.inner is None else self.inner.state
+        for member, placeholder in zip(self.own, self.placeholders, strict=True):
+            states[member.param] = inner.get(placeholder, {})
 
+    def description(self) -> list[list[tuple[str, torch.dtype]]]:
+        """Return what all ranks must agree on: who owns which parameters."""
+        return [[(each.fqn, each.param.dtype) for each in part] for part in self.members]
 
-class BucketStep:
-    """The step of one bucket: ``arrive``, ``finish``, ``run``, ``leave`` and ``finish``.
-
-    Tensors of the bucket are numbered: first the values of the parameters that have a gradient,
-    then their gradients.
-    """
-
-    def __init__(self, bucket: Bucket, dtype: torch.dtype | None, *, keeps_values: bool) -> None:
-        """``dtype`` is that in which gradients are sent; None: their own."""
-        self.bucket = bucket
-        self.sends_values = True  # False: the owners have kept them
-        self._keeps_values = keeps_values
-        self._positions = [
-            position
-            for position, member in enumerate(bucket.members)
-            if member.param.grad is not None
-        ]
-        self._values = [plain_of(bucket.members[position].param) for position in self._positions]
-        self._grads = [_gradient_of(bucket.members[position]) for position in self._positions]
-        grad_dtypes = {grad.dtype for grad in self._grads}
-        # The dtypes that values and gradients have on the owner. Gradients may be sent in another.
-        self._dtypes = (
-            bucket.members[0].param.dtype,
-            functools.reduce(torch.promote_types, grad_dtypes) if grad_dtypes else torch.float32,
-        )
-        self._sent_dtype = dtype or self._dtypes[1]
-        self._whole: dict[int, torch.Tensor] = {}  # of the parameters that this rank owns
-        self._in_flight: list[ExchangeInFlight] = []
-
-    def _whole_of(self, number: int) -> torch.Tensor:
-        if number not in self._whole:
-            is_gradient, index = divmod(number, len(self._positions))
-            shape = self.bucket.members[self._positions[index]].layout.shape
-            self._whole[number] = torch.empty(
-                shape, dtype=self._dtypes[is_gradient], device=self.bucket.ranks.device
+    def check(self) -> None:
+        """Raise a RuntimeError if parameters have changed since the optimizer was made."""
+        changed = [each.fqn for each in self if param_group_of(each.param) is None]
+        if changed:
+            raise RuntimeError(
+                f"parameters {listed(changed)} were replaced since owner_optimizer was called; "
+                "make it anew, and load its state_dict."
             )
-        return self._whole[number]
+        dtypes = {str(each.param.dtype) for each in self}
+        if len(dtypes) > 1:
+            raise RuntimeError(
+                f"{next(iter(self)).fqn!r} and others were of one dtype when owner_optimizer was "
+                f"called, and now are of {listed(sorted(dtypes))}; make it anew, and load its "
+                "state_dict."
+            )
 
-    def was_edited(self) -> bool:
-        """Return whether a shard may have changed since the last step, or was never stepped."""
-        bucket = self.bucket
-        return any(
-            bucket.marks.get(position) != _mark_of(bucket.members[position].param)
-            for position in self._positions
-        )
 
-    def mark(self) -> None:
-        """Remember that the shards are as this step has left them."""
-        if self._keeps_values:
-            for position in self._positions:
-                param = self.bucket.members[position].param
-                self.bucket.marks[position] = _mark_of(param)
-                group = param_group_of(param)
-                assert group is not None  # OwnerOptimizer has checked it
-                group.slice_holders.add(self.bucket)
+def step_batches(
+    batches: Sequence[Batch],
+    states: States,
+    options: dict[str, Any],
+    *,
+    sent_dtype: torch.dtype | None,
+    first_of: str | None,
+) -> dict[str, int]:
+    """Step every parameter that has a gradient; return the counts that optimizers have written.
+
+    Args:
+        batches: In the same order on all ranks.
+        states: What users see; the optimizers' states are read from it and written to it.
+        options: The hyperparameters.
+        sent_dtype: The dtype in which gradients are sent; None: their own.
+        first_of: In the first step, the name of the optimizer. Then it may not communicate, and
+            what it raises is raised on all ranks.
+    """
+    steps = [BatchStep(batch, sent_dtype) for batch in batches]
+    try:
+        steps[0].arrive()
+        # While one batch is stepped, the next one arrives and the one before leaves.
+        for before, present, after in zip(
+            [None, *steps[:-1]], steps, [*steps[1:], None], strict=True
+        ):
+            present.receive()
+            if after is not None:
+                after.arrive()
+            if first_of is None:
+                present.run(states, options)
+            else:
+                present.run_together(states, options, first_of)
+            if before is not None:
+                before.write_shards()
+            present.leave()
+        steps[-1].write_shards()
+    except BaseException:
+        for each in steps:
+            each.abandon()
+        raise
+    return {key: value for each in steps for key, value in each.written.items()}
+
+
+class BatchStep:
+    """The step of one batch. Its methods are called from top to bottom, ``abandon`` on errors."""
+
+    def __init__(self, batch: Batch, sent_dtype: torch.dtype | None) -> None:
+        self.batch = batch
+        # Those that have a gradient, by owner: the same on all ranks.
+        self.present = [
+            [each for each in part if each.param.grad is not None] for part in batch.members
+        ]
+        self.params = [each.param for part in self.present for each in part]
+        self.values: list[torch.Tensor] = []  # unsharded, of what this rank owns
+        self.grads: list[torch.Tensor] = []
+        self.written: dict[str, int] = {}
+        self._sent_dtype = sent_dtype
+        self._in_flight: list[InFlight] = []
 
     def arrive(self) -> None:
-        """Send gradients of this rank's shards to the owners; values too, if ``sends_values``."""
-        bucket, grads, whole_of = self.bucket, self._grads, self._whole_of
-        values = self._values if self.sends_values else []
-        dtype, grad_dtype = self._dtypes[0], self._sent_dtype
-        for number, position in enumerate(self._positions):
-            # A shard without a mark counts as edited. So a step that fails must leave no mark.
-            bucket.marks.pop(position, None)
-            kept = bucket.kept.pop(position, None)
-            if kept is not None and not self.sends_values:
-                self._whole[number] = kept
-        if values and dtype == grad_dtype:
-            self._start(values + grads, whole_of, dtype, is_arrival=True)
-        else:
-            self._start(values, whole_of, dtype, is_arrival=True)
-            first = len(self._positions)
-            self._start(grads, lambda n: whole_of(first + n), grad_dtype, is_arrival=True)
+        """Send values and gradients of this rank's shards to the owners.
 
-    def run(self, group: dict[str, Any], *, is_first: bool) -> None:
-        """Step what this rank owns, with the hyperparameters of ``group``.
-
-        In the first step, collectives are refused.
+        Values go along because any rank may have edited its shards since the last step.
         """
-        bucket, count = self.bucket, len(self._positions)
-        if not bucket.placeholders:
+        if not self.params:
             return
-        stepped = {
-            number: bucket.placeholders[position]
-            for number, position in enumerate(self._positions)
-            if position in bucket.placeholders
-        }
-        blanks = {number: placeholder.data for number, placeholder in stepped.items()}
+        values = [[plain_of(each.param) for each in part] for part in self.present]
+        grads = [[_gradient_of(each) for each in part] for part in self.present]
+        dtype = self.params[0].dtype
+        # A gradient has this dtype on its owner, in whichever it is sent.
+        own_dtype = functools.reduce(
+            torch.promote_types, [each.dtype for part in grads for each in part]
+        )
+        sent_dtype = self._sent_dtype or own_dtype
+        if dtype == own_dtype == sent_dtype:
+            both = [value + grad for value, grad in zip(values, grads, strict=True)]
+            self._send(both, dtype, dtype)
+        else:
+            self._send(values, dtype, dtype)
+            self._send(grads, sent_dtype, own_dtype)
+
+    def _send(
+        self, shards: list[list[torch.Tensor]], sent: torch.dtype, received: torch.dtype
+    ) -> None:
+        batch = self.batch
+        self._in_flight.append(
+            start_to_owners(batch.layout, shards, (sent, received), batch.comm, self._label())
+        )
+
+    def receive(self) -> None:
+        """Put the matrices together that this rank owns."""
+        matrices = [each for exchange in self._in_flight for each in exchange.finish()]
+        count = len(matrices) // 2
+        self.values, self.grads = matrices[:count], matrices[count:]
+        self._in_flight = []
+
+    def run(self, states: States, options: dict[str, Any]) -> None:
+        """Step what this rank owns by the optimizer of the batch."""
+        batch, present = self.batch, {id(param) for param in self.params}
+        stepped = [
+            placeholder
+            for member, placeholder in zip(batch.own, batch.placeholders, strict=True)
+            if id(member.param) in present
+        ]
+        blanks = [placeholder.data for placeholder in stepped]
+        for member in batch:
+            states.setdefault(member.param, {})
+        if not batch.own:
+            return
         try:
-            for number, placeholder in stepped.items():
+            for placeholder, value in zip(stepped, self.values, strict=True):
                 placeholder.grad_dtype = None  # None: a .grad of any dtype is accepted
-                placeholder.data = self._whole_of(number)
-            bucket.make_inner()
-            inner = bucket.inner
-            assert inner is not None
-            own = inner.param_groups[0]
-            given = {key: value for key, value in group.items() if key != "params"}
-            own.update(given)
-            for number, placeholder in stepped.items():
-                placeholder.grad = self._whole_of(count + number)
-            with profiled("optimizer", bucket.label, bucket.comm.clock):
-                _step(inner, is_first=is_first)
-            # A step may replace ``.data``.
-            self._whole = {number: each.data for number, each in stepped.items()}
+                placeholder.data = value
+            inner = batch.take_states(states)
+            inner.param_groups[0].update(options)
+            for placeholder, grad in zip(stepped, self.grads, strict=True):
+                placeholder.grad = grad
+            with profiled("optimizer", batch.label, batch.comm.clock):
+                # Without the hooks of torch, which the user's optimizer has called already.
+                getattr(type(inner).step, "__wrapped__", type(inner).step)(inner)
+            self.values = [placeholder.data for placeholder in stepped]  # it may be another tensor
         finally:
-            for number, placeholder in stepped.items():
-                placeholder.data, placeholder.grad = blanks[number], None
-        bucket.written = {
-            key: value
-            for key, value in own.items()
-            if key != "params" and (key not in given or _differ(value, given[key]))
-        }
-        _check_counts(bucket.written, type(inner).__name__)
+            for placeholder, blank in zip(stepped, blanks, strict=True):
+                placeholder.data, placeholder.grad = blank, None
+            batch.show_states(states)
+        self.grads = []
+        self.written = _counts_in(inner, options)
+
+    def run_together(self, states: States, options: dict[str, Any], name: str) -> None:
+        """Run without collectives, and raise an exception on all ranks. **Collective:** these."""
+        error: Exception | None = None
+        try:
+            with _RefuseCollectives(name):
+                self.run(states, options)
+        except Exception as raised:
+            error = raised
+        layout, label = self.batch.layout, f"first step of owner_optimizer({name})"
+        texts = gather_objects(error and str(error), layout.group, label=label)
+        if error is not None:
+            raise error
+        for rank, text in zip(layout.ranks, texts, strict=True):
+            if text is not None:
+                raise RuntimeError(f"{name} has raised an exception on rank {rank}: {text}")
 
     def leave(self) -> None:
         """Send the new values to all ranks that hold shards of them."""
-        whole, values = self._whole, self._values
-        if self._keeps_values:
-            self.bucket.kept.update({self._positions[number]: whole[number] for number in whole})
-        self._start(values, whole.__getitem__, self._dtypes[0], is_arrival=False)
-        self._whole = {}
+        if self.params:
+            batch, counts = self.batch, [len(part) for part in self.present]
+            dtype = self.params[0].dtype
+            self._in_flight = [
+                start_from_owners(
+                    batch.layout, self.values, counts, dtype, batch.comm, self._label()
+                )
+            ]
+        self.values = []
 
-    def abandon(self) -> None:
-        """Give up after an error."""
+    def write_shards(self) -> None:
+        """Write the new values to this rank's shards."""
         for exchange in self._in_flight:
-            exchange.abandon()
+            foreach_copy_([plain_of(param) for param in self.params], exchange.finish())
         self._in_flight = []
 
-    def _start(
-        self,
-        shards: list[torch.Tensor],
-        whole_of: Callable[[int], torch.Tensor],
-        dtype: torch.dtype,
-        *,
-        is_arrival: bool,
-    ) -> None:
-        if not shards:
-            return
-        bucket, times = self.bucket, len(shards) // len(self._positions)
-        ends = (shards.__getitem__, whole_of)
-        source, target = ends if is_arrival else reversed(ends)
-        route = bucket.route(self._positions, times=times, to_owners=is_arrival)
-        comm, label = bucket.comm, bucket.label
-        if comm.is_checked:  # under MESHARD_DEBUG=1 ranks compare labels
-            label = f"{label[:-1]}, parameters {self._positions})"
-        self._in_flight.append(route.start(source, target, dtype, bucket.ranks, comm, label))
+    def abandon(self) -> None:
+        """Give up what is in flight after an error."""
+        for exchange in self._in_flight:
+            exchange.abandon()
 
-    def finish(self) -> None:
-        """Wait until what was sent has arrived."""
-        while self._in_flight:
-            self._in_flight[0].finish()
-            del self._in_flight[0]
+    def _label(self) -> str:
+        if not self.batch.comm.is_checked:
+            return self.batch.label
+        # Under MESHARD_DEBUG=1 ranks compare labels.
+        names = [each.fqn for part in self.present for each in part]
+        return f"{self.batch.label[:-1]}, {listed(names)})"
 
 
-def _mark_of(param: torch.Tensor) -> tuple[int, int, int]:
-    """Return numbers that change if an edit of ``param`` raises its version counter."""
-    shard = plain_of(param)
-    # An operation on a DTensor raises the version of the DTensor, one on its ``to_local()`` that of
-    # the shard.
-    return shard.data_ptr(), version_of(shard), version_of(param)
-
-
-def _gradient_of(member: OwnedParam) -> torch.Tensor:
+def _gradient_of(member: Member) -> torch.Tensor:
     grad = member.param.grad
     assert grad is not None
     if isinstance(grad, DTensor) and not is_placed_like(grad, member.param):
@@ -306,38 +326,15 @@ class _RefuseCollectives(DispatchMode):  # type: ignore[misc]  # an Any
         return func(*args, **(kwargs or {}))
 
 
-def _step(inner: Optimizer, *, is_first: bool) -> None:
-    """Step, without the hooks of torch, which the user's optimizer has called already."""
-    step = getattr(type(inner).step, "__wrapped__", type(inner).step)
-    if is_first:
-        with _RefuseCollectives(type(inner).__name__):
-            step(inner)
-    else:
-        step(inner)
-
-
-def _check_counts(written: dict[str, Any], name: str) -> None:
-    """Raise unless what an optimizer has written to its param group are counts of steps."""
+def _counts_in(inner: Optimizer, options: dict[str, Any]) -> dict[str, int]:
+    """Return what a step has written to its param group. Raise unless these are counts of steps."""
+    group = {key: value for key, value in inner.param_groups[0].items() if key != "params"}
+    written = {k: value for k, value in group.items() if value is not options.get(k, _MISSING)}
     for key, value in written.items():
         if not isinstance(value, int):
             raise RuntimeError(
-                f"{name} writes {key!r} into its param group, which is no count of steps. It may "
-                "depend on all parameters together, but each rank steps some of them only; build "
-                "it on module.parameters(). Some parameters have been stepped once."
+                f"{type(inner).__name__} writes {key!r} into its param group, which is no count of "
+                "steps. It may depend on all parameters together, but each rank steps some of them "
+                "only; build it on module.parameters(). Some parameters have been stepped once."
             )
-
-
-def _differ(value: object, other: object) -> bool:
-    if value is other:
-        return False
-    return isinstance(value, torch.Tensor) or isinstance(other, torch.Tensor) or value != other
-
-
-def check_holds(made: Optimizer, params: Iterable[torch.Tensor]) -> None:
-    """Raise a ValueError unless ``made`` has these parameters in one group, in any order."""
-    held = [id(param) for group in made.param_groups for param in group["params"]]
-    if len(made.param_groups) != 1 or sorted(held) != sorted(map(id, params)):
-        raise ValueError(
-            f"the {type(made).__name__} does not hold the parameters that it was to be made for, "
-            "in one group; make it from the param groups that are passed."
-        )
+    return written

@@ -190,11 +190,13 @@ def built_in(
         shard(block)
     shard(model)
     model.to_empty(device="cpu" if offload else device)
-    optimizer: torch.optim.Optimizer = (
-        meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
-        if owners
-        else meshard.flat_optimizer(model, torch.optim.AdamW, lr=1e-3)
-    )
+    optimizers: list[torch.optim.Optimizer] = []
+    rest = dict(model.named_parameters())
+    if owners:
+        matrices = meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
+        rest = {name: param for name, param in rest.items() if name not in matrices.owners}
+        optimizers.append(matrices)
+    optimizers.append(meshard.flat_optimizer(model, torch.optim.AdamW, rest.values(), lr=1e-3))
 
     def step() -> None:
         tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
@@ -202,7 +204,8 @@ def built_in(
             scores = model(each).flatten(0, 1)
             functional.cross_entropy(scores.float(), each.flatten()).backward()
         meshard.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
 
     return step
