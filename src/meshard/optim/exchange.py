@@ -93,8 +93,11 @@ class InFlight:
         received, self._exchanging = self._exchanging.received, None
         return self._unpack(received)
 
-    def abandon(self) -> None:
-        """Give up the result after an error."""
+    def __enter__(self) -> InFlight:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Give up the result if it was not fetched, because of an error."""
         if self._exchanging is not None:
             self._exchanging.pending.abandon()
 

@@ -23,11 +23,19 @@ from meshard._engine.param_group import sharded_params_of
 from meshard._engine.unit import require_units
 from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
 from meshard._torch.dtensor import is_plain, plain_of
+from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout
 from meshard.optim.flat import check_makes_optimizers
 from meshard.optim.hooks import find_overlapped
 from meshard.optim.owner_state import load_states, state_in_shards
-from meshard.optim.owner_step import Batch, MakeOptimizer, Member, placeholder_for, step_batches
+from meshard.optim.owner_step import (
+    Batch,
+    MakeOptimizer,
+    Member,
+    StepOptions,
+    placeholder_for,
+    step_batches,
+)
 from meshard.policies import check_positive
 
 Select = Callable[[str, torch.Tensor], bool]
@@ -60,6 +68,14 @@ class OwnerOptimizer(Optimizer):
         params = [member.param for member in chosen]
         super().__init__([{**template.param_groups[0], "params": params}], template.defaults)
         self._chosen = chosen
+        dealt = {
+            member.fqn: rank
+            for batch in batches
+            for rank, part in zip(batch.layout.ranks, batch.members, strict=True)
+            for member in part
+        }
+        #: The global rank that steps each selected parameter, by the parameter's name.
+        self.owners = {member.fqn: dealt[member.fqn] for member in chosen}
         self._batches = batches
         self._name = name
         self._gradient_dtype = gradient_dtype
@@ -70,17 +86,6 @@ class OwnerOptimizer(Optimizer):
         _alive.add(self)
 
     # --- for users -------------------------------------------------------------------------
-
-    @property
-    def owners(self) -> dict[str, int]:
-        """The global rank that steps each selected parameter, by the parameter's name."""
-        owners = {
-            member.fqn: rank
-            for batch in self._batches
-            for rank, part in zip(batch.layout.ranks, batch.members, strict=True)
-            for member in part
-        }
-        return {member.fqn: owners[member.fqn] for member in self._chosen}
 
     @override
     @torch.no_grad()
@@ -107,14 +112,14 @@ class OwnerOptimizer(Optimizer):
                 loss = closure()
         (group,) = self.param_groups
         self._compare()
-        self._written = step_batches(
-            self._batches,
-            self.state,
-            {key: value for key, value in group.items() if key != "params"},
+        options = StepOptions(
+            hyperparameters={key: value for key, value in group.items() if key != "params"},
             sent_dtype=self._gradient_dtype,
             first_of=None if self._has_stepped else self._name,
         )
-        group.update(self._written)
+        step_batches(self._batches, self.state, options)
+        group.update(options.written)
+        self._written = options.written
         self._has_stepped = True
         return loss
 
@@ -192,39 +197,35 @@ class OwnerOptimizer(Optimizer):
     # --- inside ----------------------------------------------------------------------------
 
     def _compare(self) -> None:
-        """Raise unless parameters are as in the beginning, and all ranks exchange the same ones.
+        """Raise unless parameters are as they were dealt out, by all ranks alike.
 
         **Collective:** all ranks of the meshes of selected parameters, the first time.
         """
-        for batch in self._batches:
-            batch.check()
-        held = [id(param) for group in self.param_groups for param in group["params"]]
-        if held != [id(member.param) for member in self._chosen]:
+        if list(map(id, self.param_groups[0]["params"])) != [id(each) for _, each in self._chosen]:
             raise RuntimeError(
                 "param_groups has other parameters than owner_optimizer chose; make it anew."
             )
-        if self._is_compared:
-            return
-        of_mesh: dict[DeviceMesh, list[Batch]] = {}
+        of_mesh: dict[DeviceMesh, list[Any]] = {}
         for batch in self._batches:
-            of_mesh.setdefault(batch.layout.mesh, []).append(batch)
-        for batches in of_mesh.values():
-            layout = batches[0].layout
-            described = [
-                (each.layout.shape, each.layout.placements, each.description()) for each in batches
-            ]
-            different = ranks_that_differ(
-                (described, self._gradient_dtype),
-                layout.group,
-                layout.device,
-                purpose="comparison of what owner_optimizer steps on each rank",
-            )
-            if different:
-                others = ", ".join(str(layout.ranks[position]) for position in different)
+            dtypes = sorted({str(member.param.dtype) for member in batch})
+            if len(dtypes) > 1:
                 raise RuntimeError(
-                    f"ranks {others} have selected other parameters than rank {layout.ranks[0]} "
-                    f"for {self._name}, or with other shapes or options; call owner_optimizer "
-                    "alike on every rank."
+                    f"{next(iter(batch)).fqn!r} and others were of one dtype when owner_optimizer "
+                    f"was called, and now are of {listed(dtypes)}; make it anew, and load its "
+                    "state_dict."
+                )
+            names = [[member.fqn for member in part] for part in batch.members]
+            told = names, dtypes, batch.layout.shape, batch.layout.placements
+            of_mesh.setdefault(batch.layout.mesh, [batch.layout]).append(told)
+        for layout, *described in () if self._is_compared else of_mesh.values():
+            purpose = "comparison of what owner_optimizer steps on each rank"
+            value = described, self._gradient_dtype
+            different = ranks_that_differ(value, layout.group, layout.device, purpose=purpose)
+            if different:
+                raise RuntimeError(
+                    f"ranks {', '.join(str(layout.ranks[each]) for each in different)} have "
+                    f"selected other parameters than rank {layout.ranks[0]} for {self._name}, or "
+                    "with other shapes or options; call owner_optimizer alike on every rank."
                 )
         self._is_compared = True
 
@@ -243,7 +244,7 @@ def owner_reports(ids: Container[int]) -> list[str]:
 
 
 def _report(optimizer: OwnerOptimizer) -> str:
-    costs = defaultdict[int, float](float)
+    costs = {rank: 0.0 for batch in optimizer._batches for rank in batch.layout.ranks}
     for batch in optimizer._batches:
         for rank, part in zip(batch.layout.ranks, batch.members, strict=True):
             costs[rank] += len(part) * _cost(batch.layout.shape)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -19,15 +22,11 @@ from meshard._engine.param_group import owner_of as param_group_of
 from meshard._torch.dtensor import is_placed_like, plain_of
 from meshard._torch.private import DispatchMode, foreach_copy_
 from meshard._torch.user_line import listed
-from meshard.optim.exchange import InFlight, Layout, start_from_owners, start_to_owners
+from meshard.optim.exchange import Layout, start_from_owners, start_to_owners
 
-# Makes an optimizer from param groups.
 MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 # The state of an OwnerOptimizer, by sharded parameter: empty if another rank owns it.
 States = dict[torch.Tensor, dict[str, Any]]
-
-
-_MISSING = object()
 
 
 class Member(NamedTuple):
@@ -54,7 +53,7 @@ class Batch:
         self.own = members[layout.own]
         self.placeholders = [placeholder_for(each.param, layout.device) for each in self.own]
         self.inner: Optimizer | None = None
-        self._make = make
+        self.make = make
 
     def __iter__(self) -> Iterator[Member]:
         """Iterate over all members, owner by owner."""
@@ -64,221 +63,86 @@ class Batch:
     def comm(self) -> Communicator:
         """The communicator of the first member's root."""
         group = param_group_of(next(iter(self)).param)
-        assert group is not None  # ``check`` has found it
+        assert group is not None  # the hooks of all optimizers refuse parameters of no unit
         return group.comm
 
-    def take_states(self, states: States) -> Optimizer:
-        """Return the optimizer with the state that users see, in which they may have edited."""
-        is_new = self.inner is None
-        if self.inner is None:
-            self.inner = self._make([{"params": self.placeholders}])
-        for member, placeholder in zip(self.own, self.placeholders, strict=True):
-            if states.get(member.param):
-                self.inner.state[placeholder] = states[member.param]
-            elif not is_new:
-                self.inner.state.pop(placeholder, None)
-        return self.inner
 
-    def show_states(self, states: States) -> None:
-        """Show users the state of what this rank owns."""
-        inner = {} if self.inner is None else self.inner.state
-        for member, placeholder in zip(self.own, self.placeholders, strict=True):
-            states[member.param] = inner.get(placeholder, {})
+@dataclass(frozen=True, kw_only=True)
+class StepOptions:
+    """What the steps of all batches have in common."""
 
-    def description(self) -> list[list[tuple[str, torch.dtype]]]:
-        """Return what all ranks must agree on: who owns which parameters."""
-        return [[(each.fqn, each.param.dtype) for each in part] for part in self.members]
-
-    def check(self) -> None:
-        """Raise a RuntimeError if parameters have changed since the optimizer was made."""
-        changed = [each.fqn for each in self if param_group_of(each.param) is None]
-        if changed:
-            raise RuntimeError(
-                f"parameters {listed(changed)} were replaced since owner_optimizer was called; "
-                "make it anew, and load its state_dict."
-            )
-        dtypes = {str(each.param.dtype) for each in self}
-        if len(dtypes) > 1:
-            raise RuntimeError(
-                f"{next(iter(self)).fqn!r} and others were of one dtype when owner_optimizer was "
-                f"called, and now are of {listed(sorted(dtypes))}; make it anew, and load its "
-                "state_dict."
-            )
+    hyperparameters: dict[str, Any]
+    sent_dtype: torch.dtype | None  # in which gradients are sent; None: their own
+    # In the first step, the name of the optimizer. Then it may not communicate, and what it raises
+    # is raised on all ranks.
+    first_of: str | None
+    # Counts that optimizers write to their param groups.
+    written: dict[str, int] = field(default_factory=dict)
 
 
-def step_batches(
-    batches: Sequence[Batch],
-    states: States,
-    options: dict[str, Any],
-    *,
-    sent_dtype: torch.dtype | None,
-    first_of: str | None,
-) -> dict[str, int]:
-    """Step every parameter that has a gradient; return the counts that optimizers have written.
+def step_batches(batches: Sequence[Batch], states: States, options: StepOptions) -> None:
+    """Step every parameter that has a gradient. While one batch is stepped, its neighbours travel.
 
-    Args:
-        batches: In the same order on all ranks.
-        states: What users see; the optimizers' states are read from it and written to it.
-        options: The hyperparameters.
-        sent_dtype: The dtype in which gradients are sent; None: their own.
-        first_of: In the first step, the name of the optimizer. Then it may not communicate, and
-            what it raises is raised on all ranks.
+    **Collective:** all ranks of the meshes. The order of exchanges is the same on all of them.
     """
-    steps = [BatchStep(batch, sent_dtype) for batch in batches]
+    steps = [_step(batch, states, options) for batch in batches]
     try:
-        steps[0].arrive()
-        # While one batch is stepped, the next one arrives and the one before leaves.
+        next(steps[0], None)  # starts to arrive
         for before, present, after in zip(
-            [None, *steps[:-1]], steps, [*steps[1:], None], strict=True
+            [iter(()), *steps[:-1]], steps, [*steps[1:], iter(())], strict=True
         ):
-            present.receive()
-            if after is not None:
-                after.arrive()
-            if first_of is None:
-                present.run(states, options)
-            else:
-                present.run_together(states, options, first_of)
-            if before is not None:
-                before.write_shards()
-            present.leave()
-        steps[-1].write_shards()
-    except BaseException:
+            next(present, None)  # has arrived
+            next(after, None)  # starts to arrive
+            next(present, None)  # is stepped
+            next(before, None)  # has left
+            next(present, None)  # starts to leave
+        next(steps[-1], None)  # has left
+    finally:
         for each in steps:
-            each.abandon()
-        raise
-    return {key: value for each in steps for key, value in each.written.items()}
+            each.close()  # after an error: gives up what is in flight
 
 
-class BatchStep:
-    """The step of one batch. Its methods are called from top to bottom, ``abandon`` on errors."""
+def _step(batch: Batch, states: States, options: StepOptions) -> Generator[None]:
+    """Step one batch. Between two parts of it, those before and after it have their turns."""
+    present = [[each for each in part if each.param.grad is not None] for part in batch.members]
+    values = [[plain_of(each.param) for each in part] for part in present]
+    grads = [[_gradient_of(each) for each in part] for part in present]
+    shards = [shard for part in values for shard in part]
+    if not shards:
+        return
+    comm, label = batch.comm, batch.label
+    if comm.is_checked:  # under MESHARD_DEBUG=1 ranks compare labels
+        label = f"{label[:-1]}, {listed([each.fqn for part in present for each in part])})"
 
-    def __init__(self, batch: Batch, sent_dtype: torch.dtype | None) -> None:
-        self.batch = batch
-        # Those that have a gradient, by owner: the same on all ranks.
-        self.present = [
-            [each for each in part if each.param.grad is not None] for part in batch.members
-        ]
-        self.params = [each.param for part in self.present for each in part]
-        self.values: list[torch.Tensor] = []  # unsharded, of what this rank owns
-        self.grads: list[torch.Tensor] = []
-        self.written: dict[str, int] = {}
-        self._sent_dtype = sent_dtype
-        self._in_flight: list[InFlight] = []
+    # 1. Shards go to the owners. Values go along, because any rank may have edited its shards.
+    dtype = shards[0].dtype
+    grad_dtype = functools.reduce(torch.promote_types, (g.dtype for part in grads for g in part))
+    sent_dtype = options.sent_dtype or grad_dtype
+    parts = [(values, (dtype, dtype)), (grads, (sent_dtype, grad_dtype))]
+    if dtype == grad_dtype == sent_dtype:
+        parts = [([*map(operator.add, values, grads)], (dtype, dtype))]
+    with contextlib.ExitStack() as stack:
+        arriving = [start_to_owners(batch.layout, *each, comm, label) for each in parts]
+        for exchange in arriving:
+            stack.enter_context(exchange)
+        yield
+        matrices = [matrix for exchange in arriving for matrix in exchange.finish()]
+    yield
 
-    def arrive(self) -> None:
-        """Send values and gradients of this rank's shards to the owners.
+    # 2. The user's optimizer steps what this rank owns.
+    with (
+        _raised_on_all_ranks(batch.layout, options.first_of),
+        profiled("optimizer", label, comm.clock),
+    ):
+        matrices = _run(batch, matrices, states, options)
+    yield
 
-        Values go along because any rank may have edited its shards since the last step.
-        """
-        if not self.params:
-            return
-        values = [[plain_of(each.param) for each in part] for part in self.present]
-        grads = [[_gradient_of(each) for each in part] for part in self.present]
-        dtype = self.params[0].dtype
-        # A gradient has this dtype on its owner, in whichever it is sent.
-        own_dtype = functools.reduce(
-            torch.promote_types, [each.dtype for part in grads for each in part]
-        )
-        sent_dtype = self._sent_dtype or own_dtype
-        if dtype == own_dtype == sent_dtype:
-            both = [value + grad for value, grad in zip(values, grads, strict=True)]
-            self._send(both, dtype, dtype)
-        else:
-            self._send(values, dtype, dtype)
-            self._send(grads, sent_dtype, own_dtype)
-
-    def _send(
-        self, shards: list[list[torch.Tensor]], sent: torch.dtype, received: torch.dtype
-    ) -> None:
-        batch = self.batch
-        self._in_flight.append(
-            start_to_owners(batch.layout, shards, (sent, received), batch.comm, self._label())
-        )
-
-    def receive(self) -> None:
-        """Put the matrices together that this rank owns."""
-        matrices = [each for exchange in self._in_flight for each in exchange.finish()]
-        count = len(matrices) // 2
-        self.values, self.grads = matrices[:count], matrices[count:]
-        self._in_flight = []
-
-    def run(self, states: States, options: dict[str, Any]) -> None:
-        """Step what this rank owns by the optimizer of the batch."""
-        batch, present = self.batch, {id(param) for param in self.params}
-        stepped = [
-            placeholder
-            for member, placeholder in zip(batch.own, batch.placeholders, strict=True)
-            if id(member.param) in present
-        ]
-        blanks = [placeholder.data for placeholder in stepped]
-        for member in batch:
-            states.setdefault(member.param, {})
-        if not batch.own:
-            return
-        try:
-            for placeholder, value in zip(stepped, self.values, strict=True):
-                placeholder.grad_dtype = None  # None: a .grad of any dtype is accepted
-                placeholder.data = value
-            inner = batch.take_states(states)
-            inner.param_groups[0].update(options)
-            for placeholder, grad in zip(stepped, self.grads, strict=True):
-                placeholder.grad = grad
-            with profiled("optimizer", batch.label, batch.comm.clock):
-                # Without the hooks of torch, which the user's optimizer has called already.
-                getattr(type(inner).step, "__wrapped__", type(inner).step)(inner)
-            self.values = [placeholder.data for placeholder in stepped]  # it may be another tensor
-        finally:
-            for placeholder, blank in zip(stepped, blanks, strict=True):
-                placeholder.data, placeholder.grad = blank, None
-            batch.show_states(states)
-        self.grads = []
-        self.written = _counts_in(inner, options)
-
-    def run_together(self, states: States, options: dict[str, Any], name: str) -> None:
-        """Run without collectives, and raise an exception on all ranks. **Collective:** these."""
-        error: Exception | None = None
-        try:
-            with _RefuseCollectives(name):
-                self.run(states, options)
-        except Exception as raised:
-            error = raised
-        layout, label = self.batch.layout, f"first step of owner_optimizer({name})"
-        texts = gather_objects(error and str(error), layout.group, label=label)
-        if error is not None:
-            raise error
-        for rank, text in zip(layout.ranks, texts, strict=True):
-            if text is not None:
-                raise RuntimeError(f"{name} has raised an exception on rank {rank}: {text}")
-
-    def leave(self) -> None:
-        """Send the new values to all ranks that hold shards of them."""
-        if self.params:
-            batch, counts = self.batch, [len(part) for part in self.present]
-            dtype = self.params[0].dtype
-            self._in_flight = [
-                start_from_owners(
-                    batch.layout, self.values, counts, dtype, batch.comm, self._label()
-                )
-            ]
-        self.values = []
-
-    def write_shards(self) -> None:
-        """Write the new values to this rank's shards."""
-        for exchange in self._in_flight:
-            foreach_copy_([plain_of(param) for param in self.params], exchange.finish())
-        self._in_flight = []
-
-    def abandon(self) -> None:
-        """Give up what is in flight after an error."""
-        for exchange in self._in_flight:
-            exchange.abandon()
-
-    def _label(self) -> str:
-        if not self.batch.comm.is_checked:
-            return self.batch.label
-        # Under MESHARD_DEBUG=1 ranks compare labels.
-        names = [each.fqn for part in self.present for each in part]
-        return f"{self.batch.label[:-1]}, {listed(names)})"
+    # 3. New values go to all ranks.
+    counts = [len(part) for part in present]
+    with start_from_owners(batch.layout, matrices, counts, dtype, comm, label) as leaving:
+        matrices.clear()
+        yield
+        foreach_copy_(shards, leaving.finish())
 
 
 def _gradient_of(member: Member) -> torch.Tensor:
@@ -295,14 +159,63 @@ def _gradient_of(member: Member) -> torch.Tensor:
 # --- the ordinary optimizer ------------------------------------------------------------------
 
 
-def placeholder_for(param: torch.Tensor, device: torch.device) -> nn.Parameter:
-    """Return a parameter of the unsharded shape that takes the memory of one element.
+def _run(
+    batch: Batch, matrices: list[torch.Tensor], states: States, options: StepOptions
+) -> list[torch.Tensor]:
+    """Step by values and gradients, in this order in ``matrices``, and return the new values."""
+    pairs = list(zip(batch.own, batch.placeholders, strict=True))
+    stepped = [each for member, each in pairs if member.param.grad is not None]
+    blanks = [each.data for each in stepped]
+    states.update({each.param: {} for each in batch if each.param not in states})
+    if not pairs:
+        return []
+    try:
+        for placeholder, value in zip(stepped, matrices, strict=False):
+            placeholder.grad_dtype = None  # None: a .grad of any dtype is accepted
+            placeholder.data = value
+        is_new = batch.inner is None
+        inner = batch.inner = batch.inner or batch.make([{"params": batch.placeholders}])
+        for member, placeholder in pairs:  # users may have edited what they see
+            if states[member.param]:
+                inner.state[placeholder] = states[member.param]
+            elif not is_new:
+                inner.state.pop(placeholder, None)
+        inner.param_groups[0].update(options.hyperparameters)
+        for placeholder, grad in zip(stepped, matrices[len(stepped) :], strict=True):
+            placeholder.grad = grad
+        # Without the hooks of torch, which the user's optimizer has called already.
+        getattr(type(inner).step, "__wrapped__", type(inner).step)(inner)
+        options.written.update(_counts_in(inner, options.hyperparameters))
+        return [placeholder.data for placeholder in stepped]  # a step may replace ``.data``
+    finally:
+        for placeholder, blank in zip(stepped, blanks, strict=True):
+            placeholder.data, placeholder.grad = blank, None
+        if batch.inner is not None:
+            states.update({m.param: batch.inner.state.get(each, {}) for m, each in pairs})
 
-    Its value is NaN. If an optimizer copies it too early, the results show that.
+
+@contextlib.contextmanager
+def _raised_on_all_ranks(layout: Layout, name: str | None) -> Iterator[None]:
+    """Refuse collectives in the block, and raise an exception of it on all ranks.
+
+    Does nothing if there is no ``name``. **Collective:** all ranks of the mesh.
     """
-    filler = math.nan if param.is_floating_point() else 0
-    one = torch.full((), filler, dtype=param.dtype, device=device)
-    return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
+    if name is None:
+        yield
+        return
+    error: Exception | None = None
+    try:
+        with _RefuseCollectives(name):
+            yield
+    except Exception as raised:
+        error = raised
+    label = f"first step of owner_optimizer({name})"
+    texts = gather_objects(error and str(error), layout.group, label=label)
+    if error is not None:
+        raise error
+    for rank, text in zip(layout.ranks, texts, strict=True):
+        if text is not None:
+            raise RuntimeError(f"{name} has raised an exception on rank {rank}: {text}")
 
 
 class _RefuseCollectives(DispatchMode):  # type: ignore[misc]  # an Any
@@ -326,10 +239,10 @@ class _RefuseCollectives(DispatchMode):  # type: ignore[misc]  # an Any
         return func(*args, **(kwargs or {}))
 
 
-def _counts_in(inner: Optimizer, options: dict[str, Any]) -> dict[str, int]:
+def _counts_in(inner: Optimizer, given: dict[str, Any]) -> dict[str, int]:
     """Return what a step has written to its param group. Raise unless these are counts of steps."""
     group = {key: value for key, value in inner.param_groups[0].items() if key != "params"}
-    written = {k: value for k, value in group.items() if value is not options.get(k, _MISSING)}
+    written = {k: value for k, value in group.items() if k not in given or value is not given[k]}
     for key, value in written.items():
         if not isinstance(value, int):
             raise RuntimeError(
@@ -338,3 +251,13 @@ def _counts_in(inner: Optimizer, options: dict[str, Any]) -> dict[str, int]:
                 "only; build it on module.parameters(). Some parameters have been stepped once."
             )
     return written
+
+
+def placeholder_for(param: torch.Tensor, device: torch.device) -> nn.Parameter:
+    """Return a parameter of the unsharded shape that takes the memory of one element.
+
+    Its value is NaN. If an optimizer copies it too early, the results show that.
+    """
+    filler = math.nan if param.is_floating_point() else 0
+    one = torch.full((), filler, dtype=param.dtype, device=device)
+    return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
