@@ -241,7 +241,7 @@ TAKES_BY_JUNK = {
     ),
     "0 3 -1 nan": "min_params",
     "None": (
-        "accumulate_dtype buffer_dtype clip dp_mesh_dims fallback fallback_kwargs foreach "
+        "accumulate_dtype buffer_dtype clip dp_mesh_dims foreach "
         "gradient_dtype ignored_params mesh offload_policy optimizer output_dtype param_dtype "
         "param_groups process_group reduce_dtype shard_placement_fn stream wire_dtype"
     ),
@@ -251,7 +251,7 @@ TAKES_BY_JUNK = {
     "None text list": "replicate shard",  # the call of fully_shard compares them with the mesh
     "tensor module": "parameters",
     "text list tensor": "batches",
-    CALLABLE: "cost hook init overrides param_dtype_override_fn select",
+    CALLABLE: "hook init overrides param_dtype_override_fn select",
     "3 None class module": "factor",
     # The first step says it, or any value is true or false.
     " ".join(JUNK): (

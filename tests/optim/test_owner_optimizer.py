@@ -222,6 +222,46 @@ def test_checkpoints_take_it_to_another_mesh(kind, name, tmp_path):
     check_steps(other, theirs, ordinary, range(3, 6))
 
 
+@on_threads(2)
+def test_of_a_state_with_a_second_group_the_first_is_loaded():
+    """As earlier versions saved it, for parameters that were not selected."""
+    model = make(SHAPES)
+    ours, ordinary = both(model, "AdamW")
+    check_steps(model, ours, ordinary, range(3))
+    saved = unsharded_state(ours)
+    count = len(saved["param_groups"][0]["params"])
+    saved["param_groups"].append({"params": [count], "lr": 0.5})
+    saved["state"][count] = {"step": torch.tensor(9.0), "exp_avg": torch.ones(7)}
+    ours, _ = both(model, "AdamW")
+    ours.load_state_dict(saved)
+    check_steps(model, ours, ordinary, range(3, 5))
+
+
+@on_ranks(2)
+def test_optimizers_load_their_groups_of_a_checkpoint_that_has_both(tmp_path):
+    """As earlier versions saved it."""
+    model = make(SHAPES)
+    ours, ordinary = both(model, "Muon")
+    named = model.named_parameters()
+    vectors = ADAMW([param for name, param in named if name not in ours.owners], lr=0.01)
+    check_steps(model, ours, ordinary, range(2))
+    vectors.step()
+    ordinary.params["w4"].data.copy_(whole(model.w4))
+    saved = [ours.state_dict(), vectors.state_dict()]
+    numbers = [len(ours.owners)]
+    groups = [saved[0]["param_groups"][0], {**saved[1]["param_groups"][0], "params": numbers}]
+    states = {**saved[0]["state"], numbers[0]: saved[1]["state"][0]}
+    together = ADAMW([*ours.param_groups[0]["params"], *vectors.param_groups[0]["params"]])
+    together.param_groups = [*ours.param_groups, *vectors.param_groups]
+    together.state_dict = lambda: {"param_groups": groups, "state": states}
+    Checkpointer(tmp_path).save(1, model, together)
+    (theirs, _), other = both(model, "Muon"), ADAMW(vectors.param_groups[0]["params"])
+    for each in (theirs, other):
+        Checkpointer(tmp_path).load(model, each, strict=False)
+    assert other.param_groups[0]["lr"] == 0.01 and other.state_dict()["state"][0]["step"] == 1
+    check_steps(model, theirs, ordinary, range(2, 4))
+
+
 # --- what it composes with -------------------------------------------------------------------
 
 

@@ -195,6 +195,9 @@ def _check_groups(
         for group in optimizer.param_groups
     ]
     kind = type(optimizer).__name__
+    # Groups of which this optimizer has nothing are those of another one, saved together with it.
+    own_names = {name for names in order for name in names}
+    saved = [group for group in saved if own_names & {*group["params"]}] or saved
     for group in saved:
         # Keys that are missing on one side only may come from another version of torch.
         here = optimizer.defaults.keys() - group.keys()
