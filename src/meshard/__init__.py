@@ -25,7 +25,7 @@ from meshard.fsdp_module import (
 from meshard.grad_scaler import ShardedGradScaler
 from meshard.initialization import materialize
 from meshard.offloading import offload, onload
-from meshard.optim.flat import flat_optimizer
+from meshard.optim.local import local_optimizer
 from meshard.optim.overlap import OverlappedOptimizer, overlap_optimizer
 from meshard.optim.owner import OwnerOptimizer, owner_optimizer
 from meshard.policies import (
@@ -47,8 +47,8 @@ __all__ = [
     "GradientReductionHandle", "GradientSync", "MixedPrecisionPolicy", "OffloadPolicy",
     "OverlappedOptimizer", "OwnerOptimizer", "ReplicateModule", "ShardPlacementResult",
     "ShardedGradScaler", "Trace", "UnshardHandle", "clip_grad_norm_", "describe",
-    "finalize_gradients", "flat_optimizer", "fully_shard", "fully_shard_units", "get_total_norm",
-    "gradient_sync", "materialize", "microbatches", "no_sync", "offload", "onload",
+    "finalize_gradients", "fully_shard", "fully_shard_units", "get_total_norm", "gradient_sync",
+    "local_optimizer", "materialize", "microbatches", "no_sync", "offload", "onload",
     "overlap_optimizer", "owner_optimizer", "pending_gradients", "register_fsdp_forward_method",
     "register_reduce_hook", "replicate", "share_comm_ctx", "trace", "uneven_batches",
     "unsharded_params",

@@ -198,7 +198,7 @@ def test_no_group_is_made_by_a_call_that_is_refused():
     assert not dist.is_initialized()
 
 
-@pytest.mark.parametrize("build", [meshard.overlap_optimizer, meshard.flat_optimizer])
+@pytest.mark.parametrize("build", [meshard.overlap_optimizer, meshard.local_optimizer])
 @on_fake_ranks(3)
 def test_an_optimizer_in_the_place_of_its_class_is_explained(build):
     layer = meshard.fully_shard(nn.Linear(2, 2))
@@ -270,7 +270,7 @@ EXCEPT = {
     ("fully_shard", "module"): "module",
     ("fully_shard_units", "model"): "module",
     ("fully_shard_units", "units"): "module class",  # a predicate
-    ("flat_optimizer", "optimizer"): "",
+    ("local_optimizer", "optimizer"): "",
     ("materialize", "module"): "module",
     ("describe", "module"): "module",
     ("overlap_optimizer", "max_norm"): "None",

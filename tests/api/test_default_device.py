@@ -16,9 +16,8 @@ from tests.support.ranks import on_ranks
 
 OPTIMIZERS = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=0.01),
-    "flat": lambda model: meshard.flat_optimizer(model, torch.optim.AdamW, lr=0.01),
+    "local": lambda model: meshard.local_optimizer(model, torch.optim.AdamW, lr=0.01),
     "overlapped": lambda model: meshard.overlap_optimizer(model, torch.optim.SGD, lr=0.01),
-    "unsharded": lambda model: meshard.overlap_optimizer(model, torch.optim.Adafactor, lr=0.01),
     "owners": lambda model: meshard.owner_optimizer(model, torch.optim.SGD, lr=0.01),
 }
 
@@ -36,7 +35,7 @@ def values_after_a_run(folder, layout, optimizer, default_device):
                 checkpointer.load(model, made)
             for batch in meshard.microbatches(model, batches):
                 model(batch).square().mean().backward()
-            if optimizer in ("AdamW", "flat"):
+            if optimizer in ("AdamW", "local"):
                 meshard.clip_grad_norm_(model, 1.0)
             with torch.device("cpu"):  # torch's AdamW counts steps on the default device
                 made.step()

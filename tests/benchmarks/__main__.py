@@ -39,9 +39,9 @@ OTHERS = (checkpoint_time, growth, owner_step, trace_cost, walks, weights_memory
 # on top the peer.
 BARS = {
     COMPUTE: "the same compute alone",
-    OURS: "meshard, flat_optimizer",
+    OURS: "meshard, local_optimizer",
     PLAIN: "meshard, plain AdamW",
-    SENT: "meshard, flat, sockets",
+    SENT: "meshard, local, sockets",
     PEER: "FSDP2 (fully_shard)",
 }
 

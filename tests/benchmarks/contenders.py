@@ -12,13 +12,13 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from examples.train_gpt import GPT, VOCABULARY, GPTConfig
-from meshard import describe, flat_optimizer, fully_shard, replicate
+from meshard import describe, fully_shard, local_optimizer, replicate
 
 OURS, OURS_WHOLE = "meshard", "meshard, not resharding"
 PEER, PEER_WHOLE = "fully_shard", "fully_shard, not resharding"
 # Likewise, but through sockets, as between hosts.
 SENT, SENT_WHOLE = f"{OURS}, sockets", f"{OURS_WHOLE}, sockets"
-# And with torch's optimizer on the DTensors, as the peer has it, instead of flat_optimizer.
+# And with torch's optimizer on the DTensors, as the peer has it, instead of local_optimizer.
 PLAIN = f"{OURS}, plain AdamW"
 DDP, COMPUTE = "DDP, bucket views", "compute only"
 REPLICATED, REPLICATED_SENT = "replicate", "replicate, sockets"
@@ -97,7 +97,7 @@ def _with_transport(name, shard):
 def make_optimizer(model, name=PLAIN):
     """Return AdamW, in the way in which the documentation of ``name`` recommends to run it."""
     if name in (OURS, OURS_WHOLE, SENT, SENT_WHOLE):
-        return flat_optimizer(model, torch.optim.AdamW, lr=1e-4, foreach=True)
+        return local_optimizer(model, torch.optim.AdamW, lr=1e-4, foreach=True)
     return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
-from meshard import describe, flat_optimizer, fully_shard, overlap_optimizer, replicate
+from meshard import describe, fully_shard, local_optimizer, overlap_optimizer, replicate
 from tests.benchmarks.rounds import show
 from tests.support.models import Made
 from tests.support.ranks import fake_group
@@ -157,9 +157,11 @@ CASES = {
         )
     ),
     "zero_grad after unshard()": Case(unsharded_by_hand),
-    "first step of flat_optimizer": ours(
+    "first step of local_optimizer": ours(
         lambda shard, count: (
-            flat_optimizer(after_a_backward(shard(model_of(count))), torch.optim.AdamW, lr=0.0).step
+            local_optimizer(
+                after_a_backward(shard(model_of(count))), torch.optim.AdamW, lr=0.0
+            ).step
         )
     ),
     "describe": ours(lambda shard, count: partial(describe, in_units(shard, model_of(count)))),

@@ -1,9 +1,9 @@
 """Host time of sharding per unit and step, where communication is free.
 
 CPU time of one thread, on a fake process group. A figure is the median over rounds of
-(sharded - plain) / units; of the optimizer, AdamW (foreach), all of its time counts. With the flat
-optimizer, *flat* is meshard, too. Losses are not compared: a fake group leaves garbage in what it
-gathers.
+(sharded - plain) / units; of the optimizer, AdamW (foreach), all of its time counts. *local* is
+meshard with ``local_optimizer``, and *fused* that with AdamW's fused kernel. Losses are not
+compared: a fake group leaves garbage in what it gathers.
 """
 
 import functools
@@ -19,13 +19,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from meshard import flat_optimizer, fully_shard, replicate
+from meshard import fully_shard, local_optimizer, replicate
 from meshard._comm import cpu
 from tests.benchmarks.rounds import in_turns, medians, show
 from tests.support.models import Made
 from tests.support.ranks import fake_group
 
-KINDS = ("plain", "torch", "meshard", "flat")
+KINDS = ("plain", "torch", "meshard", "local", "fused")
 PHASES = ("forward", "backward", "optimizer", "zero_grad")
 
 
@@ -44,8 +44,10 @@ def stepper(kind, blocks, x):
         for module in (*model, model):
             (torch_fully_shard if kind == "torch" else fully_shard)(module, mesh=mesh)
     adamw = {"lr": 0.0, "foreach": True}
-    if kind == "flat":
-        optimizer = flat_optimizer(model, torch.optim.AdamW, **adamw)
+    if kind == "local":
+        optimizer = local_optimizer(model, torch.optim.AdamW, **adamw)
+    elif kind == "fused":
+        optimizer = local_optimizer(model, torch.optim.AdamW, lr=0.0, fused=True)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), **adamw)
 
@@ -88,8 +90,9 @@ def show_added(num_units, layers, rounds, world=8, width=16):
     optimizer = {kind: each["optimizer"] for kind, each in figures.items()}
     ratios = {
         "forward + backward, meshard / torch": both["meshard"] / both["torch"],
-        "the same, with flat_optimizer": both["flat"] / both["torch"],
-        "AdamW, flat shards / the same DTensors": optimizer["flat"] / optimizer["meshard"],
+        "the same, with local_optimizer": both["local"] / both["torch"],
+        "AdamW, local_optimizer / the same DTensors": optimizer["local"] / optimizer["meshard"],
+        "the same, fused / foreach": optimizer["fused"] / optimizer["meshard"],
     }
     show("ratios", (), {name: [f"{ratio:.2f}"] for name, ratio in ratios.items()})
 
@@ -113,7 +116,7 @@ def seconds_in_a_world(world):
         return Made(multiply, each=nn.ParameterList(torch.ones(length) for _ in range(6)))
 
     with fake_group(world), mock.patch.object(cpu, "start_all_gather_on", pretend):
-        step = stepper("flat", [scales() for _ in range(48)], torch.ones(1, length))
+        step = stepper("local", [scales() for _ in range(48)], torch.ones(1, length))
         seconds = [sum(step().values()) for _ in range(15)]
         del step
     return seconds[5:]

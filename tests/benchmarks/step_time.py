@@ -2,8 +2,8 @@
 
 Forward, backward and AdamW of a GPT of 8 blocks, on gloo ranks of one thread each. The lower bound
 is the same model without any communication. Ours runs as its pages recommend: ranks of one host
-share memory, and the optimizer works on flat shards; further rows show it through sockets, and with
-torch's optimizer on the DTensors. A run in which losses differ is void.
+share memory, and the optimizer is ``local_optimizer``; further rows show it through sockets, and
+with torch's optimizer on the DTensors. A run in which losses differ is void.
 """
 
 import statistics

@@ -20,7 +20,7 @@ from tests.support.ranks import fake_group
 def run(units=48, rounds=60, layers=6, world=8, width=16):
     torch.set_num_threads(1)
     with fake_group(world), tempfile.TemporaryDirectory() as folder:
-        step = stepper("flat", blocks_of(units, layers, width), torch.ones(1, width))
+        step = stepper("local", blocks_of(units, layers, width), torch.ones(1, width))
 
         def seconds(context):
             with context:

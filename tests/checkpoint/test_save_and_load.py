@@ -29,10 +29,8 @@ OPTIMIZERS = {
             {"params": [model.embed.weight], "lr": 0.2, "momentum": 0.9},
         ]
     ),
-    "flat": lambda model: meshard.flat_optimizer(model, torch.optim.AdamW, lr=0.01),
+    "local": lambda model: meshard.local_optimizer(model, torch.optim.AdamW, lr=0.01),
     "overlapped": lambda model: meshard.overlap_optimizer(model, torch.optim.AdamW, lr=0.01),
-    # Steps on unsharded parameters, with states that a checkpoint shards where it can.
-    "Adafactor": lambda model: meshard.overlap_optimizer(model, torch.optim.Adafactor, lr=0.01),
 }
 
 

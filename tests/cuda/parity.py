@@ -179,7 +179,7 @@ def without_host_waits(device):
     for model, make in (
         (sharded(), adamw),
         (sharded(1, 1, mp_policy=narrow), adamw),
-        (sharded(reshard_after_forward=False), partial(meshard.flat_optimizer, optimizer=ADAMW)),
+        (sharded(reshard_after_forward=False), partial(meshard.local_optimizer, optimizer=ADAMW)),
         (sharded(), partial(meshard.overlap_optimizer, optimizer=ADAMW, wait="gather")),
         (meshard.replicate(Transformer().to(device.kind), device.mesh()), adamw),
     ):

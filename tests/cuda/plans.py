@@ -31,7 +31,7 @@ JOBS = {
     "gpt, not resharding": {"name": "gpt", "reshard": False},
     "gpt, summed at the end": {"name": "gpt", "mode": "NONE", "num_microbatches": 3},
     "gpt, optimizer in backward": {"name": "gpt", "how": "overlap"},
-    "gpt, flat optimizer": {"name": "gpt", "how": "flat"},
+    "gpt, flat optimizer": {"name": "gpt", "how": "local"},
     "gpt, owners": {"name": "gpt", "how": "owners"},
     "gpt, offload": {"name": "gpt", "how": "offload"},
     "llama": {"name": "llama"},

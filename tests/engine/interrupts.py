@@ -23,7 +23,7 @@ from meshard import GradientSync
 from tests.support.models import Made, seeded
 from tests.support.parity import full_grads, full_state
 
-KINDS = ("sharded", "hsdp", "host", "kept", "flat", "replicated", "bfloat16")
+KINDS = ("sharded", "hsdp", "host", "kept", "local", "replicated", "bfloat16")
 AFTERWARDS = ("state_dict", "step", "next", "evaluation", "reset")
 _SOURCES = os.path.dirname(meshard.__file__)
 _BATCHES = [torch.arange(6.0).view(2, 3) / 3 - 0.1 * number for number in range(4)]
@@ -89,8 +89,8 @@ class Session:
         if kind == "kept":
             self.model.set_reshard_after_backward(False)
         self.optimizer = (
-            meshard.flat_optimizer(self.model, torch.optim.SGD, lr=0.1)
-            if kind == "flat"
+            meshard.local_optimizer(self.model, torch.optim.SGD, lr=0.1)
+            if kind == "local"
             else torch.optim.SGD(self.model.parameters(), lr=0.1)
         )
         self.initial = full_state(self.model)

@@ -229,14 +229,14 @@ def test_clearing_gradients_clears_those_of_the_shards(kept):
     assert_same(full_grads(model), once)
 
 
-@pytest.mark.parametrize("is_flat", [False, True])
+@pytest.mark.parametrize("is_local", [False, True])
 @on_threads(2)
-def test_weights_kept_by_the_closure_of_a_step_are_gathered_anew(is_flat):
+def test_weights_kept_by_the_closure_of_a_step_are_gathered_anew(is_local):
     """By optimizers that raise no version of what they step."""
     model, plain = sharded_and_plain(MlpStack(), reshard_after_forward=False)
     model.set_reshard_after_backward(False)
-    if is_flat:
-        ours = meshard.flat_optimizer(model, torch.optim.SGD, lr=0.1)
+    if is_local:
+        ours = meshard.local_optimizer(model, torch.optim.SGD, lr=0.1)
     else:
         ours = torch.optim.SGD(model.parameters(), lr=0.1, foreach=True)
     theirs = torch.optim.SGD(plain.parameters(), lr=0.1)

@@ -179,9 +179,9 @@ def test_zero_grad_clears_a_gradient_that_was_set_by_hand_after_unshard():
 
 
 @on_threads(2)
-def test_a_flat_optimizer_does_not_step_inside_unsharded_params():
+def test_a_local_optimizer_does_not_step_inside_unsharded_params():
     model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
-    optimizer = meshard.flat_optimizer(model, torch.optim.SGD, lr=0.1)
+    optimizer = meshard.local_optimizer(model, torch.optim.SGD, lr=0.1)
     model(torch.ones(2, 4)).sum().backward()
     with (
         meshard.unsharded_params(model, writeback=False),

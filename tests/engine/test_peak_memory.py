@@ -161,7 +161,7 @@ def test_the_table_of_states_at_scale_is_what_the_modules_take(row, num_ranks, o
         units = meshard.fully_shard_units(model, units=TransformerBlock, **options)
         assert len(units) == depth + 1
         params = list(model.parameters())
-        optimizer = meshard.flat_optimizer(model, torch.optim.AdamW)
+        optimizer = meshard.local_optimizer(model, torch.optim.AdamW)
         for param in params:
             param.grad = torch.zeros_like(param)
         optimizer.step()

@@ -84,11 +84,11 @@ def test_what_one_rank_makes_alone_before_the_first_use_takes_no_name(is_checked
         del os.environ["MESHARD_DEBUG"]
 
 
-def clip_and_step_flat(model):
+def clip_and_step_local(model):
     for param in model.parameters():
         param.grad = torch.zeros_like(param)
     meshard.clip_grad_norm_(model, 1.0)
-    meshard.flat_optimizer(model, torch.optim.SGD, lr=0.1).step()
+    meshard.local_optimizer(model, torch.optim.SGD, lr=0.1).step()
     model.zero_grad()
 
 
@@ -111,7 +111,7 @@ def record(model):
 
 CALLS = {
     "step": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
-    "clip and step flat": clip_and_step_flat,
+    "clip and step local": clip_and_step_local,
     "unshard and reshard": unshard_and_reshard,
     "offload and onload": lambda model: (meshard.offload(model), meshard.onload(model)),
     "use other collectives": use_other_collectives,

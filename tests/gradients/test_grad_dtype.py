@@ -102,7 +102,7 @@ def test_a_model_on_meta_that_is_filled_keeps_it(fill):
 
 
 @pytest.mark.parametrize(
-    "make", [torch.optim.SGD, meshard.flat_optimizer, meshard.overlap_optimizer]
+    "make", [torch.optim.SGD, meshard.local_optimizer, meshard.overlap_optimizer]
 )
 @on_threads(2)
 def test_optimizers_that_mix_dtypes_step_by_it(make):

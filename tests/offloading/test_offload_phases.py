@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
-from meshard.optim.flat import FlatStepper
+from meshard.optim.local import LocalStep
 from tests.support import insides
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, own_grads, own_state
@@ -256,7 +256,7 @@ def test_a_copy_of_a_model_that_rests_rests_too():
     assert_same(full_grads(copied), full_grads(model), bitwise=True)
 
 
-@pytest.mark.parametrize("make_optimizer", [meshard.flat_optimizer, meshard.overlap_optimizer])
+@pytest.mark.parametrize("make_optimizer", [meshard.local_optimizer, meshard.overlap_optimizer])
 @on_fake_ranks(2)
 def test_optimizers_let_go_of_the_memory_of_shards_that_move(make_optimizer):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
@@ -278,12 +278,12 @@ def test_an_optimizer_of_another_model_may_step_meanwhile(monkeypatch):
         meshard.offload(lent)
         run(stepper)
 
-    run = FlatStepper.run
+    run = LocalStep.run
     lent, *models = (meshard.fully_shard(seeded(nn.Linear(4, 4))) for _ in range(3))
     for model in models:
-        optimizer = meshard.flat_optimizer(model, torch.optim.AdamW)
+        optimizer = meshard.local_optimizer(model, torch.optim.AdamW)
         for _ in range(3):
             model(torch.ones(2, 4)).sum().backward()
             optimizer.step()
-        monkeypatch.setattr(FlatStepper, "run", run_late)  # for the second model
+        monkeypatch.setattr(LocalStep, "run", run_late)  # for the second model
     assert_same(own_state(models[1]), own_state(models[0]), bitwise=True)

@@ -1,4 +1,4 @@
-"""Optimizers on flat shards and in backward against the ordinary ones after it, bit for bit."""
+"""Local optimizers and those in backward against the ordinary ones after it, bit for bit."""
 
 import functools
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import meshard
-from meshard import GradientSync, flat_optimizer, overlap_optimizer
+from meshard import GradientSync, local_optimizer, overlap_optimizer
 from tests.optim.optimizers import (
     ADAMW,
     LAYOUTS,
@@ -32,7 +32,7 @@ from tests.support.threads import run_threads
 
 NO_LIMIT = {"clip": "deferred", "max_norm": 1e9}
 KINDS = {
-    "flat": flat_optimizer,
+    "local": local_optimizer,
     "in backward": overlap_optimizer,
     "in backward, awaited by gathers": functools.partial(overlap_optimizer, wait="gather"),
     "deferred to step": functools.partial(overlap_optimizer, **NO_LIMIT),
@@ -56,7 +56,7 @@ def compare(story, make_model=make, name="adamw", *, groups=trainable, kinds=KIN
     params, state = played(lambda _, cls, groups, **options: cls(groups, **options))
     assert all(param.isfinite().all() for param in params.values())
     for kind in kinds:
-        if cls is SignDescent and kind == "flat":
+        if cls is SignDescent and kind == "local":
             continue
         found = played(KINDS[kind])
         assert_same(found[0], params, bitwise=True, what=kind)
@@ -67,7 +67,7 @@ def compare(story, make_model=make, name="adamw", *, groups=trainable, kinds=KIN
 @on_threads(2)
 @pytest.mark.parametrize("name", [*MANY, "another class"])
 def test_every_class(name):
-    compare(functools.partial(train, windows=range(4)), name=name, kinds=("flat", "in backward"))
+    compare(functools.partial(train, windows=range(4)), name=name, kinds=("local", "in backward"))
 
 
 @pytest.mark.slow

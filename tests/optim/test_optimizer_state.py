@@ -1,4 +1,4 @@
-"""The state of flat optimizers and those in backward is that of the ordinary one."""
+"""The state of local optimizers and those in backward is that of the ordinary one."""
 
 import functools
 import io
@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from meshard import OverlappedOptimizer, flat_optimizer, overlap_optimizer
+from meshard import OverlappedOptimizer, local_optimizer, overlap_optimizer
 from tests.optim.optimizers import ADAMW, OPTIONS, make, train, trainable
 from tests.support.parity import assert_same, full_state, whole
 from tests.support.ranks import on_ranks, on_threads
@@ -19,7 +19,7 @@ from tests.support.spread import slow, spread
 
 KINDS = {
     "ordinary": lambda model, cls, **options: cls(trainable(model), **options),
-    "flat": flat_optimizer,
+    "local": local_optimizer,
     "in backward": overlap_optimizer,
     "awaited by gathers": functools.partial(overlap_optimizer, wait="gather"),
 }
@@ -37,12 +37,12 @@ def straight():
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("flat", "ordinary"),
-        ("ordinary", "flat"),
-        ("flat", "flat"),
+        ("local", "ordinary"),
+        ("ordinary", "local"),
+        ("local", "local"),
         ("in backward", "ordinary"),
         ("ordinary", "in backward"),
-        ("awaited by gathers", "flat"),
+        ("awaited by gathers", "local"),
     ],
 )
 def test_state_dicts_are_interchangeable(first, second):
@@ -75,7 +75,7 @@ def count_in_numbers(own):
 
 
 @on_threads(2)
-@spread(kind=["flat", "in backward", "awaited by gathers"], change=[unshard, count_in_numbers])
+@spread(kind=["local", "in backward", "awaited by gathers"], change=[unshard, count_in_numbers])
 def test_a_state_of_unsharded_tensors_or_of_an_old_torch_is_loaded(change, kind):
     model = make()
     optimizer = KINDS["ordinary"](model, ADAMW, **OPTIONS)
@@ -94,8 +94,8 @@ def test_a_state_of_unsharded_tensors_or_of_an_old_torch_is_loaded(change, kind)
 @pytest.mark.parametrize(
     ("first", "second"),
     [
-        ("flat", "in backward"),
-        slow("ordinary", "flat"),
+        ("local", "in backward"),
+        slow("ordinary", "local"),
         slow("in backward", "ordinary"),
     ],
 )

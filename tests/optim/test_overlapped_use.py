@@ -526,7 +526,7 @@ def test_the_buckets_of_replicas_are_rebuilt_whichever_optimizer_steps_them():
 
 
 @on_fake_ranks(2)
-@pytest.mark.parametrize("make", [overlap_optimizer, meshard.flat_optimizer])
+@pytest.mark.parametrize("make", [overlap_optimizer, meshard.local_optimizer])
 def test_a_parameter_that_moves_to_the_next_group_has_the_hyperparameters_of_that(make):
     layer = nn.Linear(4, 4)
     meshard.fully_shard(layer, init_device_mesh("cpu", (2,)))

@@ -5,7 +5,6 @@ All ranks have the same batch, so that gradients are those of one process, bit f
 optimizer can differ.
 """
 
-import functools
 import inspect
 import re
 from dataclasses import dataclass, field
@@ -16,16 +15,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard.optim.flat import POINTWISE
+from meshard.optim.local import POINTWISE
 from tests import ROOT
 from tests.optim import stand_in_optimizers as stand_ins
 from tests.optim.optimizers import uneven
 from tests.support.models import Made, UnevenMlp, seeded
-from tests.support.parity import assert_same, full_state
+from tests.support.parity import full_state
 from tests.support.ranks import on_ranks
 
 STEPS = 4
-WAYS = ("sharded", "overlapped", "flat", "owned", "replicated")
+WAYS = ("sharded", "overlapped", "local", "owned", "replicated")
 # What a message says, in the words of the page.
 REASONS = {
     "which is right for SGD": "not pointwise",
@@ -142,8 +141,8 @@ def made(row, way, shape):
             meshard.fully_shard(unit, mesh)
     if way == "overlapped":
         return model, lambda m, params: meshard.overlap_optimizer(m, row.cls, params, **row.options)
-    if way == "flat":
-        return model, lambda m, params: meshard.flat_optimizer(m, row.cls, params, **row.options)
+    if way == "local":
+        return model, lambda m, params: meshard.local_optimizer(m, row.cls, params, **row.options)
     if way == "owned":
         return model, lambda m, params: owner_optimizer(m, row, params)
     return model, lambda m, params: row.cls(params, **row.options)
@@ -199,35 +198,6 @@ def rows_of_page():
         told = others.get(cells[0], [])
         cells[1 : 1 + len(told)] = told
     return rows
-
-
-@on_ranks(2)
-def test_adafactor_goes_on_from_its_state_dict():
-    straight, before, after = uneven(), uneven(), uneven()
-    make = functools.partial(meshard.overlap_optimizer, optimizer=torch.optim.Adafactor, lr=0.05)
-
-    def train(model, optimizer, steps):
-        for step in steps:
-            model(torch.full((2, 7), 0.1 * step + 0.1)).square().sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    kept = make(straight)
-    train(straight, kept, range(5))
-    optimizer = make(before)
-    train(before, optimizer, range(3))
-    shapes = {tuple(each["row_var"].shape) for each in optimizer.state.values() if len(each) == 3}
-    assert shapes == {(13, 1), (5, 1), (1, 1)}
-    after.load_state_dict(before.state_dict())
-    again = make(after)
-    again.load_state_dict(optimizer.state_dict())
-    train(after, again, range(3, 5))
-    assert_same(full_state(after), full_state(straight), bitwise=True)
-    kept.state.clear()
-    train(straight, kept, range(5, 7))
-    again.detach()
-    train(after, make(after), range(5, 7))
-    assert_same(full_state(after), full_state(straight), bitwise=True)
 
 
 class Reads(stand_ins.StandIn):

@@ -160,11 +160,11 @@ def test_tied_weights(kind):
 
 @spread(kind=KINDS, foreach=[None, False, True])
 @on_threads(2)
-def test_optimizers_of_flat_shards(kind, foreach):
-    flat, usual = sharded(kind), sharded(kind)
-    before = full_state(flat)
+def test_local_optimizers(kind, foreach):
+    local, usual = sharded(kind), sharded(kind)
+    before = full_state(local)
     optimizers = {
-        flat: meshard.flat_optimizer(flat, torch.optim.AdamW, foreach=foreach),
+        local: meshard.local_optimizer(local, torch.optim.AdamW, foreach=foreach),
         usual: torch.optim.AdamW(usual.parameters(), foreach=foreach),
     }
     for model, optimizer in optimizers.items():
@@ -172,9 +172,9 @@ def test_optimizers_of_flat_shards(kind, foreach):
             one_backward(model)
             optimizer.step()
             optimizer.zero_grad()
-    assert_same(full_state(flat), full_state(usual), bitwise=True)
+    assert_same(full_state(local), full_state(usual), bitwise=True)
     name = "blocks.0.linear.weight"
-    assert not torch.equal(full_state(flat)[name], before[name])
+    assert not torch.equal(full_state(local)[name], before[name])
 
 
 @each_kind

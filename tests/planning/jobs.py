@@ -191,8 +191,8 @@ def make_job(
         named = model.named_parameters()
         rest = [each for name, each in named if name not in optimizer.owners]
         optimizers.append(torch.optim.AdamW(rest, lr=1e-3))
-    elif how == "flat":
-        optimizer = meshard.flat_optimizer(model, torch.optim.AdamW, lr=1e-3)
+    elif how == "local":
+        optimizer = meshard.local_optimizer(model, torch.optim.AdamW, lr=1e-3)
     else:
         optimizer = torch.optim.AdamW(params, lr=1e-3)
     optimizers.append(optimizer)

@@ -30,7 +30,7 @@ TWO_RANKS = [
         for name in ("gpt", "llama", "checkpointed")
         for mode, number in [("FULL", 2), ("REDUCE_SCATTER", 3), ("NONE", 3)]
     ),
-    *({"name": "gpt", "how": how} for how in ("overlap", "offload", "flat", "owners")),
+    *({"name": "gpt", "how": how} for how in ("overlap", "offload", "local", "owners")),
     {"name": "llama", "how": "owners"},
 ]
 FOUR_RANKS = [

@@ -58,7 +58,7 @@ def make_job(
     microbatches=1,
     mode="FULL",
     in_backward=False,
-    flat=False,
+    local=False,
     options=None,
     recompute=False,
     clips=False,
@@ -78,7 +78,7 @@ def make_job(
             layer.forward = partial(checkpoint, layer.forward, use_reentrant=False)
         meshard.fully_shard(layer, mesh, reshard_after_forward=reshard)
     meshard.fully_shard(model, mesh)
-    make = meshard.overlap_optimizer if in_backward else meshard.flat_optimizer if flat else plain
+    make = meshard.overlap_optimizer if in_backward else meshard.local_optimizer if local else plain
     optimizer = make(model, torch.optim.AdamW, lr=1e-3, **options or {})
     batches = [torch.ones(batch, WIDTH) for _ in range(microbatches)]
 
@@ -138,7 +138,7 @@ SETTINGS = [
     {"microbatches": 3},
     {"shape": (2, 4), "microbatches": 3, "mode": "REDUCE_SCATTER"},
     {"reshard": 2},
-    {"flat": True},
+    {"local": True},
     {"in_backward": True},
     {"in_backward": True, "options": {"clip": "deferred", "max_norm": 1.0, "wait": "gather"}},
     {"in_backward": True, "options": {"max_unit_norm": 1.0}},

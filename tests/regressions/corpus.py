@@ -126,10 +126,10 @@ PROGRAMS = {
     "a model that is sharded again on another mesh goes on": Program(
         (F, STEP, ("shard_again", Layout((4, 1), BLOCKS)), R_MORE, F, STEP), layout=HYBRID
     ),
-    "an optimizer on flat shards loads what others have saved": Program(
+    "a local optimizer loads what others have saved": Program(
         (F, STEP, DROP, ("save_full",), ("save_optimizer",), F, STEP),
         layout=HYBRID,
-        optimizer="flat",
+        optimizer="local",
         momentum=0.5,
     ),
     "a step in backward counts right after a parameter is frozen": Program(

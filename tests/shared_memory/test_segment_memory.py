@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshard import flat_optimizer
+from meshard import local_optimizer
 from meshard._comm.communicator import StepPhase
 from meshard._shared_memory import communicator
 from meshard._shared_memory.channel import open_channel
@@ -118,10 +118,10 @@ def trained(make_optimizer):
 
 
 @on_ranks(2)
-def test_a_flat_step_takes_large_units_one_by_one_and_small_ones_together_beside_no_segment():
+def test_a_local_step_takes_large_parameters_one_by_one_and_small_ones_together_beside_no_segment():
     adamw = {"lr": 0.1, "foreach": True}
-    flat, taken, held = trained(lambda model: flat_optimizer(model, torch.optim.AdamW, **adamw))
+    local, taken, held = trained(lambda model: local_optimizer(model, torch.optim.AdamW, **adamw))
     assert taken == [(2 << 20, 1)] * 3 + [(3 * 8 * 8 * 4 // 2, 3)]
     ordinary, _, also_held = trained(lambda model: torch.optim.AdamW(model.parameters(), **adamw))
-    assert_same(ordinary, flat, bitwise=True)
+    assert_same(ordinary, local, bitwise=True)
     assert held == also_held == [[0]] * 3

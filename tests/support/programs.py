@@ -196,7 +196,7 @@ def programs(
     else:
         other |= st.tuples(st.just("shard_again"), layouts(math.prod(layout.mesh)))
         fields = {"offloads": choose(False, False, True)}
-        fields["optimizer"] = choose("ordinary", "flat", "overlap")
+        fields["optimizer"] = choose("ordinary", "local", "overlap")
     often = microbatches()
     kinds = [often, often, often, often | microbatches(may_fail=True), other, other]
     each = st.sampled_from(kinds).flatmap(lambda kind: kind)  # one_of would weigh every operation

@@ -46,7 +46,7 @@ class AwaitedStep(Protocol):
 
 
 class SliceHolder(Protocol):
-    """An object of ``optim`` that refers to the flat shard's memory, or keeps unsharded values."""
+    """An object of ``optim`` that keeps unsharded values."""
 
     def release(self) -> None: ...
 
@@ -182,9 +182,8 @@ class ParamGroup:
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # All optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # The objects of optimizers that keep views of the flat shard (flat.py), or unsharded values
-        # (owner_step.py). ``offload`` and ``onload`` make them drop these before they move the
-        # shard.
+        # The objects of optimizers that keep unsharded values (owner_step.py). ``offload`` and
+        # ``onload`` make them drop these before they move the shard.
         self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
         # From the id of a sharded parameter to its index. Ids of replaced parameters stay in here,
         # and may belong to other tensors by now. So ``owner_of`` compares the tensor too.

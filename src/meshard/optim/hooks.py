@@ -217,8 +217,7 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     if is_adafactor and _reads_over_ranks(owners):
         raise RuntimeError(
             "Adafactor needs norms of rows and columns, which DTensor does not compute in place; "
-            "overlap_optimizer(module, torch.optim.Adafactor, ...) steps unsharded parameters, one "
-            "unit at a time."
+            "meshard.owner_optimizer steps it on unsharded parameters."
         )
     names = {
         id(param): name

@@ -32,23 +32,23 @@ from meshard.clipping import (
     unit_clip,
 )
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.flat import (
+from meshard.optim.hooks import find_overlapped, overlapped_optimizers
+from meshard.optim.local import (
     POINTWISE,
-    FlatStepper,
-    LeftOut,
+    LocalStep,
     MakeOptimizer,
-    OptimGroups,
     Params,
-    StateOnRead,
-    are_same,
     check_makes_optimizers,
     list_params,
+)
+from meshard.optim.mapping import (
+    MappedOptimizer,
+    OptimGroups,
+    States,
+    are_same,
     objects_in,
 )
-from meshard.optim.flat_slices import States
-from meshard.optim.hooks import find_overlapped, overlapped_optimizers
 from meshard.optim.owner import OwnerOptimizer
-from meshard.optim.unsharded_step import UnshardedStep
 
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
 _GRADIENT = attrgetter("grad")
@@ -62,6 +62,8 @@ _REFUSED: dict[type[Optimizer], str] = {
     "ranks; call its step() after backward. (owner_optimizer has a fallback for other parameters.)",
     torch.optim.LBFGS: "computes the loss several times per step, so it cannot step in backward; "
     "build it on module.parameters() as usual.",
+    torch.optim.Adafactor: "needs norms of rows and columns, which no shard has; "
+    "meshard.owner_optimizer steps it on unsharded parameters.",
     torch.optim.SparseAdam: "takes sparse gradients, and reduced gradients are dense; use Adam.",
 }
 
@@ -70,7 +72,7 @@ class Worker(ThreadPoolExecutor):
     """The thread in which an ``OverlappedOptimizer`` steps units in host memory."""
 
 
-class OverlappedOptimizer(StateOnRead):
+class OverlappedOptimizer(MappedOptimizer):
     """An optimizer that steps each unit in backward: see ``overlap_optimizer``.
 
     ``param_groups``, ``state`` and ``state_dict`` are those of the ordinary optimizer. The units
@@ -136,7 +138,10 @@ class OverlappedOptimizer(StateOnRead):
                 got a gradient since its turn in the last backward, as from a penalty computed
                 before the forward: a second step would not be the step by their sum.
         """
-        loss = self._loss_of(closure)
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
         stepped = {stepper for stepper, had_gradient in self._stepped.items() if had_gradient}
         self._stepped.clear()
         if self._max_norm is not None:
@@ -298,13 +303,13 @@ class OverlappedOptimizer(StateOnRead):
                     )
                 members.setdefault(unit, {}).setdefault(number, []).append(param)
         self.wait()
-        for stepper in self._flat_steppers:
-            stepper.expose()
+        for stepper in self._private:
+            stepper.show(self._state)
         self._steppers.clear()
         for unit in sorted(members, key=lambda each: each.number):
             self._steppers[unit] = self._make_stepper(unit.group, members[unit])
             unit.group.overlapped.add(self)
-        self._flat_steppers = [stepper.flat for stepper in self._steppers.values()]
+        self._private = list(self._steppers.values())
         self._planned = objects_in(self.param_groups)
 
 
@@ -334,7 +339,7 @@ class UnitStepper:
         self._change = change
         self._work: Pending | None = None  # the pending step; None: it is deferred, and not begun
         self.host_copies = group.unit_params.host_copies
-        self.flat = FlatStepper(make, group)
+        self.local = LocalStep(make)
         self.params = [param for params in members.values() for param in params]
         # Whether a gather comes before each use. Parameters of replicate are read directly.
         self._is_gathered = isinstance(self.params[0], DTensor)
@@ -380,7 +385,7 @@ class UnitStepper:
                 scale_gradients(grads, coefficient)
                 group.comm.hold_until_done([coefficient])
             members = self._members.items()
-            self.flat.take([_taken(groups[number], own) for number, own in members], state)
+            self.local.take([_taken(groups[number], own) for number, own in members], state)
         group.record_step()  # while .grad is there: it counts steps that had a gradient
         with without_torch_function():
             for param, _ in taken:
@@ -402,7 +407,7 @@ class UnitStepper:
 
     def step(self) -> None:
         """Step by the gradients that ``take`` took."""
-        if self.host_copies is not None and self.flat.is_flat:
+        if self.host_copies is not None and not self.local.has_loose:
             self.taken = []
             self._work = WorkerStep(self._worker.submit(self._step_in_worker, self.host_copies))
             self.group.pending_step = self
@@ -427,22 +432,27 @@ class UnitStepper:
         **Stream:** the optimizer stream; for parameters of ``replicate`` the current one.
         """
         group, grads, self.taken = self.group, self.taken, []
-        loose = [] if self.flat.is_flat else grads
+        loose = grads if self.local.has_loose else []
         with self._on_stream(), torch.no_grad(), self._profiled():
             for param, grad in loose:
                 param.grad = grad
             try:
-                self.flat.run()
+                self.local.run()
             finally:
                 for param, _ in loose:
                     param.grad = None
             group.comm.hold_until_done([plain_of(grad) for _, grad in grads])
             return group.comm.record()
 
+    def show(self, states: States) -> None:
+        """Wait for the step, and write the state to ``states``."""
+        self.group.finish_pending_step()
+        self.local.show(states)
+
     def _step_in_worker(self, host_copies: HostCopies) -> None:
         host_copies.wait()
         with torch.no_grad(), profiled("optimizer", self.group.label, WORKER):
-            self.flat.run()
+            self.local.run()
 
     # --- the pending step, for the engine --------------------------------------------------
 
@@ -530,10 +540,10 @@ def overlap_optimizer(
     Args:
         module: With units in it. Call this after the last ``fully_shard``, between two steps.
         optimizer: A class, or what makes an optimizer from param groups. torch's pointwise ones
-            (see ``flat_optimizer``) step flat shards, ``Adafactor`` the unsharded parameters of a
-            unit, any other one its sharded parameters.
+            (see ``local_optimizer``) step ordinary tensors over the shards, any other one its
+            sharded parameters.
         param_groups: As for that optimizer; None: all parameters of ``module`` that are not frozen
-            now. If another one gets a gradient later, ``step`` warns of it.
+            now. To thaw some later, pass them too.
         max_unit_norm: Clip the gradients of each unit by their own norm.
         clip_value: Clamp every element of the gradients to ``[-clip_value, clip_value]``.
         clip: ``"deferred"`` clips by the norm of all gradients: they stay in ``.grad``, and units
@@ -548,8 +558,8 @@ def overlap_optimizer(
 
     Raises:
         RuntimeError: A forward or backward is under way.
-        TypeError: ``optimizer`` makes no ``Optimizer``, or an ``OwnerOptimizer``, ``LBFGS`` or
-            ``SparseAdam``.
+        TypeError: ``optimizer`` makes no ``Optimizer``, or an ``OwnerOptimizer``, ``Adafactor``,
+            ``LBFGS`` or ``SparseAdam``.
         ValueError: A parameter is in no unit, or stepped in backward by another optimizer already,
             or an argument is not as described here.
 
@@ -575,13 +585,9 @@ def overlap_optimizer(
     _check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
         make = type(template)
-    elif isinstance(template, torch.optim.Adafactor):
-        make = functools.partial(UnshardedStep, cls=type(template))
-    overlapped = OverlappedOptimizer(
+    return OverlappedOptimizer(
         template, make, units, change=change, max_norm=max_norm, waits_in_step=wait == "step"
     )
-    overlapped._left_out = LeftOut(module) if param_groups is None else None
-    return overlapped
 
 
 def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None = None) -> None:

@@ -196,7 +196,7 @@ def built_in(
         matrices = meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
         rest = {name: param for name, param in rest.items() if name not in matrices.owners}
         optimizers.append(matrices)
-    optimizers.append(meshard.flat_optimizer(model, torch.optim.AdamW, rest.values(), lr=1e-3))
+    optimizers.append(meshard.local_optimizer(model, torch.optim.AdamW, rest.values(), lr=1e-3))
 
     def step() -> None:
         tokens = torch.zeros(batch, length, dtype=torch.long, device=device)

@@ -1,0 +1,343 @@
+"""Optimizers on ordinary tensors over this rank's shards.
+
+An ordinary optimizer on sharded parameters dispatches every operation of every parameter through
+DTensor, which takes longer than the arithmetic if shards are small. A pointwise optimizer treats
+each element by itself, so it may as well step the local tensors. The optimizer that users hold has
+the ordinary ``param_groups`` and ``state``; ``mapping.py`` says how.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from meshard._engine.unit import require_units
+from meshard._torch.dtensor import (
+    are_placed_like,
+    is_placed_like,
+    is_plain,
+    local_of,
+    plain_of,
+    scalar_reads,
+)
+from meshard._torch.private import without_torch_function
+from meshard.optim.mapping import (
+    MappedOptimizer,
+    OptimGroups,
+    StateMap,
+    States,
+    are_same,
+    copy_options,
+    objects_in,
+)
+from meshard.policies import list_of
+
+POINTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.ASGD,
+    torch.optim.Rprop,
+)
+# Bytes of parameters that are stepped at once. torch's foreach kernels make one or two temporary
+# tensors of that size and pass over all of it several times, so it should fit into a cache.
+_PORTION = 2**20
+_GRADIENT = attrgetter("grad")
+
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
+
+
+class LocalStep:
+    """The step of some parameters by a private optimizer.
+
+    If the optimizer is pointwise, the private one holds a placeholder for each sharded parameter,
+    which is this rank's shard during a step and takes no memory between steps. *Loose* parameters
+    it holds themselves: those that are not sharded, tensor subclasses, and all if the optimizer is
+    not pointwise.
+    """
+
+    def __init__(self, make: MakeOptimizer) -> None:
+        self._make = make  # called with param groups that have all hyperparameters
+        self._is_pointwise = make in POINTWISE
+        self._planned: list[object] | None = None  # ``objects_in`` of the present plan
+        self._is_shown = True  # users see the state and may change it; the next step reads it
+        self._sharded: list[torch.Tensor] = []
+        self._placeholders: list[nn.Parameter] = []  # of these, in the same order
+        self._grads: list[torch.Tensor | None] = []  # likewise, from ``take`` to ``run``
+        self._has_loose = False
+
+    @property
+    def has_loose(self) -> bool:
+        """Whether a parameter is loose: ``run`` finds its gradient in ``.grad``."""
+        return self._has_loose
+
+    def take(self, optim_groups: OptimGroups, states: States) -> None:
+        """Take gradients and hyperparameters as they are now; ``run`` steps by them.
+
+        ``states`` is the state that users see.
+        """
+        if self._planned is None or not are_same(objects_in(optim_groups), self._planned):
+            self._plan(optim_groups, states)
+        if self._is_shown:
+            self._state_map.take(states)
+            self._is_shown = False
+        for number, own in zip(self._numbers, self._optimizer.param_groups, strict=True):
+            copy_options(optim_groups[number], own)
+        with without_torch_function():
+            self._grads = list(map(_GRADIENT, self._sharded))
+        pairs = zip(self._grads, self._sharded, strict=True)
+        given = [(grad, param) for grad, param in pairs if grad is not None]
+        grads, params = zip(*given, strict=True) if given else ((), ())
+        if not are_placed_like(grads, params):
+            _raise_for_placements(given)
+
+    def run(self) -> None:
+        """Step by what ``take`` took."""
+        grads, self._grads = self._grads, []
+        blanks = [placeholder.data for placeholder in self._placeholders]
+        try:
+            rows = zip(self._placeholders, self._sharded, grads, strict=True)
+            for placeholder, param, grad in rows:
+                placeholder.data = local_of(param)
+                placeholder.grad = None if grad is None else local_of(grad)
+            (self._step if self._is_pointwise else self._step_sharded)(self._optimizer)
+        finally:
+            for placeholder, blank in zip(self._placeholders, blanks, strict=True):
+                placeholder.grad = None
+                placeholder.data = blank
+
+    def show(self, states: States) -> None:
+        """Write the state to ``states``, from where the next step reads it."""
+        if not self._is_shown:
+            self._state_map.show(states)
+            self._is_shown = True
+
+    def _step_sharded(self, optimizer: Optimizer) -> None:
+        """Step DTensors, with collective reads of scalars.
+
+        Raises a RuntimeError if the optimizer writes to its param groups.
+        """
+        given = [dict(group) for group in optimizer.param_groups]
+        with scalar_reads.inside_step():
+            self._step(optimizer)
+        for before, group in zip(given, optimizer.param_groups, strict=True):
+            written = [key for key in group if group[key] is not before.get(key)]
+            if written:
+                raise RuntimeError(
+                    f"{type(optimizer).__name__} writes {written[0]!r} into its param groups; in "
+                    "backward each unit has an optimizer of its own, so that this would be of one "
+                    "unit only. Build it on module.parameters() as usual, and the module anew: one "
+                    "unit has been stepped."
+                )
+
+    def _plan(self, optim_groups: OptimGroups, states: States) -> None:
+        """Make the private optimizer."""
+        self.show(states)
+        self._planned = None  # after an interrupt below, the next step plans again
+        placeholders: dict[torch.Tensor, nn.Parameter] = {}
+        loose: list[torch.Tensor] = []
+        for param in (param for group in optim_groups for param in group["params"]):
+            local = plain_of(param)
+            if self._is_pointwise and isinstance(param, DTensor) and is_plain(local):
+                blank = torch.empty(0, dtype=local.dtype, device=local.device)
+                placeholders[param] = nn.Parameter(blank, requires_grad=False)
+                placeholders[param].grad_dtype = None  # None: a .grad of any dtype is accepted
+            else:
+                loose.append(param)
+        made: list[dict[str, Any]] = []
+        self._numbers: list[int] = []  # for each private group, the index of the user's
+        for number, group in enumerate(optim_groups):
+            for portion in self._portions_of(group["params"]):
+                params = [placeholders.get(param, param) for param in portion]
+                made.append({**group, "params": params})
+                self._numbers.append(number)
+        self._optimizer = self._make(made)
+        held = {id(param) for group in self._optimizer.param_groups for param in group["params"]}
+        if held != {id(param) for group in made for param in group["params"]}:
+            raise RuntimeError(
+                f"the {type(self._optimizer).__name__} that steps one unit does not hold the "
+                "parameters it was to be made for; make it from the param groups that are passed, "
+                "and not from module.parameters()."
+            )
+        step: Any = type(self._optimizer).step
+        # The step without torch's wrappers. The first calls the hooks of ``step``, which the
+        # user's optimizer has called already. Pointwise optimizers of torch have a second wrapper,
+        # for differentiable steps.
+        bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
+        self._step: Callable[[Optimizer], object] = bare
+        pairs = [*placeholders.items(), *((param, param) for param in loose)]
+        self._state_map = StateMap(self._optimizer, pairs)
+        self._sharded, self._placeholders = list(placeholders), list(placeholders.values())
+        self._has_loose = bool(loose)
+        self._planned = objects_in(optim_groups)
+
+    def _portions_of(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+        """Iterate over parameters that are stepped at once."""
+        if not self._is_pointwise:
+            yield list(params)
+            return
+        # torch's foreach kernels do not take tensor subclasses together with others.
+        plain = [param for param in params if is_plain(plain_of(param))]
+        others = [param for param in params if not is_plain(plain_of(param))]
+        for alike in (plain, others):
+            portion: list[torch.Tensor] = []
+            room = _PORTION
+            for param in alike:
+                num_bytes = plain_of(param).nbytes
+                if portion and num_bytes > room:
+                    yield portion
+                    portion, room = [], _PORTION
+                portion.append(param)
+                room -= num_bytes
+            if portion:
+                yield portion
+
+
+def _raise_for_placements(given: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    gradient, param = next(pair for pair in given if not is_placed_like(*pair))
+    raise RuntimeError(
+        f"the gradient of a parameter of shape {tuple(param.shape)} is {_spoken(gradient)},"
+        f" and the parameter is {_spoken(param)}; make .grad a DTensor like the parameter."
+    )
+
+
+def _spoken(tensor: torch.Tensor) -> str:
+    if not isinstance(tensor, DTensor):
+        return "an ordinary tensor"
+    return f"a DTensor with placements {tensor.placements} on {tensor.device_mesh}"
+
+
+class LocalOptimizer(MappedOptimizer):
+    """An optimizer on this rank's shards: see ``local_optimizer``."""
+
+    def __init__(self, template: Optimizer) -> None:
+        super().__init__(template)
+        self._set_class(type(template))
+
+    def _set_class(self, cls: MakeOptimizer) -> None:
+        self._class = cls
+        self._step = LocalStep(cls)
+        self._private = [self._step]
+
+    @override
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_class": self._class}
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        is_new = "_class" in state  # a copy or an unpickled one; not load_state_dict
+        if is_new:
+            self._private = ()
+        super().__setstate__(state)
+        if is_new:
+            self._set_class(self._class)
+
+    @override
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Step every parameter that has a gradient. Not a collective, but every rank must step.
+
+        ``closure`` computes the loss anew, and is called first.
+
+        Raises:
+            RuntimeError: Gradients are pending: see ``meshard.pending_gradients``. Or you have set
+                one whose placements are not those of its parameter.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._step.take(self.param_groups, self._state)
+        self._step.run()
+        return loss
+
+
+def local_optimizer(
+    module: nn.Module,
+    optimizer: type[Optimizer],
+    param_groups: Params | None = None,
+    **optimizer_kwargs: Any,
+) -> LocalOptimizer:
+    """Return an optimizer that steps ``module`` as ``optimizer`` would, on ordinary tensors.
+
+    The numbers are the same, but the host needs a fraction of the time, because no operation is
+    dispatched through DTensor.
+
+    Args:
+        module: With units in it. Build the optimizer after the last ``fully_shard``.
+        optimizer: One of torch's pointwise optimizers: ``SGD``, ``Adam``, ``AdamW``, ``Adagrad``,
+            ``Adadelta``, ``Adamax``, ``RMSprop``, ``NAdam``, ``RAdam``, ``ASGD``, ``Rprop``.
+        param_groups: As for that optimizer; None: all parameters of ``module`` that are not frozen
+            now. To thaw some later, pass them too.
+        **optimizer_kwargs: Passed on to ``optimizer``.
+
+    Returns:
+        An optimizer with the ``param_groups``, ``state`` and ``state_dict`` of the ordinary one.
+
+    Raises:
+        TypeError: ``optimizer`` is none of these classes. A subclass of one is refused too.
+        ValueError: There is no unit in ``module``, or ``differentiable=True``.
+
+    >>> import torch, meshard
+    >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
+    >>> optimizer = meshard.local_optimizer(layer, torch.optim.AdamW, lr=1e-3)
+    >>> layer(torch.ones(1, 2)).sum().backward()
+    >>> optimizer.step()
+    """
+    check_is_no_instance("local_optimizer", optimizer)
+    if optimizer not in POINTWISE:
+        names = ", ".join(each.__name__ for each in POINTWISE)
+        raise TypeError(
+            f"local_optimizer steps shards as ordinary tensors, which is right for {names}; "
+            f"{getattr(optimizer, '__name__', optimizer)!r} is none of them: build it on "
+            "module.parameters() as usual."
+        )
+    require_units(module)
+    make: Callable[..., Optimizer] = optimizer
+    template = make(list_params(module, param_groups), **optimizer_kwargs)
+    if any(group.get("differentiable") for group in template.param_groups):
+        raise ValueError("local_optimizer has no differentiable step; use the ordinary optimizer.")
+    return LocalOptimizer(template)
+
+
+def check_is_no_instance(caller: str, optimizer: object) -> None:
+    """Raise a TypeError if ``optimizer`` is an optimizer instead of a class."""
+    if isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{caller} builds the optimizer itself: pass the class and its arguments, as in "
+            f"{caller}(module, {name}, lr=...), got {name}(...)."
+        )
+
+
+def check_makes_optimizers(caller: str, optimizer: object) -> None:
+    """Raise a TypeError unless ``optimizer`` is a class of optimizers, or a function like one."""
+    check_is_no_instance(caller, optimizer)
+    if not callable(optimizer) or isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
+        )
+
+
+def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
+    """Return ``param_groups`` as a list; None: all trainable parameters of ``module``."""
+    if param_groups is None:
+        return [param for param in module.parameters() if param.requires_grad]
+    what = "an iterable of parameters or of dicts of optimizer arguments"
+    # Tuples come from module.named_parameters(), which newer torch accepts.
+    return list_of("param_groups", param_groups, (torch.Tensor, dict, tuple), what)

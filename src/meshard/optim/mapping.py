@@ -1,0 +1,178 @@
+"""The param groups and the state of an optimizer around a private one.
+
+Users hold a ``MappedOptimizer``, whose ``param_groups`` and ``state`` are those of the ordinary
+optimizer, on their own parameters. A private optimizer has a *placeholder* for each parameter: an
+ordinary tensor, which gets a value and a gradient for the time of a step. The state is that of the
+placeholders. ``StateMap.show`` writes it to the state that users see when they read it, and
+``StateMap.take`` reads it back before the next step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, MutableMapping, Sequence
+from operator import is_
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from meshard._mesh.boxes import box_at, coordinate_of
+from meshard._torch.dtensor import is_placed_like, local_of, place_like, plain_of
+from meshard._torch.patches import params_in
+
+State = dict[str, Any]
+States = MutableMapping[torch.Tensor, State]
+OptimGroups = Sequence[dict[str, Any]]
+
+
+def objects_in(optim_groups: OptimGroups) -> list[object]:
+    """Return the parameters in order, with None after each group.
+
+    So the list differs after a parameter has moved from one group to the next.
+    """
+    return [each for group in optim_groups for each in (*group["params"], None)]
+
+
+def are_same(found: Sequence[object], before: Sequence[object]) -> bool:
+    """Whether both have the same objects in the same order."""
+    return len(found) == len(before) and all(map(is_, found, before))
+
+
+def copy_options(group: dict[str, Any], to: dict[str, Any]) -> None:
+    """Give the param group ``to`` the hyperparameters of ``group``, but not its parameters."""
+    to.update((key, value) for key, value in group.items() if key != "params")
+
+
+class StateMap:
+    """The state of a private optimizer in the form that users see, and back.
+
+    ``pairs`` has the parameters of the users, each with its placeholder, which may be the parameter
+    itself. A tensor of the shape of this rank's shard is shown as a DTensor over the same memory.
+    """
+
+    def __init__(
+        self, private: Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
+    ) -> None:
+        self._private = private
+        self._pairs = list(pairs)
+
+    def show(self, states: States) -> None:
+        """Write the state of the private optimizer to ``states``."""
+        own = self._private.state
+        for param, placeholder in self._pairs:
+            if placeholder not in own:
+                states.pop(param, None)
+            elif placeholder is param:
+                states[param] = own[param]
+            else:
+                shown = states.get(param, {})
+                states[param] = {
+                    key: _shown(param, value, shown.get(key))
+                    for key, value in own[placeholder].items()
+                }
+
+    def take(self, states: States) -> None:
+        """Read ``states``, which users may have changed, into the private optimizer."""
+        own = self._private.state
+        own.clear()
+        for param, placeholder in self._pairs:
+            if placeholder is param and param in states:
+                own[param] = states[param]
+            elif param in states:
+                own[placeholder] = {
+                    key: _taken(param, value) for key, value in states[param].items()
+                }
+
+
+def _shown(param: torch.Tensor, value: Any, known: Any) -> Any:
+    """Return ``value`` as users see it: ``known``, what they have seen before, if it is that."""
+    if known is value or (isinstance(known, DTensor) and local_of(known) is value):
+        return known
+    is_shard = isinstance(value, torch.Tensor) and value.shape == plain_of(param).shape
+    if isinstance(param, DTensor) and is_shard and not isinstance(value, DTensor):
+        return place_like(param, value)
+    return value
+
+
+def _taken(param: torch.Tensor, value: Any) -> Any:
+    is_shard = is_placed_like(value, param) and value.shape == param.shape
+    return local_of(value) if is_shard else value
+
+
+def cut_like(param: torch.Tensor | None, value: Any) -> Any:
+    """Return this rank's shard if ``value`` is unsharded and ``param`` is a DTensor of its shape.
+
+    Otherwise return ``value`` itself.
+    """
+    is_unsharded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    if not isinstance(param, DTensor) or not is_unsharded or value.shape != param.shape:
+        return value
+    place = coordinate_of(param.device_mesh)
+    box = box_at(value.shape, param.device_mesh, param.placements, place)
+    return place_like(param, value[box.slices].to(plain_of(param).device, copy=True))
+
+
+class PrivateStep(Protocol):
+    """A step by a private optimizer, whose state a ``MappedOptimizer`` shows."""
+
+    def show(self, states: States) -> None:
+        """Write the state to ``states``, from where the next step reads it."""
+
+
+class MappedOptimizer(Optimizer):
+    """An optimizer that users hold, around private ones, which have its state.
+
+    A subclass sets ``_private`` and writes ``step``. A step must get ``_state``.
+    """
+
+    _state: defaultdict[torch.Tensor, State]  # what users see, as the last ``show`` has left it
+
+    def __init__(self, template: Optimizer) -> None:
+        """Take over the param groups and the state of ``template``."""
+        self._private: Sequence[PrivateStep] = ()
+        super().__init__(template.param_groups, template.defaults)
+        self._state.update(template.state)
+
+    @property
+    def state(self) -> defaultdict[torch.Tensor, State]:
+        """The state of each parameter. Reading it waits for all steps that have been begun.
+
+        The next step uses what you change in it. After that step, read ``state`` anew before you
+        change it again.
+        """
+        for each in self._private:
+            each.show(self._state)
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, State]) -> None:
+        for each in self._private:
+            each.show(self._state)
+        self._state = value
+
+    @override
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of an optimizer with the same param groups, sharded or not.
+
+        A tensor of the shape of a parameter is a DTensor that is placed like the parameter, or
+        unsharded: then this rank's part is taken. Not a collective.
+        """
+        order = [each for group in state_dict["param_groups"] for each in group["params"]]
+        params = dict(zip(order, params_in(self), strict=False))
+        state = {
+            key: {name: cut_like(params.get(key), value) for name, value in own.items()}
+            for key, own in state_dict["state"].items()
+        }
+        super().load_state_dict({**state_dict, "state": state})
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        given = dict(state)
+        self.state = given.pop("state")
+        for each in self._state.values():
+            if isinstance(each.get("step"), (int, float)):  # saved by a torch before 1.12
+                each["step"] = torch.tensor(float(each["step"]), device="cpu")
+        super().__setstate__(given)
