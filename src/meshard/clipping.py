@@ -20,7 +20,7 @@ from meshard._engine.param_group import sharded_params_of
 from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_mul_
-from meshard.optim.hooks import check_may_step, find_overlapped, warn_about_strays
+from meshard.optim.hooks import check_may_step, refuse_to_clip_overlapped, warn_about_strays
 from meshard.policies import check_bool, list_of
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module
@@ -134,14 +134,7 @@ def clip_grad_norm_(
         names = {id(param): name for name, param in named.items()}
         parameters = named.values()
     listed = sharded_params_of(_list_tensors("parameters", parameters))
-    if find_overlapped(listed, in_backward=True) is not None:
-        raise RuntimeError(
-            "clip_grad_norm_ comes too late: an optimizer of overlap_optimizer steps each unit in "
-            "backward, before the gradients of all are there. Clip each unit by its own norm "
-            "(overlap_optimizer(..., max_unit_norm=)), clip by value (clip_value=), clip by the "
-            'exact global norm (clip="deferred", max_norm=), or step in the ordinary way '
-            "(detach())."
-        )
+    refuse_to_clip_overlapped(listed)
     if owners := check_may_step(listed):
         warn_about_strays(listed, owners, names)
     grads = [param.grad for param in listed if param.grad is not None]

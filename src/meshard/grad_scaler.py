@@ -18,17 +18,14 @@ from meshard._mesh.mesh_info import device_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import params_in
 from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
-from meshard.optim.hooks import check_may_step, overlapped_optimizers
+from meshard.optim.hooks import check_may_step
 
 # One callback per backward of a scaled loss. Autograd drops it when that backward is over.
 _scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()
 
 
 def is_backward_scaled() -> bool:
-    """Return whether the loss of a running backward was scaled.
-
-    Only losses that were scaled while there was an overlapped optimizer are known.
-    """
+    """Return whether the loss of a running backward was scaled."""
     return len(_scaled_backwards) > 0
 
 
@@ -73,7 +70,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
         because that step would come before the gradients can be unscaled.
         """
         scaled = super().scale(outputs)
-        if self.is_enabled() and overlapped_optimizers:
+        if self.is_enabled():
             if isinstance(scaled, Iterator):  # as torch returns for a generator of losses
                 scaled = list(scaled)
             for loss in tree_flatten(scaled)[0]:

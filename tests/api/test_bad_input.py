@@ -273,13 +273,11 @@ EXCEPT = {
     ("local_optimizer", "optimizer"): "",
     ("materialize", "module"): "module",
     ("describe", "module"): "module",
-    ("overlap_optimizer", "max_norm"): "None",
     ("overlap_optimizer", "optimizer"): "",
     ("owner_optimizer", "optimizer"): "",
     ("register_fsdp_forward_method", "module"): "module",
     ("register_reduce_hook", "hook"): "",
     ("replicate", "module"): "module",
-    ("OverlappedOptimizer.attached_to", "module"): "module",
     ("FSDPModule.set_reshard_after_forward", "reshard_after_forward"): "",
     ("FSDPModule.set_all_reduce_hook", "hook"): " ".join(JUNK),
     ("ReplicateModule.set_all_reduce_hook", "hook"): " ".join(JUNK),
@@ -326,7 +324,6 @@ NAMES += [
     and inspect.isfunction(getattr(cls, name))
     and getattr(cls, name).__module__.startswith("meshard")
 ]
-NAMES += ["OverlappedOptimizer.attached_to"]
 
 
 def made(name):

@@ -13,13 +13,11 @@ from meshard._comm.communicator import CommStream
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake_device import Stream
 from tests.support.ranks import fake_group
-from tests.support.spread import slow, spread
+from tests.support.spread import spread
 from tests.support.stream_steps import MIXED, StreamRun
 
 UNIT_NORM = {"max_unit_norm": 1.0, "clip_value": 0.5}
-DEFERRED = {"clip": "deferred", "max_norm": 0.1}
 GATHER = {"wait": "gather"}
-LATE = {**DEFERRED, **GATHER}
 
 
 class Run(StreamRun):
@@ -56,7 +54,7 @@ def sgd_run(monkeypatch):
 
 
 @spread(
-    options=[{}, GATHER, UNIT_NORM, DEFERRED, LATE],
+    options=[{}, GATHER, UNIT_NORM],
     mesh=[(4,), (2, 2), (1,)],
     reshard=[None, True, False],
     is_mixed=[False, True],
@@ -91,6 +89,8 @@ def unsharded_values_of(model):
 WAITING = {  # what waits by itself, also between backward and ``step``
     "state_dict": lambda run: [each + 1 for each in run.model.state_dict().values()],
     "loading": lambda run: run.model.load_state_dict(run.model.state_dict()),
+    "full_tensor": lambda run: [p.full_tensor() for p in run.model.parameters()],
+    "to_local": lambda run: [p.to_local() + 1 for p in run.model.parameters()],
     "unsharded_params": lambda run: unsharded_values_of(run.model),
     "the state": lambda run: values_of(run.optimizer.state),
     "its state_dict": lambda run: values_of(run.optimizer.state_dict()["state"]),
@@ -99,8 +99,6 @@ WAITING = {  # what waits by itself, also between backward and ``step``
     ),
 }
 READS = {
-    "full_tensor": lambda run: [p.full_tensor() for p in run.model.parameters()],
-    "to_local": lambda run: [p.to_local() + 1 for p in run.model.parameters()],
     "an operator": lambda run: torch._foreach_norm(list(run.model.parameters())),
     "an edit": lambda run: [p.data.mul_(2.0) for p in run.model.parameters()],
     **WAITING,
@@ -123,15 +121,15 @@ def check_reads(monkeypatch, options, reads, *, steps, waits=False):
                 assert run.device.races == [], done[-2:]
 
 
-@pytest.mark.parametrize("options", [{}, slow(DEFERRED), GATHER, LATE], ids=str)
+@pytest.mark.parametrize("options", [{}, GATHER], ids=str)
 def test_steps_are_over_when_step_or_wait_returns(monkeypatch, options):
     waits = "wait" in options
     check_reads(monkeypatch, options, READS, steps=options is not GATHER, waits=waits)
 
 
-@pytest.mark.parametrize("options", [{}, GATHER, LATE], ids=str)
-def test_state_dicts_and_gathers_wait_by_themselves(monkeypatch, options):
-    check_reads(monkeypatch, options, WAITING, steps=options is LATE)
+@pytest.mark.parametrize("options", [{}, GATHER], ids=str)
+def test_what_reads_a_parameter_waits_by_itself(monkeypatch, options):
+    check_reads(monkeypatch, options, WAITING, steps=False)
 
 
 def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatch, sgd_run):
@@ -204,5 +202,5 @@ def test_a_read_that_does_not_wait_is_found_out(monkeypatch):
         with run.recorder:
             run.window()
             run.optimizer.step()
-            READS["full_tensor"](run)
+            READS["an operator"](run)
     assert any("read by" in race for race in run.device.races)

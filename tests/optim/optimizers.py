@@ -14,7 +14,7 @@ from meshard import CPUOffloadPolicy, MixedPrecisionPolicy, overlap_optimizer
 from tests.optim.stand_in_optimizers import StandIn
 from tests.support.against_plain import sharded_and_plain
 from tests.support.models import Made, UnevenMlp, seeded
-from tests.support.parity import assert_same, own_part, own_state
+from tests.support.parity import assert_same, own_part
 from tests.support.sharding import shard_blocks
 from tests.support.strategies import MODES
 
@@ -35,8 +35,6 @@ MANY = {
     "asgd": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}),
 }
 BFLOAT16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-MAX_NORM = 0.5
-DEFERRED = {"clip": "deferred", "max_norm": MAX_NORM}
 
 
 class SignDescent(StandIn):
@@ -73,13 +71,6 @@ def assert_same_state(ours, theirs):
                 assert_same(ours[number][key], value, bitwise=True, what=f"{key} of {number}")
             else:
                 assert ours[number][key] == value
-
-
-def assert_same_training(one, other):
-    """Compare two models, each with its optimizer."""
-    states = plain_state(one[1]), plain_state(other[1])  # waits for steps
-    assert_same(own_state(one[0]), own_state(other[0]), bitwise=True)
-    assert_same_state(*states)
 
 
 def trainable(model):
@@ -186,22 +177,11 @@ def window(model, number, schedule="F", *, rest=False):
         model(batch(10 * number + place), rest).float().square().sum().backward()
 
 
-def train(model, optimizer, windows, *, clips=False, **kwargs):
-    """Return the norms of clipping, here or in deferred steps."""
-    norms = []
+def train(model, optimizer, windows, **kwargs):
     for number in windows:
         window(model, number, **kwargs)
-        norm = None
-        if clips:
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            norm = meshard.clip_grad_norm_(params, MAX_NORM)
         optimizer.step()
-        if getattr(optimizer, "total_norm", None) is not None:
-            norm = optimizer.total_norm
-            assert grads(model) == []
         optimizer.zero_grad()
-        norms.append(norm)
-    return norms
 
 
 def overlapped_and_plain(cls=ADAMW, *, make=make, options=OPTIONS, **kwargs):

@@ -30,13 +30,10 @@ from tests.support.spread import mostly_slow, spread
 from tests.support.strategies import MODES
 from tests.support.threads import run_threads
 
-NO_LIMIT = {"clip": "deferred", "max_norm": 1e9}
 KINDS = {
     "local": local_optimizer,
     "in backward": overlap_optimizer,
     "in backward, awaited by gathers": functools.partial(overlap_optimizer, wait="gather"),
-    "deferred to step": functools.partial(overlap_optimizer, **NO_LIMIT),
-    "deferred to gathers": functools.partial(overlap_optimizer, wait="gather", **NO_LIMIT),
 }
 
 
@@ -222,7 +219,7 @@ def test_schedulers_and_param_groups(name):
 
 
 @on_threads(2)
-def test_gradients_are_freed_in_backward_unless_the_step_is_deferred():
+def test_gradients_are_freed_in_backward():
     for kind, make_optimizer in KINDS.items():
         model = make()
         optimizer = make_optimizer(model, ADAMW, **OPTIONS)

@@ -161,19 +161,3 @@ def test_accumulated_gradients_are_freed():
             states.append(full_state(model))
     for other in states[1:]:
         assert_same(states[0], other, bitwise=True)
-
-
-@on_one_rank
-def test_deferred_steps_keep_gradients_until_they_are_taken():
-    for wait in ("step", "gather"):
-        model = make()
-        optimizer = overlap_optimizer(
-            model, torch.optim.SGD, lr=0.1, clip="deferred", max_norm=1.0, wait=wait
-        )
-        for _ in range(2):
-            backward, in_step = step(model, optimizer, "F")
-            with recorded() as in_forward, torch.no_grad():
-                model(torch.full((1, WIDTH), 0.1))
-            assert backward.left == UNITS * UNIT
-            assert in_step.left == (-UNITS * UNIT if wait == "step" else 0)
-            assert in_forward.left == (0 if wait == "step" else -UNITS * UNIT)

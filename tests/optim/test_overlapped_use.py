@@ -11,13 +11,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._pytree import tree_leaves
 
 import meshard
-from meshard import OverlappedOptimizer, overlap_optimizer
+from meshard import overlap_optimizer
 from tests.optim.optimizers import (
     ADAMW,
-    DEFERRED,
     LAYOUTS,
     OPTIONS,
-    SignDescent,
     batch,
     grads,
     make,
@@ -31,11 +29,10 @@ from tests.support.models import Made
 from tests.support.parity import assert_same, full_state, own_state, whole
 from tests.support.ranks import on_fake_ranks, on_ranks
 from tests.support.replicated import bucket_sizes
-from tests.support.spread import slow
 
 
 @on_ranks(2)
-def test_attach_and_detach_in_the_middle_of_training():
+def test_an_optimizer_is_taken_over_in_the_middle_of_training():
     straight, model = make(), make()
     train(straight, ADAMW(trainable(straight), **OPTIONS), range(9))
     plain = ADAMW(trainable(model), **OPTIONS)
@@ -43,60 +40,14 @@ def test_attach_and_detach_in_the_middle_of_training():
     # The optimizer that there is already: its state is taken over.
     overlapped = overlap_optimizer(model, lambda _: plain)
     scheduler = torch.optim.lr_scheduler.ConstantLR(overlapped, 1.0)
-    train(model, overlapped, range(3, 5))
-    overlapped.detach()
-    window(model, 5)
-    assert len(grads(model)) > 10
-    scheduler.step()
-    overlapped.step()
-    overlapped.zero_grad()
-    train(model, overlapped, range(6, 7))
-    again = overlap_optimizer(model, ADAMW, **OPTIONS)
-    again.load_state_dict(overlapped.state_dict())
-    train(model, again, range(7, 9))
+    for number in range(3, 9):
+        train(model, overlapped, [number])
+        scheduler.step()
     assert_same(full_state(model), full_state(straight), bitwise=True)
 
 
 @on_ranks(2)
-@pytest.mark.parametrize(
-    ("cls", "kwargs"),
-    [
-        (ADAMW, {}),
-        (SignDescent, {}),  # not pointwise
-        slow(ADAMW, {"wait": "gather"}),
-        (ADAMW, {"clip": "deferred", "max_norm": 1e-3}),
-    ],
-)
-def test_after_detach_gradients_stay(cls, kwargs):
-    """``step`` leaves them, and the next backward adds to them, as with an ordinary optimizer."""
-    pairs = (ours, overlapped), (theirs, _) = overlapped_and_plain(cls, **kwargs)
-    overlapped.detach()
-    for number in range(3):  # without zero_grad()
-        for model, optimizer in pairs:
-            window(model, number)
-            before = [param.grad for param in trainable(model)]
-            optimizer.step()
-            assert all(p.grad is g for p, g in zip(trainable(model), before, strict=True))
-        assert len(grads(ours)) > 10
-        assert_same(grads(ours), grads(theirs), bitwise=True)
-        assert_same(full_state(ours), full_state(theirs), bitwise=True)
-
-
-@on_ranks(2)
-def test_after_detach_gradients_of_replicas_stay_and_are_no_new_ones():
-    """A divide factor of 1 would count what is reduced already once for each rank."""
-    model = meshard.replicate(nn.Linear(1, 1))
-    model.set_gradient_divide_factor(1.0)
-    overlapped = overlap_optimizer(model, torch.optim.SGD, lr=0.1)
-    overlapped.detach()
-    for number in range(1, 4):  # without zero_grad()
-        model(torch.ones(1, 1)).sum().backward()
-        overlapped.step()
-        assert model.weight.grad.item() == 2 * number
-
-
-@on_ranks(2)
-def test_attach_and_detach_in_the_middle_of_a_window():
+def test_an_optimizer_is_taken_over_in_the_middle_of_a_window():
     models = []
     for is_overlapped in (True, False):
         model = make()
@@ -105,11 +56,7 @@ def test_attach_and_detach_in_the_middle_of_a_window():
         window(model, 1, "N")
         if is_overlapped:
             optimizer = overlap_optimizer(model, lambda _, optimizer=optimizer: optimizer)
-        train(model, optimizer, [2])
-        window(model, 3, "N")
-        if is_overlapped:
-            optimizer.detach()
-        train(model, optimizer, [4])
+        train(model, optimizer, [2, 3])
         models.append(full_state(model))
     assert_same(*models, bitwise=True)
 
@@ -141,13 +88,25 @@ def test_two_optimizers_share_a_unit():
             for optimizer in optimizers:
                 optimizer.zero_grad()
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
-    # Half by one in backward, and half by an ordinary one.
-    pair[1].detach()
-    ordinary = ADAMW(rest, **OPTIONS)
-    window(ours, 5)
-    assert all(param.grad is None for param in matrices)
-    assert all(param.grad is not None for param in rest[:3])
-    ordinary.step()
+
+
+@on_ranks(2)
+def test_an_ordinary_optimizer_steps_what_is_left():
+    models = ours, theirs = make(), make()
+    matrices, rest = (
+        [p for p in trainable(ours) if (p.dim() == 2) == each] for each in (True, False)
+    )
+    overlap_optimizer(ours, ADAMW, matrices, **OPTIONS)
+    pairs = (ours, ADAMW(rest, **OPTIONS)), (theirs, ADAMW(trainable(theirs), **OPTIONS))
+    for number in range(3):
+        for model, optimizer in pairs:
+            window(model, number)
+            if model is ours:
+                assert all(param.grad is None for param in matrices)
+                assert all(param.grad is not None for param in rest[:3])
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(*map(full_state, models), bitwise=True)
 
 
 @on_ranks(2)
@@ -179,8 +138,9 @@ def test_errors_come_before_anything_is_touched():
     model = make()
     optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
     before = full_state(model)
-    with pytest.raises(RuntimeError, match=r"max_unit_norm=.*clip_value=.*deferred.*detach\(\)"):
-        meshard.clip_grad_norm_(model, 1.0)
+    for clip in (meshard.clip_grad_norm_, nn.utils.clip_grad_norm_):
+        with pytest.raises(RuntimeError, match=r"max_unit_norm=.*clip_value=.*ordinary optimizer"):
+            clip(model.parameters(), 1.0)
     # What is pending would be missed.
     window(model, 1, "N")
     with pytest.raises(RuntimeError, match="not reduced yet"):
@@ -189,15 +149,15 @@ def test_errors_come_before_anything_is_touched():
     assert not meshard.pending_gradients(model)
     optimizer.step()
     assert_same(full_state(model), before, bitwise=True)
-    for what in (optimizer.detach, lambda: overlap_optimizer(model, ADAMW)):
-        handle = model.blocks[1].register_forward_hook(lambda *_, what=what: what())
-        with pytest.raises(RuntimeError, match="inside the forward or backward of unit"):
-            model(batch(0))
-        handle.remove()
+    handle = model.blocks[1].register_forward_hook(lambda *_: overlap_optimizer(model, ADAMW))
+    with pytest.raises(RuntimeError, match="inside the forward or backward of unit"):
+        model(batch(0))
+    handle.remove()
     with pytest.raises(TypeError, match="state_dict"):
         torch.save(optimizer, io.BytesIO())
-    optimizer.detach()
-    meshard.clip_grad_norm_(model, 1.0)
+    other = make()
+    for clip in (meshard.clip_grad_norm_, nn.utils.clip_grad_norm_):
+        clip(other.parameters(), 1.0)
     with pytest.raises(ValueError, match=r"shape \(3,\) in param group 0 is in no unit"):
         overlap_optimizer(model, ADAMW, [nn.Parameter(torch.ones(3))])
     with pytest.raises(TypeError, match="got a dict"):
@@ -229,16 +189,15 @@ def test_a_backward_that_fails():
 
 
 @on_ranks(2)
-@pytest.mark.parametrize("options", [{}, DEFERRED], ids=["at once", "deferred"])
-def test_nothing_keeps_a_model_alive_and_a_model_keeps_its_optimizer(options):
+def test_nothing_keeps_a_model_alive_and_a_model_keeps_its_optimizer():
     gc.collect()
     gc.disable()
     try:
         model = make()
-        overlap_optimizer(model, ADAMW, **options)
+        overlap_optimizer(model, ADAMW)
         before = whole(model.first.weight)
         window(model, 0)
-        assert torch.equal(whole(model.first.weight), before) == bool(options)
+        assert not torch.equal(whole(model.first.weight), before)
         module, alive = weakref.ref(model), weakref.ref(model.first.weight)
         del model
         assert module() is None and alive() is None
@@ -258,16 +217,15 @@ def test_only_a_model_that_is_stepped_in_backward_refuses_a_scaled_loss():
     assert not torch.equal(whole(other.first.weight), others["first.weight"])
     for several in (list, iter, next):
         (scaled,) = tree_leaves(scaler.scale(several(iter([ours(batch(0)).sum()]))))
-        with pytest.raises(RuntimeError, match=r"steps unit .* could be unscaled .*detach\(\)"):
+        with pytest.raises(
+            RuntimeError, match=r"steps unit .* could be unscaled .*ordinary optimizer"
+        ):
             scaled.backward()
         ours.reset_iter_state()
     assert_same(full_state(ours), before, bitwise=True)
     # What failed is over, and a backward of another loss is not taken for one of a scaled loss.
     train(ours, overlapped, range(1))
     assert not torch.equal(whole(ours.first.weight), before["first.weight"])
-    overlapped.detach()
-    scaler.scale(ours(batch(0)).sum()).backward()
-    scaler.step(overlapped)
 
 
 @on_ranks(2)
@@ -276,15 +234,11 @@ def test_the_scaler_of_torch():
     optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(model(batch(0)).sum()).backward()
-    with pytest.raises(RuntimeError, match=r"GradScaler cannot be used .*bfloat16.*detach\(\)"):
+    with pytest.raises(RuntimeError, match=r"GradScaler cannot be used .*bfloat16.*ordinary"):
         scaler.step(optimizer)
-    optimizer.detach()
-    scaler.scale(model(batch(0)).sum()).backward()
-    scaler.step(optimizer)
     off = torch.amp.GradScaler("cpu", enabled=False)
-    overlapped = overlap_optimizer(model, ADAMW, **OPTIONS)
     off.scale(model(batch(0)).sum()).backward()
-    off.step(overlapped)
+    off.step(optimizer)
 
 
 @on_ranks(2)
@@ -312,19 +266,6 @@ def test_a_gradient_from_outside_of_the_forward_is_refused_while_the_rest_is_red
     loss = model(torch.ones(1, 4, requires_grad=True)).sum() + penalty
     with pytest.raises(RuntimeError, match=r"unit '1' has got a gradient after its optimizer"):
         loss.backward()
-
-
-@on_fake_ranks(1)
-@pytest.mark.parametrize("limit", ["clip_value", "max_unit_norm"])
-def test_a_detached_optimizer_does_not_clip(limit):
-    layer = meshard.fully_shard(nn.Linear(4, 4, bias=False))
-    optimizer = overlap_optimizer(layer, torch.optim.SGD, lr=1.0, **{limit: 1.0})
-    before = layer.weight.full_tensor().clone()
-    optimizer.detach()
-    layer(torch.full((1, 4), 100.0)).sum().backward()
-    optimizer.step()
-    assert layer.weight.grad.full_tensor().unique().item() == 100.0
-    assert torch.equal(layer.weight.full_tensor(), before - 100.0)
 
 
 @on_ranks(2)
@@ -361,70 +302,16 @@ def test_a_gradient_that_comes_when_the_unit_was_stepped_is_refused(has_own_back
 
 
 @on_ranks(2)
-def test_units_keep_an_optimizer_that_nobody_holds_and_it_can_be_found_again():
+def test_units_keep_an_optimizer_that_nobody_holds():
     model = make()
     overlap_optimizer(model, ADAMW, trainable(model)[:3], **OPTIONS)
     gc.collect()
     before = whole(model.first.weight)
     window(model, 0)
     assert not torch.equal(whole(model.first.weight), before)
-    with pytest.raises(ValueError, match=r"attached_to\(module\)"):
+    with pytest.raises(ValueError, match=r"for as long as its module lives"):
         overlap_optimizer(model, ADAMW)
-    (found,) = OverlappedOptimizer.attached_to(model)
-    second = overlap_optimizer(model, ADAMW, trainable(model)[3:], **OPTIONS)
-    assert OverlappedOptimizer.attached_to(model) == [found, second]
-    assert OverlappedOptimizer.attached_to(nn.Linear(1, 1)) == []
-    found.detach()
-    second.detach()
-    assert OverlappedOptimizer.attached_to(model) == []
-    gone = weakref.ref(found)
-    del found
-    gc.collect()
-    assert gone() is None
-
-
-@on_ranks(2)
-def test_detach_takes_steps_that_are_put_off_and_leaves_what_is_pending():
-    (ours, late), (theirs, plain) = overlapped_and_plain(wait="gather", **DEFERRED)
-    train(theirs, plain, range(2), clips=True)
-    for number in range(2):
-        window(ours, number)
-        late.step()
-    late.detach()
-    assert grads(ours) == []
-    assert_same(full_state(ours), full_state(theirs), bitwise=True)
-    again = overlap_optimizer(ours, ADAMW, **OPTIONS, **DEFERRED)
-    again.load_state_dict(late.state_dict())
-    for model in (ours, theirs):
-        window(model, 3, "N")
-    again.detach()
-    assert meshard.pending_gradients(ours)
-    for model, optimizer in ((ours, again), (theirs, plain)):
-        window(model, 4)
-        assert len(grads(model)) > 10
-        optimizer.step()
-    assert_same(full_state(ours), full_state(theirs), bitwise=True)
-
-
-@on_ranks(2)
-def test_to_go_back_takes_the_parameters_of_before_though_some_are_frozen_by_then():
-    model = make()
-    optimizer = overlap_optimizer(model, ADAMW, **OPTIONS)
-    train(model, optimizer, range(2))
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    optimizer.detach()
-    model.blocks[0].requires_grad_(False)
-    other = overlap_optimizer(model, ADAMW, **OPTIONS)
-    with pytest.raises(ValueError, match="parameter group"):
-        other.load_state_dict(optimizer.state_dict())
-    other.detach()
-    again = overlap_optimizer(model, ADAMW, params, **OPTIONS)
-    again.load_state_dict(optimizer.state_dict())
-    before = full_state(model)
-    train(model, again, range(2, 4))
-    after = full_state(model)
-    assert torch.equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
-    assert not torch.equal(after["blocks.1.up.weight"], before["blocks.1.up.weight"])
+    overlap_optimizer(model, ADAMW, trainable(model)[3:], **OPTIONS)
 
 
 @on_ranks(2)
@@ -504,15 +391,13 @@ def test_the_buckets_of_replicas_are_rebuilt_whichever_optimizer_steps_them():
         return x
 
     results = []
-    for way in ("ordinary", "in backward", "detached"):
+    for way in ("ordinary", "in backward"):
         weights = nn.ParameterList(torch.full((n,), 0.1) for n in (10, 10, 15, 15))
         model = meshard.replicate(Made(forward, weights=weights), bucket_cap_mb=100 / 2**20)
         if way == "ordinary":
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         else:
             optimizer = overlap_optimizer(model, torch.optim.SGD, lr=0.1)
-        if way == "detached":
-            optimizer.detach()
         counts = []
         for _ in range(3):
             model(torch.ones(1)).backward()
@@ -521,8 +406,7 @@ def test_the_buckets_of_replicas_are_rebuilt_whichever_optimizer_steps_them():
             counts.append(sum(size > 0 for size in bucket_sizes(model).values()))
         assert counts == [3, 2, 2]
         results.append(full_state(model))
-    for result in results[1:]:
-        assert_same(result, results[0], bitwise=True)
+    assert_same(*results, bitwise=True)
 
 
 @on_fake_ranks(2)

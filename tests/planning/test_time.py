@@ -140,7 +140,7 @@ SETTINGS = [
     {"reshard": 2},
     {"local": True},
     {"in_backward": True},
-    {"in_backward": True, "options": {"clip": "deferred", "max_norm": 1.0, "wait": "gather"}},
+    {"in_backward": True, "options": {"wait": "gather"}},
     {"in_backward": True, "options": {"max_unit_norm": 1.0}},
     {"recompute": True},
     {"clips": True},

@@ -117,17 +117,13 @@ def test_describe_shows_buckets():
 
 
 @on_ranks(2)
-def test_an_optimizer_may_go_to_backward_after_buckets_were_made_anew_and_come_back():
+def test_an_optimizer_may_go_to_backward_after_buckets_were_made_anew():
     pair = Pair()
     pair.steps(range(3))
-    ordinary = pair.optimizers[0]
     pair.optimizers[0] = meshard.overlap_optimizer(pair.ours, torch.optim.SGD, lr=LEARNING_RATE)
     for number in range(3, 6):
         pair.backward(number)
         pair.update()
-    pair.optimizers[0].detach()
-    pair.optimizers[0] = ordinary
-    pair.steps(range(6, 8))
 
 
 @on_ranks(1)

@@ -678,13 +678,12 @@ class Player:
             set_model_state_dict(self.model, saved, options=FULL_STATE)
 
     def do_save_optimizer(self) -> None:
-        if self.is_idle:
+        if self.is_idle and self.steps_in_backward:  # by this optimizer as long as the model lives
+            self.optimizer.load_state_dict(self.optimizer.state_dict())
+        elif self.is_idle:
             self.renew_optimizer(self.optimizer.state_dict())
 
     def renew_optimizer(self, state: dict[str, Any]) -> None:
-        if self.steps_in_backward:
-            for each in meshard.OverlappedOptimizer.attached_to(self.model):
-                each.detach()
         self.optimizer = self.make_optimizer()
         self.optimizer.load_state_dict(state)
 

@@ -678,8 +678,8 @@ class Lifecycle:
                     f"unit {unit.label!r} has got a gradient after its optimizer has stepped it in "
                     "this backward: its parameters take part in something that autograd runs "
                     "later, or in a loss with a backward of its own. Add up all losses, with terms "
-                    "like penalties on weights computed after the forward, or step it in the "
-                    "ordinary way (detach() of what overlap_optimizer has returned)."
+                    "like penalties on weights computed after the forward, or step it by an "
+                    "ordinary optimizer."
                 )
             on_reduced = functools.partial(self.notify_reduced, unit) if ends_window else None
         self._queue.start(

@@ -180,7 +180,7 @@ class ParamGroup:
         # ranks compare it. The second is over this rank's shards; it tells whether the shards were
         # written to since. None: nothing was recorded.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
-        # All optimizers of ``overlap_optimizer`` that step these parameters, or did until detach().
+        # The optimizers of ``overlap_optimizer`` that step these parameters.
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # The objects of optimizers that keep unsharded values (owner_step.py). ``offload`` and
         # ``onload`` make them drop these before they move the shard.

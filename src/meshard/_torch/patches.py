@@ -45,6 +45,32 @@ def patch_zero_grad(
         patch_new_optimizers()
 
 
+def patch_reads_and_clipping(
+    *,
+    before_read: Callable[[torch.Tensor], None],
+    before_clipping: Callable[[Iterable[torch.Tensor]], None],
+) -> None:
+    """Let torch call these functions with the DTensor that is read, and the parameters.
+
+    torch's ``clip_grad_norm_`` finds no gradient if all were stepped in backward, and returns 0.
+    """
+    _call_before(DTensor, "to_local", before_read)
+    _call_before(DTensor, "redistribute", before_read)  # full_tensor calls it
+    _call_before(nn.utils.clip_grad, "_clip_grads_with_norm_", before_clipping)
+
+
+def _call_before(owner: Any, name: str, check: Callable[[Any], None]) -> None:
+    own = getattr(owner, name)
+
+    @functools.wraps(own)
+    def checked(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            check(first)
+        return own(first, *args, **kwargs)
+
+    setattr(owner, name, checked)
+
+
 def unpatch_zero_grad() -> None:
     """Restore the original methods, except where other code has replaced ours since."""
     for owner, (own, ours) in _replaced.items():

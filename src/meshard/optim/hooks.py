@@ -55,26 +55,26 @@ from meshard._torch.user_line import listed, warn_user
 # changes with what optimizers may hold, and of the ids in each param group.
 _stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
 
-# The optimizers of overlap_optimizer that are not detached, in the order in which they were made;
-# and whether they step in backward (True) or in their ``step`` (False).
-overlapped_optimizers: weakref.WeakKeyDictionary[Optimizer, bool] = weakref.WeakKeyDictionary()
-
 
 def find_overlapped(
-    params: Iterable[torch.Tensor], *, but: Optimizer | None = None, in_backward: bool = False
+    params: Iterable[torch.Tensor], *, but: Optimizer | None = None
 ) -> torch.Tensor | None:
-    """Return the first of ``params`` that an overlapped optimizer other than ``but`` steps.
-
-    With ``in_backward``, only optimizers that step in backward count.
-    """
-    if not overlapped_optimizers:
-        return None
-    given, wanted = list(params), (True,) if in_backward else (True, False)
+    """Return the first of ``params`` that an overlapped optimizer other than ``but`` steps."""
+    given = list(params)
     stepping = {each for owner in owners_of(given) for each in owner.overlapped} - {but}
-    # After detach() an optimizer is not in ``overlapped_optimizers``: ``get`` returns None.
-    others = [each for each in stepping if overlapped_optimizers.get(each) in wanted]
-    held = {id(param) for each in others for param in params_in(each)}
+    held = {id(param) for each in stepping for param in params_in(each)}
     return next((param for param in given if id(param) in held), None)
+
+
+def refuse_to_clip_overlapped(params: Iterable[torch.Tensor]) -> None:
+    """Raise a RuntimeError if an overlapped optimizer steps one of ``params``."""
+    if find_overlapped(params) is not None:
+        raise RuntimeError(
+            "clip_grad_norm_ comes too late: an optimizer of overlap_optimizer steps each unit in "
+            "backward, before the gradients of all are there. Clip each unit by its own norm "
+            "(overlap_optimizer(..., max_unit_norm=)), clip by value (clip_value=), or step by an "
+            "ordinary optimizer."
+        )
 
 
 @functools.cache
