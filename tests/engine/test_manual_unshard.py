@@ -179,16 +179,26 @@ def test_zero_grad_clears_a_gradient_that_was_set_by_hand_after_unshard():
 
 
 @on_threads(2)
-def test_a_local_optimizer_does_not_step_inside_unsharded_params():
-    model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
-    optimizer = meshard.local_optimizer(model, torch.optim.SGD, lr=0.1)
-    model(torch.ones(2, 4)).sum().backward()
-    with (
-        meshard.unsharded_params(model, writeback=False),
-        pytest.raises(RuntimeError, match="inside unsharded_params"),
-    ):
+def test_a_local_optimizer_steps_shards_inside_unsharded_params_as_the_ordinary_one():
+    found = []
+    for is_local in (True, False):
+        model = meshard.fully_shard(seeded(nn.Linear(4, 4)))
+        if is_local:
+            optimizer = meshard.local_optimizer(model, torch.optim.SGD, lr=0.1)
+        else:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model(torch.ones(2, 4)).sum().backward()
+        with meshard.unsharded_params(model, writeback=False):
+            optimizer.step()
         optimizer.step()
-    optimizer.step()  # and the optimizer still trains the model
+        found.append(full_state(model))
+        with (  # the step would be lost
+            pytest.raises(RuntimeError, match="were edited inside unsharded_params"),
+            meshard.unsharded_params(model),
+        ):
+            model.weight.data.mul_(2.0)
+            optimizer.step()
+    assert_same(*found, bitwise=True)
 
 
 @on_threads(2)

@@ -168,6 +168,97 @@ def test_edits_of_the_state_where_a_rank_owns_nothing():
     both(story, uneven, lr=0.01)
 
 
+# --- what works as with the ordinary one ---------------------------------------------------
+
+
+def scaled(model, optimizer):
+    scaler = meshard.ShardedGradScaler("cpu", init_scale=8.0)
+    for factor in (1.0, float("inf"), 1.0, 1.0):
+        scaler.scale(model(torch.full((2, 7), 0.3)).square().sum() * factor).backward()
+        scaler.unscale_(optimizer)
+        meshard.clip_grad_norm_(model.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+
+
+def step_with(model, optimizer, value):
+    model(torch.full((2, 7), value)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def hooked(model, optimizer):
+    """What hooks of ``step`` change counts, before and after it."""
+
+    def before(own, args, kwargs):
+        own.param_groups[0]["lr"] *= 0.5
+        for param in model.parameters():
+            param.grad.mul_(2.0)
+
+    def after(own, args, kwargs):
+        own.state[model.layers[0].weight]["exp_avg"].mul_(0.5)
+
+    optimizer.register_step_pre_hook(before)
+    optimizer.register_step_post_hook(after)
+    for step in range(3):
+        step_with(model, optimizer, 0.1 * step + 0.1)
+
+
+def thawed(model, optimizer):
+    for step in range(6):
+        model.layers[0].requires_grad_(step not in (0, 1, 4))
+        step_with(model, optimizer, 0.1 * step + 0.1)
+
+
+def emptied_and_loaded(model, optimizer):
+    for step in range(4):
+        if step == 2:
+            saved = {name: value.clone() for name, value in model.state_dict().items()}
+            model.to_empty(device="cpu")
+            model.load_state_dict(saved)
+        step_with(model, optimizer, 0.1 * step + 0.1)
+
+
+def replaced(model, optimizer):
+    """Parameters that a load has replaced are not those of the optimizer, which says so."""
+    step_with(model, optimizer, 0.1)
+    model.load_state_dict(model.state_dict(), assign=True)
+    model(torch.full((2, 7), 0.2)).sum().backward()
+    with pytest.raises(RuntimeError, match="as it was before it was replaced"):
+        optimizer.step()
+
+
+def state_in_another_dtype(model, optimizer):
+    for step in range(4):
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].double().float()
+        step_with(model, optimizer, 0.1 * step + 0.1)
+
+
+STORIES = [scaled, hooked, thawed, emptied_and_loaded, replaced, state_in_another_dtype]
+
+
+@on_ranks(3)
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_what_works_as_with_the_ordinary_one(story):
+    both(story, uneven, lr=0.01)
+
+
+@on_ranks(2)
+def test_a_copy_with_its_model_goes_on_alike():
+    model = uneven()
+    optimizer = local_optimizer(model, ADAMW, lr=0.01)
+    step_with(model, optimizer, 0.1)
+    copied, own = copy.deepcopy((model, optimizer))
+    for each in ((model, optimizer), (copied, own)):
+        step_with(*each, 0.2)
+    assert_same(full_state(copied), full_state(model), bitwise=True)
+    assert_same_state(plain_state(own), plain_state(optimizer))
+    assert own.state.keys() == set(copied.parameters())
+
+
 # --- edits between backward and step -------------------------------------------------------
 
 

@@ -17,12 +17,20 @@ from meshard.optim.local import POINTWISE as POINTWISE
 from meshard.optim.local import LocalStep
 from meshard.optim.local import MakeOptimizer as MakeOptimizer
 from meshard.optim.local import check_is_no_instance as check_is_no_instance
-from meshard.optim.local import check_makes_optimizers as check_makes_optimizers
 from meshard.optim.mapping import MappedOptimizer
 from meshard.optim.mapping import are_same as are_same
 from meshard.optim.mapping import objects_in as objects_in
 
 FlatStepper = LocalStep
+
+
+def check_makes_optimizers(caller: str, optimizer: object) -> None:
+    """Raise a TypeError unless ``optimizer`` is a class of optimizers, or a function like one."""
+    check_is_no_instance(caller, optimizer)
+    if not callable(optimizer) or isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
+        )
 
 
 class LeftOut:
@@ -86,10 +94,7 @@ class StateOnRead(MappedOptimizer):
 
     def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
         """Begin a step: return what its closure returns, and warn of what is not stepped."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = super()._loss_of(closure)
         if self._left_out is not None:
             self._left_out.warn_if_thawed(self)
         return loss

@@ -9,7 +9,7 @@ the ordinary ``param_groups`` and ``state``; ``mapping.py`` says how.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -28,6 +28,7 @@ from meshard._torch.dtensor import (
     plain_of,
     scalar_reads,
 )
+from meshard._torch.patches import params_in
 from meshard._torch.private import without_torch_function
 from meshard.optim.mapping import (
     MappedOptimizer,
@@ -38,7 +39,6 @@ from meshard.optim.mapping import (
     copy_options,
     objects_in,
 )
-from meshard.policies import list_of
 
 POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -79,12 +79,7 @@ class LocalStep:
         self._sharded: list[torch.Tensor] = []
         self._placeholders: list[nn.Parameter] = []  # of these, in the same order
         self._grads: list[torch.Tensor | None] = []  # likewise, from ``take`` to ``run``
-        self._has_loose = False
-
-    @property
-    def has_loose(self) -> bool:
-        """Whether a parameter is loose: ``run`` finds its gradient in ``.grad``."""
-        return self._has_loose
+        self.has_loose = False  # whether a parameter is loose: ``run`` finds its gradient in .grad
 
     def take(self, optim_groups: OptimGroups, states: States) -> None:
         """Take gradients and hyperparameters as they are now; ``run`` steps by them.
@@ -102,8 +97,7 @@ class LocalStep:
             self._grads = list(map(_GRADIENT, self._sharded))
         pairs = zip(self._grads, self._sharded, strict=True)
         given = [(grad, param) for grad, param in pairs if grad is not None]
-        grads, params = zip(*given, strict=True) if given else ((), ())
-        if not are_placed_like(grads, params):
+        if given and not are_placed_like(*zip(*given, strict=True)):
             _raise_for_placements(given)
 
     def run(self) -> None:
@@ -162,13 +156,13 @@ class LocalStep:
         made: list[dict[str, Any]] = []
         self._numbers: list[int] = []  # for each private group, the index of the user's
         for number, group in enumerate(optim_groups):
-            for portion in self._portions_of(group["params"]):
-                params = [placeholders.get(param, param) for param in portion]
-                made.append({**group, "params": params})
+            params = group["params"]
+            for portion in _portions_of(params) if self._is_pointwise else [params]:
+                held = [placeholders.get(param, param) for param in portion]
+                made.append({**group, "params": held})
                 self._numbers.append(number)
         self._optimizer = self._make(made)
-        held = {id(param) for group in self._optimizer.param_groups for param in group["params"]}
-        if held != {id(param) for group in made for param in group["params"]}:
+        if set(map(id, params_in(self._optimizer))) != {id(p) for g in made for p in g["params"]}:
             raise RuntimeError(
                 f"the {type(self._optimizer).__name__} that steps one unit does not hold the "
                 "parameters it was to be made for; make it from the param groups that are passed, "
@@ -183,29 +177,22 @@ class LocalStep:
         pairs = [*placeholders.items(), *((param, param) for param in loose)]
         self._state_map = StateMap(self._optimizer, pairs)
         self._sharded, self._placeholders = list(placeholders), list(placeholders.values())
-        self._has_loose = bool(loose)
+        self.has_loose = bool(loose)
         self._planned = objects_in(optim_groups)
 
-    def _portions_of(self, params: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-        """Iterate over parameters that are stepped at once."""
-        if not self._is_pointwise:
-            yield list(params)
-            return
-        # torch's foreach kernels do not take tensor subclasses together with others.
-        plain = [param for param in params if is_plain(plain_of(param))]
-        others = [param for param in params if not is_plain(plain_of(param))]
-        for alike in (plain, others):
-            portion: list[torch.Tensor] = []
-            room = _PORTION
-            for param in alike:
-                num_bytes = plain_of(param).nbytes
-                if portion and num_bytes > room:
-                    yield portion
-                    portion, room = [], _PORTION
-                portion.append(param)
-                room -= num_bytes
-            if portion:
-                yield portion
+
+def _portions_of(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Return the parameters that are stepped at once, tensor subclasses apart from others.
+
+    torch's foreach kernels do not take both together.
+    """
+    portions: dict[tuple[bool, int], list[torch.Tensor]] = {}
+    num_bytes = 0
+    for param in params:
+        key = not is_plain(plain_of(param)), num_bytes // _PORTION
+        portions.setdefault(key, []).append(param)
+        num_bytes += plain_of(param).nbytes
+    return list(portions.values()) or [[]]
 
 
 def _raise_for_placements(given: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -227,25 +214,16 @@ class LocalOptimizer(MappedOptimizer):
 
     def __init__(self, template: Optimizer) -> None:
         super().__init__(template)
-        self._set_class(type(template))
-
-    def _set_class(self, cls: MakeOptimizer) -> None:
-        self._class = cls
-        self._step = LocalStep(cls)
+        self._class: Callable[..., Optimizer] = type(template)
+        self._step = LocalStep(self._class)
         self._private = [self._step]
 
     @override
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_class": self._class}
-
-    @override
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        is_new = "_class" in state  # a copy or an unpickled one; not load_state_dict
-        if is_new:
-            self._private = ()
-        super().__setstate__(state)
-        if is_new:
-            self._set_class(self._class)
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle and copy this as the ordinary optimizer that it takes over."""
+        template = self._class([dict(group) for group in self.param_groups])
+        template.state.update(self.state)
+        return LocalOptimizer, (template,)
 
     @override
     @torch.no_grad()
@@ -258,10 +236,7 @@ class LocalOptimizer(MappedOptimizer):
             RuntimeError: Gradients are pending: see ``meshard.pending_gradients``. Or you have set
                 one whose placements are not those of its parameter.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         self._step.take(self.param_groups, self._state)
         self._step.run()
         return loss
@@ -309,7 +284,7 @@ def local_optimizer(
         )
     require_units(module)
     make: Callable[..., Optimizer] = optimizer
-    template = make(list_params(module, param_groups), **optimizer_kwargs)
+    template = make(params_of(module, param_groups), **optimizer_kwargs)
     if any(group.get("differentiable") for group in template.param_groups):
         raise ValueError("local_optimizer has no differentiable step; use the ordinary optimizer.")
     return LocalOptimizer(template)
@@ -325,19 +300,8 @@ def check_is_no_instance(caller: str, optimizer: object) -> None:
         )
 
 
-def check_makes_optimizers(caller: str, optimizer: object) -> None:
-    """Raise a TypeError unless ``optimizer`` is a class of optimizers, or a function like one."""
-    check_is_no_instance(caller, optimizer)
-    if not callable(optimizer) or isinstance(optimizer, nn.Module):
-        raise TypeError(
-            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
-        )
-
-
-def list_params(module: nn.Module, param_groups: Params | None) -> list[Any]:
-    """Return ``param_groups`` as a list; None: all trainable parameters of ``module``."""
+def params_of(module: nn.Module, param_groups: Params | None) -> Params:
+    """Return ``param_groups``; None: all trainable parameters of ``module``."""
     if param_groups is None:
         return [param for param in module.parameters() if param.requires_grad]
-    what = "an iterable of parameters or of dicts of optimizer arguments"
-    # Tuples come from module.named_parameters(), which newer torch accepts.
-    return list_of("param_groups", param_groups, (torch.Tensor, dict, tuple), what)
+    return param_groups

@@ -10,7 +10,7 @@ placeholders. ``StateMap.show`` writes it to the state that users see when they 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from operator import is_
 from typing import Any, Protocol
 
@@ -42,8 +42,13 @@ def are_same(found: Sequence[object], before: Sequence[object]) -> bool:
 
 
 def copy_options(group: dict[str, Any], to: dict[str, Any]) -> None:
-    """Give the param group ``to`` the hyperparameters of ``group``, but not its parameters."""
-    to.update((key, value) for key, value in group.items() if key != "params")
+    """Give the param group ``to`` the hyperparameters of ``group``, but not its parameters.
+
+    Tensors are copied, because schedulers write to them, and a step may still have to read them.
+    """
+    for key, value in group.items():
+        if key != "params":
+            to[key] = value.clone() if isinstance(value, torch.Tensor) else value
 
 
 class StateMap:
@@ -167,6 +172,13 @@ class MappedOptimizer(Optimizer):
             for key, own in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
+
+    def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
+        """Return what the closure of a step returns, if there is one."""
+        if closure is None:
+            return None
+        with torch.enable_grad():
+            return closure()
 
     @override
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -31,8 +31,8 @@ from meshard.optim.local import (
     LocalStep,
     MakeOptimizer,
     Params,
-    check_makes_optimizers,
-    list_params,
+    check_is_no_instance,
+    params_of,
 )
 from meshard.optim.mapping import MappedOptimizer, OptimGroups, States, are_same, objects_in
 from meshard.optim.owner import OwnerOptimizer
@@ -111,10 +111,7 @@ class OverlappedOptimizer(MappedOptimizer):
                 got a gradient since its turn in the last backward, as from a penalty computed
                 before the forward: a second step would not be the step by their sum.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         stepped, self._stepped = self._stepped, set()
         self._plan_if_changed()
         for unit, stepper in self._steppers.items():
@@ -281,8 +278,8 @@ class UnitStepper:
         with self._on_stream(), torch.no_grad(), self._profiled():
             if self._change is not None:
                 self._change(grads)
-            members = self._members.items()
-            self._local.take([_copied(groups[number], own) for number, own in members], states)
+            own = [{**groups[number], "params": each} for number, each in self._members.items()]
+            self._local.take(own, states)
         group.record_step()  # while .grad is there: it counts steps that had a gradient
         try:
             if host_copies is not None and not self._local.has_loose:
@@ -371,15 +368,6 @@ class WorkerStep:
         self.poll: Callable[[], bool] = future.done
 
 
-def _copied(group: dict[str, Any], params: list[torch.Tensor]) -> dict[str, Any]:
-    """Return ``group`` with ``params``, and copies of its tensors: schedulers write to those."""
-    present = {
-        key: value.clone() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-    }
-    return {**present, "params": params}
-
-
 def overlap_optimizer(
     module: nn.Module,
     optimizer: type[Optimizer] | Callable[[Iterable[Any]], Optimizer],
@@ -435,9 +423,9 @@ def overlap_optimizer(
     change = unit_clip(max_unit_norm, clip_value)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
-    check_makes_optimizers("overlap_optimizer", optimizer)
+    check_is_no_instance("overlap_optimizer", optimizer)
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
-    template = make(list_params(module, param_groups))
+    template = make(params_of(module, param_groups))
     _check_template(template)
     _check_not_overlapped(param for group in template.param_groups for param in group["params"])
     if type(template) in POINTWISE:
