@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
-from meshard._comm.gradient_buffer import GradientLayout, UnusedParamMarks, as_operand
+from meshard._comm.gradient_buffer import GradientLayout, UnusedParamMarks
 from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 
@@ -96,7 +96,10 @@ def foreach_reduce(
     present = [tensor for tensor in (*gradients, *(partial or ())) if tensor is not None]
     device = present[0].device if present else device or torch.get_default_device()
     params = [ParamLayout(torch.Size(size), 0, shard_group.size()) for size in sizes]
-    layout = GradientLayout(params, tuple(range(len(params))), device)
+    comm = make_communicator(device, share_memory=False)
+    layout = GradientLayout(
+        params, tuple(range(len(params))), device, at_once=not comm.waits_block_host
+    )
     plan = ReducePlan(
         wire_dtype=reduce_dtype,
         accumulate_dtype=accumulate_dtype,
@@ -112,7 +115,6 @@ def foreach_reduce(
     layout.reduce_scatter_copy_in([buffer], list(gradients))
     used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
     laid_out = _laid_out(partial, layout, shard_group.rank(), accumulate_dtype)
-    comm = make_communicator(device, share_memory=False)
     reduced = Reduction(plan, [buffer], layout.marks_for(used), laid_out, comm).finish()
     shards: list[torch.Tensor | None] = [None] * len(params)
     for index, shard in layout.shards(reduced.shard, shard_group.rank(), reduced.used):
@@ -237,7 +239,7 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         return
     if numerator & (numerator - 1) == 0 and denominator < 2**24:
         # The reciprocal is exact: the divisor is a power of two, or a fraction such as 1 / 7.
-        tensor.mul_(as_operand(denominator / numerator, tensor))
+        tensor.mul_(denominator / numerator)
     else:
         # Multiplying by a reciprocal that is not exact would round twice. On a device torch
         # multiplies by the reciprocal if the divisor is a Python number. So there the divisor is a
@@ -245,7 +247,7 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         # which may be bfloat16.
         quotient = numerator / denominator
         if tensor.is_cpu:
-            tensor.div_(as_operand(quotient, tensor))
+            tensor.div_(quotient)
         else:
             dtype = _wider(tensor.dtype, torch.float32)
             tensor.div_(torch.full((1,), quotient, dtype=dtype, device=tensor.device))

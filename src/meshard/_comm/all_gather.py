@@ -6,16 +6,15 @@ which ranges are cast before they are sent, and where each gathered range is cop
 
 from __future__ import annotations
 
-import itertools
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, ReceiveMemory, Rows
-from meshard._mesh.layout import FlatLayout, ParamRange, matching_parts
+from meshard._mesh.layout import FlatLayout, matching_parts
 from meshard._torch.private import foreach_copy_
 
 _TINY = 2**14  # bytes: buffers up to this size are never freed, as malloc would keep their memory
@@ -37,6 +36,15 @@ class _CastRange(NamedTuple):
         """Where the next range must begin, in both buffers, to be merged with this one."""
         end = self.from_offset + self.numel
         return self.from_segment, end, self.to_segment, self.to_offset + self.numel
+
+
+class _Part(NamedTuple):
+    """A part of the gathered rows that is copied into an unsharded parameter by one copy."""
+
+    segment: int
+    offset: int  # from the start of the segment
+    like: torch.Tensor  # on the meta device, with the size and strides of the part
+    target: torch.Tensor
 
 
 class GatherPlan:
@@ -61,14 +69,6 @@ class GatherPlan:
         self.on_wire = on_wire
         self._casts = at_rest.segments != on_wire.segments
         self._cast_ranges = _cast_ranges(at_rest, on_wire) if self._casts else []
-        self._regular_ranges = [
-            (segment.regular_sizes, segment.regular_numel) for segment in on_wire.segments
-        ]
-        self._irregular_ranges = [
-            (position, param_range)
-            for position, segment in enumerate(on_wire.segments)
-            for param_range in segment.ranges[segment.num_regular :]
-        ]
         self._unsharded = list(unsharded)
         self._regular = [
             [
@@ -77,17 +77,26 @@ class GatherPlan:
             ]
             for segment in on_wire.segments
         ]
-        self._regular_of_blocks: dict[int, list[list[list[torch.Tensor]]]] = {}
+        self._irregular = [
+            (position, param_range)
+            for position, segment in enumerate(on_wire.segments)
+            for param_range in segment.ranges[segment.num_regular :]
+            if param_range.numel
+        ]
+        numel, dtype = on_wire.shard_form
+        self._out = [view.view(dtype) for views in self._regular for view in views]
+        self._out_sizes = [view.size(1) for view in self._out]
+        self._padding = 0 if self._irregular else numel - sum(self._out_sizes)
         self._kept: ReceiveMemory | None = None
         self._kept_segments: list[torch.Tensor] = []  # ``_kept.rows``, split by dtype
         self._allocate_kept: Callable[[], object] | None = None  # None: ``_kept`` is never freed
-        self._copies: _Copies | None = None  # from ``_kept`` into the parameters
+        self._from_kept: _Copies | None = None
         if allocate is not None and len(unsharded) == 1 and self._regular[0]:
             numel, dtype = on_wire.shard_form
             flat = unsharded[0].view(-1).view(dtype)
             rows = flat.view(-1, numel)
             self._kept, self._allocate_kept = ReceiveMemory(flat, rows), allocate
-            self._copies = [], []
+            self._from_kept = [], []
 
     def start(
         self,
@@ -136,91 +145,76 @@ class GatherPlan:
         if num_bytes <= _TINY:
             return ReceiveMemory(flat, rows)
         # ``_receive`` calls this from the second gather on. new_empty above serves the first one.
-        self._allocate_kept = partial(resize, num_bytes)
-        return ReceiveMemory(flat, rows, free=partial(resize, 0))
-
-    def _make_copies(self, parts: Sequence[torch.Tensor]) -> _Copies:
-        """Return views to copy between. ``parts`` are the received rows, split by dtype.
-
-        Adjacent parameters of equal size are one copy, if they lie at equal distances in memory.
-        """
-        targets, sources = list[torch.Tensor](), list[torch.Tensor]()
-        for part, segment, unsharded in zip(
-            parts, self.on_wire.segments, self._regular, strict=True
-        ):
-            sizes = segment.regular_sizes
-            for numel, run in itertools.groupby(range(len(sizes)), sizes.__getitem__):
-                positions = list(run)
-                same, count = [unsharded[position] for position in positions], len(positions)
-                taken = part.narrow(1, segment.ranges[positions[0]].offset, count * numel)
-                taken = taken.unflatten(1, (count, numel))
-                gap = _gap_between(same)
-                if gap is None:
-                    targets.extend(same)
-                    sources.extend(taken.unbind(1))
-                else:
-                    size, stride = (count, *same[0].shape), (gap, *same[0].stride())
-                    targets.append(same[0].as_strided(size, stride))
-                    sources.append(taken.transpose(0, 1))
-        return targets, sources
+        self._allocate_kept = functools.partial(resize, num_bytes)
+        return ReceiveMemory(flat, rows, free=functools.partial(resize, 0))
 
     def copy_out(self, rows: Rows) -> None:
         """Copy the gathered ``rows``, without padding, into the tensors ``unsharded``."""
         if self._kept is not None and rows[0] is self._kept.rows:
-            blocks = [self._kept_segments]
-            self._copy_kept_out()
+            if self._from_kept is None:
+                self._from_kept = self._copies_from(self._kept_segments)
+            _copy(self._from_kept)
+        elif len(rows) > 1:
+            self._copy_blocks_out(rows)
+        elif self._irregular:
+            _copy(self._copies_from(self.on_wire.split(rows[0])))
         else:
-            blocks = [self.on_wire.split(block) for block in rows]
-            for segments, targets in zip(blocks, self._targets_of(rows), strict=True):
-                self._take_apart(segments, targets)
-        for position, each in self._irregular_ranges:
-            parts = [segments[position].narrow(1, each.offset, each.numel) for segments in blocks]
-            self._fill_irregular(each, parts[0] if len(parts) == 1 else torch.cat(parts))
+            self._split(rows[0])
 
-    def _copy_kept_out(self) -> None:
-        if self._copies is None:  # not made in __init__: as_strided needs the parameters' memory
-            self._copies = self._make_copies(self._kept_segments)
-        targets, sources = self._copies
-        if len(targets) == 1:  # takes half the time of the foreach operator
-            targets[0].copy_(sources[0])
-        elif targets:
-            foreach_copy_(targets, sources)
+    def _split(self, rows: torch.Tensor) -> None:
+        """Copy all ranges, which are regular. On CUDA it is one kernel, if it takes all columns."""
+        sizes, out = self._out_sizes, self._out
+        if self._padding:
+            sizes = [*sizes, self._padding]
+            out = [*out, rows.new_empty(rows.size(0), self._padding)]
+        torch.split_with_sizes_copy(rows, sizes, dim=1, out=out)
 
-    def _targets_of(self, rows: Rows) -> list[list[list[torch.Tensor]]]:
-        """Return, for each block of rows, the views that it fills: a list for each segment."""
-        count = len(rows)
-        if count == 1:
-            return [self._regular]
-        if count not in self._regular_of_blocks:
-            split = [[view.chunk(count) for view in views] for views in self._regular]
-            self._regular_of_blocks[count] = [
-                [[chunks[block] for chunks in views] for views in split] for block in range(count)
-            ]
-        return self._regular_of_blocks[count]
+    @functools.cached_property
+    def _parts(self) -> list[_Part]:
+        numel, dtype = self.on_wire.shard_form
+        count = self.on_wire.params[0].shard_count
+        rows = torch.empty(count, numel, dtype=dtype, device="meta")
+        return [
+            _Part(position, int(ours.storage_offset() - part.storage_offset()), ours, theirs)
+            for position, part in enumerate(self.on_wire.split(rows))
+            for each in self.on_wire.segments[position].ranges
+            for ours, theirs in matching_parts(
+                part.narrow(1, each.offset, each.numel),
+                self._unsharded[each.index],
+                self.on_wire.params[each.index],
+            )
+        ]
 
-    def _take_apart(
-        self, segments: Sequence[torch.Tensor], targets: list[list[torch.Tensor]]
-    ) -> None:
-        """Copy the regular ranges of each segment ``[..., n]`` to its targets."""
-        for part, (sizes, numel), out in zip(segments, self._regular_ranges, targets, strict=True):
-            if sizes:
-                regular = part if numel == part.size(-1) else part.narrow(-1, 0, numel)
-                torch.split_with_sizes_copy(regular, sizes, dim=-1, out=out)
+    def _copies_from(self, segments: Sequence[torch.Tensor]) -> _Copies:
+        """Return views to copy between. ``segments`` are the received rows, split by dtype."""
+        starts = [int(segment.storage_offset()) for segment in segments]
+        # as_strided is one call; narrow, view and transpose would take several times as long.
+        sources = [
+            segments[each.segment].as_strided(
+                each.like.size(), each.like.stride(), starts[each.segment] + each.offset
+            )
+            for each in self._parts
+        ]
+        return [each.target for each in self._parts], sources
 
-    def _fill_irregular(self, param_range: ParamRange, ranges: torch.Tensor) -> None:
-        layout = self.on_wire.params[param_range.index]
-        for ours, theirs in matching_parts(ranges, self._unsharded[param_range.index], layout):
-            theirs.copy_(ours)
+    def _copy_blocks_out(self, rows: Rows) -> None:
+        blocks = [self.on_wire.split(block) for block in rows]
+        for position, segment in enumerate(self.on_wire.segments):
+            targets = [view.chunk(len(rows)) for view in self._regular[position]]
+            # The zip is empty if there are no targets.
+            for segments, out in zip(blocks, zip(*targets, strict=True), strict=False):
+                regular = segments[position].narrow(1, 0, segment.regular_numel)
+                torch.split_with_sizes_copy(regular, segment.regular_sizes, dim=1, out=list(out))
+        for position, each in self._irregular:
+            ranges = [segments[position].narrow(1, each.offset, each.numel) for segments in blocks]
+            unsharded, layout = self._unsharded[each.index], self.on_wire.params[each.index]
+            for ours, theirs in matching_parts(torch.cat(ranges), unsharded, layout):
+                theirs.copy_(ours)
 
 
-def _gap_between(views: Sequence[torch.Tensor]) -> int | None:
-    """Return how many elements lie between the starts of views of one storage.
-
-    None if there is one view, or if the views do not lie at equal distances.
-    """
-    offsets = [int(view.storage_offset()) for view in views]
-    gaps = {after - before for before, after in itertools.pairwise(offsets)}
-    return gaps.pop() if len(gaps) == 1 else None
+def _copy(copies: _Copies) -> None:
+    if copies[0]:
+        foreach_copy_(*copies)
 
 
 def _cast_ranges(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRange]:

@@ -28,10 +28,6 @@ from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, m
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
-_MAX_OPERANDS = 64  # limit of the cache, because a divide factor may change with every batch
-# In these dtypes a 0-d tensor is as exact an operand as a Python number. In a narrower dtype it is
-# less exact: in bfloat16 a 0-d tensor is rounded to bfloat16, but a Python number only to float32.
-_EXACT = (torch.float32, torch.float64)
 # The range of a used parameter must not begin with ``-0.0``, so 0.0 is added to its first element.
 # If all parameters are used, 0.0 may be added to every element instead. This needs no indexing. It
 # is faster (4 against 120 us for six parameters on 4096 ranks) if the buffer has at most ``_SMALL``
@@ -54,11 +50,16 @@ class GradientLayout:
     """Where the gradients of some of a unit's parameters lie in the send buffer. Immutable.
 
     ``params`` are all parameters of the unit. ``indices`` say which of them take part, in the order
-    of the unit.
+    of the unit. ``at_once``: gradients are packed by one operator, as is faster on a device.
     """
 
     def __init__(
-        self, params: Sequence[ParamLayout], indices: tuple[int, ...], device: torch.device
+        self,
+        params: Sequence[ParamLayout],
+        indices: tuple[int, ...],
+        device: torch.device,
+        *,
+        at_once: bool = False,
     ) -> None:
         # One dtype for all, to get one segment. The buffers may have another dtype.
         flat = FlatLayout.build(params, [torch.float32] * len(params), indices)
@@ -76,8 +77,11 @@ class GradientLayout:
         # A large unit packs its gradients one by one. No unit on a device counts as large: there,
         # packing six gradients one by one takes the host 0.8 ms longer than one operator, and the
         # device 2.5 times as long if they are cast (H100, torch 2.11).
-        self.is_large = device.type == "cpu" and self.numel >= _LARGE
-        self._is_cut_along_0 = all(params[index].shard_dim == 0 for index in self.regular)
+        self.is_large = not at_once and self.numel >= _LARGE
+        # On CPU one operator is faster only if it has nothing to pad (9 us for six gradients).
+        is_even = not self.irregular and all(params[i].shard_dim == 0 for i in self.regular)
+        self._at_once = bool(self._all_ranges) and (at_once or (is_even and not self.is_large))
+        self._small = _SMALL_ON_DEVICE if at_once else _SMALL
         self._marks: dict[frozenset[int], UnusedParamMarks] = {}
         self._owned: dict[int, list[_Owned]] = {}
 
@@ -125,6 +129,11 @@ class GradientLayout:
         replaced by None once it is copied, so that not all gradients exist twice.
         """
         ranges = self._all_ranges
+        if self._at_once and len(rows) == 1:
+            dtypes = {gradient.dtype for gradient in gradients if gradient is not None}
+            if _fits_chunk_cat(dtypes, rows[0]):
+                self._write_at_once(rows[0], gradients)
+                return
         if self.regular and not self.is_large:
             regular = [g for index in self.regular if (g := gradients[index]) is not None]
             if len(regular) == len(self.regular):
@@ -135,24 +144,25 @@ class GradientLayout:
             if self.is_large:
                 gradients[each.index] = None
 
+    def _write_at_once(self, buffer: torch.Tensor, gradients: list[torch.Tensor | None]) -> None:
+        dtype = next(gradient.dtype for gradient in gradients if gradient is not None)
+        sources, missing = list[torch.Tensor](), list[ParamRange]()
+        for each in self._all_ranges:
+            gradient, layout = gradients[each.index], self.params[each.index]
+            if gradient is None:  # chunk_cat makes of one row as many as there are ranks
+                missing.append(each)
+                sources.append(buffer.new_empty(1, each.numel, dtype=dtype))
+            else:  # it pads what is cut along dim 0, too
+                sources.append(gradient if layout.shard_dim == 0 else _in_rows(gradient, layout))
+        chunk_cat(sources, 0, self.shard_count, out=buffer)
+        for each in missing:
+            buffer.narrow(1, each.offset, each.numel).fill_(-0.0)
+
     def _concatenate(self, gradients: list[torch.Tensor], rows: Rows) -> None:
         """Write the gradients of all regular parameters."""
-        count = self.shard_count
-        if len(rows) > 1:
-            split = [gradient.reshape(count, -1).chunk(len(rows)) for gradient in gradients]
-            for block, pieces in zip(rows, zip(*split, strict=True), strict=True):
-                torch.cat(pieces, dim=1, out=block.narrow(1, 0, self.regular_numel))
-            return
-        (buffer,) = rows
-        if self.regular_numel < self.shard_numel:
-            buffer = buffer.narrow(1, 0, self.regular_numel)
-        if len(gradients) == 1:
-            buffer.copy_(gradients[0].reshape(count, -1))
-        elif self._is_cut_along_0 and _fits_chunk_cat({g.dtype for g in gradients}, buffer):
-            # This takes 6 us less than the operators below, for six gradients.
-            chunk_cat(gradients, 0, count, out=buffer)
-        else:
-            torch.cat([gradient.reshape(count, -1) for gradient in gradients], dim=1, out=buffer)
+        split = [gradient.reshape(self.shard_count, -1).chunk(len(rows)) for gradient in gradients]
+        for block, pieces in zip(rows, zip(*split, strict=True), strict=True):
+            torch.cat(pieces, dim=1, out=block.narrow(1, 0, self.regular_numel))
 
     def _write(self, rows: Rows, each: ParamRange, gradient: torch.Tensor | None) -> None:
         layout = self.params[each.index]
@@ -161,17 +171,11 @@ class GradientLayout:
             for part in parts:
                 part.fill_(-0.0)
             return
-        if layout.is_regular:
-            sources = gradient.reshape(self.shard_count, -1)
-        elif len(parts) == 1:
+        if len(parts) == 1 and not layout.is_regular:
             parts[0].fill_(0.0)
             _copy_into(parts[0], gradient, layout)
             return
-        else:
-            sources = parts[0].new_zeros(self.shard_count, each.numel)
-            _copy_into(sources, gradient, layout)
-        blocks = sources.chunk(len(parts)) if len(parts) > 1 else (sources,)
-        for part, source in zip(parts, blocks, strict=True):
+        for part, source in zip(parts, _in_rows(gradient, layout).chunk(len(parts)), strict=True):
             part.copy_(source)
 
     def add(self, buffer: torch.Tensor, gradients: list[torch.Tensor | None]) -> None:
@@ -216,7 +220,10 @@ class GradientLayout:
             # An empty range has no element for a mark. It counts as used on every rank.
             empty = self.ranges.keys() - {each.index for each in self._all_ranges}
             self._marks[used] = UnusedParamMarks(
-                self._all_ranges, self._first_columns, used | empty
+                self._all_ranges,
+                self._first_columns,
+                used | empty,
+                small=self._small,
             )
         return self._marks[used]
 
@@ -246,6 +253,15 @@ def _fits_chunk_cat(dtypes: AbstractSet[torch.dtype], buffer: torch.Tensor) -> b
     if dtypes == {buffer.dtype}:
         return True
     return buffer.is_cuda and buffer.dtype == torch.float32 and dtypes == {torch.bfloat16}
+
+
+def _in_rows(gradient: torch.Tensor, layout: ParamLayout) -> torch.Tensor:
+    """Return ``[shard_count, range_numel]``, with the shards of all ranks and their padding."""
+    if layout.is_regular:
+        return gradient.reshape(layout.shard_count, -1)
+    rows = gradient.new_zeros(layout.shard_count, layout.range_numel)
+    _copy_into(rows, gradient, layout)
+    return rows
 
 
 def _copy_into(ranges: torch.Tensor, gradient: torch.Tensor, layout: ParamLayout) -> None:
@@ -282,24 +298,6 @@ class FlatGradients(NamedTuple):
 # --- marks of unused parameters -------------------------------------------------------------------
 
 
-@functools.lru_cache(_MAX_OPERANDS)
-def _as_tensor(number: float, dtype: torch.dtype) -> torch.Tensor:
-    return torch.full((), number, dtype=dtype, device="cpu")
-
-
-def as_operand(number: float, other: torch.Tensor) -> float | torch.Tensor:
-    """Return the operand to use instead of ``number`` in an operator on ``other``.
-
-    For a CPU tensor in float32 or float64 it is a cached 0-d tensor, which gives the same result,
-    and torch uses it as it is. Of a Python number torch makes a float64 tensor at every call, and
-    casts it, which takes longer than multiplying a thousand elements. For others it is ``number``.
-    """
-    # Not for a fake tensor: under FakeTensorMode, the cache would get a fake 0-d tensor.
-    if type(other) is torch.Tensor and other.is_cpu and other.dtype in _EXACT:
-        return _as_tensor(number, other.dtype)
-    return number
-
-
 def _sent_to(device: torch.device, numbers: list[int]) -> torch.Tensor:
     """Return ``numbers`` on ``device``. The host does not wait: this may be called in each step."""
     is_pinned = device.type not in ("cpu", "meta")
@@ -315,8 +313,11 @@ class UnusedParamMarks:
         ranges: Sequence[ParamRange],  # those that have elements
         columns: torch.Tensor,  # the column of each range's first element
         used: frozenset[int],  # parameters for which this rank has a gradient
+        *,
+        small: int,  # elements of a buffer to which 0.0 is added as a whole
     ) -> None:
         self.used = used
+        self._small = small
         self._indices = [each.index for each in ranges]
         self._columns = columns
         self.all_used = used.issuperset(self._indices)  # if so, this rank reads no mark
@@ -327,15 +328,14 @@ class UnusedParamMarks:
         """In ``buffer [..., n]``, turn ``-0.0`` at the start of used ranges into ``0.0``."""
         columns = self._used_columns
         if self.all_used and self._is_dense(buffer):
-            buffer.add_(as_operand(0.0, buffer))
+            buffer.add_(0.0)
         elif columns.numel():
             # Not index_add_: CUDA adds to 16-bit elements in pairs, so 0.0 would also be added to
             # a neighbour, which may be a mark.
             buffer.index_copy_(-1, columns, buffer.index_select(-1, columns) + 0.0)
 
     def _is_dense(self, buffer: torch.Tensor) -> bool:
-        small = _SMALL if buffer.is_cpu else _SMALL_ON_DEVICE
-        return buffer.numel() <= small or buffer.size(-1) <= _FEW * self._used_columns.numel()
+        return buffer.numel() <= self._small or buffer.size(-1) <= _FEW * self._used_columns.numel()
 
     def is_marked(self, flat: torch.Tensor) -> torch.Tensor:
         """Return which ranges of ``flat [n]`` start with ``-0.0``."""
@@ -351,7 +351,7 @@ class UnusedParamMarks:
         if not self._columns.numel():
             return
         if unused is None and self._is_dense(flat):
-            flat.add_(as_operand(0.0, flat))
+            flat.add_(0.0)
             return
         first = flat.index_select(0, self._columns) + 0.0
         if unused is not None:

@@ -87,8 +87,13 @@ class GradientRules:
             # Bounded, because a user may freeze other parameters in every step.
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
-            layouts = [param.layout for param in self._unit_params.params]
-            self._layouts[indices] = GradientLayout(layouts, indices, self._unit_params.spec.device)
+            params = self._unit_params
+            self._layouts[indices] = GradientLayout(
+                [param.layout for param in params.params],
+                indices,
+                params.spec.device,
+                at_once=not params.comm.waits_block_host,
+            )
         return self._layouts[indices]
 
     def accumulate_dtype(self, gradients: GradientLayout) -> torch.dtype:
