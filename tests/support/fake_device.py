@@ -44,7 +44,12 @@ class Stream:
         return event
 
     def wait_event(self, event: "Event") -> None:
+        self.device.num_waits += 1
         self.catch_up(event.clock)
+
+    def wait_stream(self, stream: "Stream") -> None:
+        self.device.num_waits += 1
+        self.catch_up(stream.clock)
 
     def catch_up(self, clock: Clock) -> None:
         for number, ticks in clock.items():
@@ -61,6 +66,12 @@ class Event:
     clock: Clock
     device: "FakeDevice"
     recorded_at: float = 0.0
+
+    def record(self, stream: Stream | None = None) -> "Event":
+        return (stream or self.device.current_stream()).record_event(self)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or self.device.current_stream()).wait_event(self)
 
     def elapsed_time(self, end: "Event") -> float:
         """Return milliseconds, as if the device were as fast as the host."""
@@ -106,6 +117,7 @@ class FakeDevice:
         self.compute = self.Stream()
         self.host = Stream(self, -1)  # as a queue: it runs one operator after the other
         self.num_host_waits = 0
+        self.num_waits = 0  # of streams
         self.is_through = False  # with all that was queued: it is slow, so that nothing is lucky
         self._host_memory: list[int] = []  # weak references to storages
         self._current = threading.local()
