@@ -12,7 +12,7 @@ import meshard
 from meshard import CommLedger
 from tests.support.models import Made
 from tests.support.ranks import fake_group, on_fake_ranks, on_ranks
-from tests.support.sharding import shard_blocks
+from tests.support.sharding import padded, shard_blocks
 from tests.support.spread import spread
 from tests.support.strategies import MODES
 
@@ -53,20 +53,24 @@ def measure(mesh_shape, num_units, schedule, warm_up=1, **kwargs):
 
 def check(ledger, mesh_shape, num_units, schedule, reshards):
     """Compare counts, bytes of whole buffers, and bytes that a ring sends."""
-    root, blocks = 2 * ROWS * WIDTH * 4, (num_units - 1) * ROWS * WIDTH * 4
     shards, replicas = mesh_shape[-1], mesh_shape[0] if len(mesh_shape) == 2 else 1
+    row = ROWS * WIDTH * 4 // shards
+    # With rows of 16 bytes in any dtype: gathered in float32, and 8 elements that are reduced.
+    root, block = shards * padded(2 * row, 16), shards * padded(row, 16)
+    sent = padded(2 * row, 32) + (num_units - 1) * padded(row, 32)
     num_reduced = sum(sync != "N" for sync in schedule)
     counts, totals, ring = {}, {}, {}
     if shards > 1:
         gathers = 2 * num_units - 1 if reshards else num_units
         counts["all_gather"] = gathers * len(schedule)
-        totals["all_gather"] = (root + blocks * (2 if reshards else 1)) * len(schedule)
+        totals["all_gather"] = (root + (gathers - 1) * block) * len(schedule)
         counts["reduce_scatter"] = num_units * num_reduced
-        totals["reduce_scatter"] = (root + blocks) * num_reduced
+        totals["reduce_scatter"] = shards * sent * num_reduced
         ring["all_gather"] = ring["reduce_scatter"] = (shards - 1) / shards
     if replicas > 1:
         counts["all_reduce"] = num_units * schedule.count("F")
-        totals["all_reduce"] = (root + blocks) // shards * schedule.count("F")
+        all_reduced = sent if shards > 1 else (num_units + 1) * row
+        totals["all_reduce"] = all_reduced * schedule.count("F")
         ring["all_reduce"] = 2 * (replicas - 1) / replicas
     assert ledger.counts == counts
     assert ledger.bytes == totals
@@ -100,7 +104,7 @@ def test_real_ranks_issue_the_same_in_the_same_order(mesh_shape, reshards):
 @on_fake_ranks(4)
 def test_a_frozen_parameter_is_not_reduced_but_once_if_something_of_it_is_pending():
     layer = meshard.fully_shard(nn.Linear(4, 8), init_device_mesh("cpu", (2, 2)))
-    both, bias = (32 + 8) * 4, 8 * 4
+    gathered, both, bias = (32 + 8) * 4, 2 * 24 * 4, 2 * 8 * 4  # reduced in rows of 8 elements
     for mode, is_frozen, scattered in [
         ("R", False, both),
         ("F", True, both),
@@ -113,7 +117,7 @@ def test_a_frozen_parameter_is_not_reduced_but_once_if_something_of_it_is_pendin
         with CommLedger() as ledger:
             layer(torch.ones(1, 4)).sum().backward()
         reduced = {"all_reduce": scattered // 2} if mode == "F" else {}
-        assert ledger.bytes == {"all_gather": both, "reduce_scatter": scattered, **reduced}
+        assert ledger.bytes == {"all_gather": gathered, "reduce_scatter": scattered, **reduced}
 
 
 @on_fake_ranks(4)

@@ -26,7 +26,7 @@ from tests.support.integer_model import integer_batch, integer_loss
 from tests.support.models import ChosenBlocks, Made, MlpBlock, MlpStack, seeded
 from tests.support.parity import assert_same
 from tests.support.ranks import on_ranks, on_threads
-from tests.support.sharding import shard_blocks
+from tests.support.sharding import padded, shard_blocks
 
 
 @on_threads(2)
@@ -168,7 +168,7 @@ def test_every_mesh_has_a_unit_and_the_inner_one_is_reduced_first():
 
 @on_threads(2)
 def test_a_unit_has_one_gather_and_one_reduction_more():
-    rows, columns = 14, 5  # with one row of padding
+    rows, columns = 7, 5  # of each of two ranks, with one row of padding
     model = sharded(Int8OnWire)
     one_backward(model)
     model.zero_grad()
@@ -181,12 +181,12 @@ def test_a_unit_has_one_gather_and_one_reduction_more():
         if event.unit.startswith("blocks.1")
     ]
     assert sorted(events) == [
-        (False, "all_gather", rows * 4),
-        (False, "all_gather", rows * 4),
-        (False, "reduce_scatter", rows * 4),
-        (True, "all_gather", rows * (columns + 4)),  # a byte each, and a scale
-        (True, "all_gather", rows * (columns + 4)),
-        (True, "reduce_scatter", rows * columns * 4),
+        (False, "all_gather", 2 * padded(rows * 4, 16)),
+        (False, "all_gather", 2 * padded(rows * 4, 16)),
+        (False, "reduce_scatter", 2 * padded(rows, 8) * 4),
+        (True, "all_gather", 2 * padded(rows * (columns + 4), 16)),  # a byte each, and a scale
+        (True, "all_gather", 2 * padded(rows * (columns + 4), 16)),
+        (True, "reduce_scatter", 2 * padded(rows * columns, 8) * 4),
     ]
 
 

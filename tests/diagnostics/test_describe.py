@@ -28,10 +28,10 @@ def test_a_table_of_a_transformer_on_eight_ranks():
     fully_shard_units(model)
     assert describe(model).splitlines() == [
         "unit      parameters  dtype    unsharded  per rank  padding  mesh     policies",
-        "(root)           144  float32      576 B      72 B      0 B  shard 8",
-        "blocks.0         848  float32     3392 B     424 B      0 B  shard 8",
-        "blocks.1         848  float32     3392 B     424 B      0 B  shard 8",
-        "total          1,840              7360 B     920 B      0 B",
+        "(root)           144  float32      576 B      80 B     64 B  shard 8",
+        "blocks.0         848  float32     3392 B     432 B     64 B  shard 8",
+        "blocks.1         848  float32     3392 B     432 B     64 B  shard 8",
+        "total          1,840              7360 B     944 B    192 B",
     ]
 
 
@@ -145,7 +145,7 @@ def test_parameters_in_no_unit_have_a_line():
     fully_shard(model[1])
     cells, _ = rows(describe(model))
     assert cells["(no unit)"][2:7] == ["20", "float32", "80", "B", "80"]
-    assert cells["total"][1:] == ["40", "160", "B", "100", "B", "0", "B"]
+    assert cells["total"][1:] == ["40", "160", "B", "112", "B", "48", "B"]
     fully_shard(model[0]), fully_shard(model)
     assert rows(describe(model))[0]["(root)"][1] == "0"  # a unit without parameters
 

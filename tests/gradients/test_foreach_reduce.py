@@ -179,4 +179,4 @@ def test_what_the_shard_group_has_received_is_freed_while_the_all_reduce_runs(sh
     assert not are_freed(sent, seconds=0)
     reduction.advance()
     assert are_freed(sent)
-    assert torch.equal(reduction.finish().shard, torch.full((6,), 1.5))
+    assert torch.equal(reduction.finish().shard[:6], torch.full((6,), 1.5))

@@ -34,3 +34,8 @@ def edit(module: nn.Module) -> None:
     with torch.no_grad():
         for number, param in enumerate(module.parameters()):
             param.mul_(0.5).add_(number / 64)
+
+
+def padded(numel, multiple):
+    """Return the least multiple of ``multiple`` that is not below ``numel``."""
+    return -(-numel // multiple) * multiple

@@ -55,8 +55,8 @@ class GatherPlan:
 
     A gather fills the tensors ``unsharded``. Those of one dtype share one storage. ``allocate``
     allocates their memory. If it is given, and the unit has a single parameter, which is regular
-    (``ParamLayout.is_regular``), a gather on CPU may receive into the memory of this parameter.
-    Then nothing is copied out.
+    (``ParamLayout.is_regular``) and needs no padding, a gather on CPU may receive into the memory
+    of this parameter. Then nothing is copied out.
     """
 
     def __init__(
@@ -88,11 +88,9 @@ class GatherPlan:
         self._out_sizes = [view.size(1) for view in self._out]
         self._padding = 0 if self._irregular else numel - sum(self._out_sizes)
         self._kept: ReceiveMemory | None = None
-        self._kept_segments: list[torch.Tensor] = []  # ``_kept.rows``, split by dtype
         self._allocate_kept: Callable[[], object] | None = None  # None: ``_kept`` is never freed
         self._from_kept: _Copies | None = None
-        if allocate is not None and len(unsharded) == 1 and self._regular[0]:
-            numel, dtype = on_wire.shard_form
+        if allocate is not None and len(unsharded) == 1 and self._regular[0] and not self._padding:
             flat = unsharded[0].view(-1).view(dtype)
             rows = flat.view(-1, numel)
             self._kept, self._allocate_kept = ReceiveMemory(flat, rows), allocate
@@ -139,7 +137,6 @@ class GatherPlan:
         with torch.inference_mode(False):
             flat = source.new_empty(count * source.numel())
             rows = flat.view(count, -1)
-            self._kept_segments = self.on_wire.split(rows)
         storage = flat.untyped_storage()
         num_bytes, resize = storage.nbytes(), storage.resize_
         if num_bytes <= _TINY:
@@ -152,12 +149,12 @@ class GatherPlan:
         """Copy the gathered ``rows``, without padding, into the tensors ``unsharded``."""
         if self._kept is not None and rows[0] is self._kept.rows:
             if self._from_kept is None:
-                self._from_kept = self._copies_from(self._kept_segments)
+                self._from_kept = self._copies_from(self._kept.rows)
             _copy(self._from_kept)
         elif len(rows) > 1:
             self._copy_blocks_out(rows)
         elif self._irregular:
-            _copy(self._copies_from(self.on_wire.split(rows[0])))
+            _copy(self._copies_from(rows[0]))
         else:
             self._split(rows[0])
 
@@ -185,8 +182,9 @@ class GatherPlan:
             )
         ]
 
-    def _copies_from(self, segments: Sequence[torch.Tensor]) -> _Copies:
-        """Return views to copy between. ``segments`` are the received rows, split by dtype."""
+    def _copies_from(self, rows: torch.Tensor) -> _Copies:
+        """Return views to copy between."""
+        segments = self.on_wire.split(rows) if self.on_wire.is_of_bytes else [rows]
         starts = [int(segment.storage_offset()) for segment in segments]
         # as_strided is one call; narrow, view and transpose would take several times as long.
         sources = [

@@ -2,7 +2,8 @@
 
 A buffer is ``[shard_count, shard_numel]``: row ``r`` is what rank ``r`` will own. In each row every
 parameter that takes part has its range, even if this rank has no gradient for it. So ranks that use
-different parameters still issue the same collective.
+different parameters still issue the same collective. A row ends in zeros, up to a multiple of 16
+bytes in the narrowest dtype that is sent.
 
 **Negative zero marks an unused parameter.** A rank without a gradient fills the range of the
 parameter with ``-0.0``; a rank with a gradient makes sure that the first element of the range is
@@ -24,7 +25,15 @@ from typing import NamedTuple
 import torch
 
 from meshard._comm.communicator import Rows
-from meshard._mesh.layout import FlatLayout, ParamLayout, ParamRange, Segment, matching_parts
+from meshard._mesh.layout import (
+    ROW_BYTES,
+    FlatLayout,
+    ParamLayout,
+    ParamRange,
+    Segment,
+    matching_parts,
+    padded,
+)
 from meshard._torch.private import chunk_cat
 
 _MAX_MARKS = 16
@@ -34,6 +43,7 @@ _MAX_MARKS = 16
 # elements, or each row at most ``_FEW`` elements per parameter. On a device the first limit is
 # ``_SMALL_ON_DEVICE``: indexing launches several kernels there, and an addition only one.
 _SMALL, _SMALL_ON_DEVICE, _FEW = 2**14, 2**23, 8
+_ROW_NUMEL = ROW_BYTES // 2  # no gradient is sent in a narrower dtype than bfloat16
 _LARGE = 2**18  # elements: from this many on, memory matters more than the number of operators
 
 
@@ -69,7 +79,9 @@ class GradientLayout:
         self.shard_count = params[0].shard_count
         segment = flat.segments[0] if flat.segments else Segment(torch.float32, 0, (), 0)
         self.ranges: dict[int, ParamRange] = {each.index: each for each in segment.ranges}
-        self.shard_numel = segment.numel
+        self.shard_numel = padded(segment.numel, _ROW_NUMEL if self.shard_count > 1 else 1)
+        self._padding = self.shard_numel - segment.numel
+        self._zeros: dict[torch.dtype, torch.Tensor] = {}  # of padding
         self.regular = [each.index for each in segment.ranges[: segment.num_regular]]
         self.regular_numel = segment.regular_numel
         self.irregular = [each for each in segment.ranges[segment.num_regular :] if each.numel]
@@ -139,6 +151,8 @@ class GradientLayout:
             if len(regular) == len(self.regular):
                 self._concatenate(regular, rows)
                 ranges = self.irregular
+        for block in rows:
+            self._zero_padding(block)
         for each in ranges:
             self._write(rows, each, gradients[each.index])
             if self.is_large:
@@ -154,6 +168,10 @@ class GradientLayout:
                 sources.append(buffer.new_empty(1, each.numel, dtype=dtype))
             else:  # it pads what is cut along dim 0, too
                 sources.append(gradient if layout.shard_dim == 0 else _in_rows(gradient, layout))
+        if self._padding:
+            if dtype not in self._zeros:
+                self._zeros[dtype] = buffer.new_zeros(1, self._padding, dtype=dtype)
+            sources.append(self._zeros[dtype])
         chunk_cat(sources, 0, self.shard_count, out=buffer)
         for each in missing:
             buffer.narrow(1, each.offset, each.numel).fill_(-0.0)
@@ -178,6 +196,10 @@ class GradientLayout:
         for part, source in zip(parts, _in_rows(gradient, layout).chunk(len(parts)), strict=True):
             part.copy_(source)
 
+    def _zero_padding(self, buffer: torch.Tensor) -> None:
+        if self._padding:
+            buffer.narrow(-1, self.shard_numel - self._padding, self._padding).zero_()
+
     def add(self, buffer: torch.Tensor, gradients: list[torch.Tensor | None]) -> None:
         """Add unsharded gradients to ``buffer``.
 
@@ -200,10 +222,10 @@ class GradientLayout:
         buffer: torch.Tensor,
         used: frozenset[int],
     ) -> None:
-        """Run the user's hooks on ``buffer``, and mark unused parameters again."""
+        """Run the user's hooks on ``buffer`` without its padding; mark unused parameters again."""
         if not hooks:
             return
-        run_hooks(hooks, buffer)
+        run_hooks(hooks, buffer.narrow(-1, 0, self.shard_numel - self._padding))
         self.mark_unused(buffer, used)
 
     def mark_unused(self, buffer: torch.Tensor, used: frozenset[int]) -> None:
@@ -231,6 +253,7 @@ class GradientLayout:
         """Return the gradients ``used`` of ``buffer`` in layout ``to``, with ``-0.0`` elsewhere."""
         shape = (*buffer.shape[:-1], to.shard_numel)
         moved = torch.full(shape, -0.0, dtype=buffer.dtype, device=buffer.device)
+        to._zero_padding(moved)
         for index in used:
             source, target = self.ranges[index], to.ranges[index]
             moved.narrow(-1, target.offset, target.numel).copy_(

@@ -16,6 +16,19 @@ from dataclasses import dataclass
 
 import torch
 
+# Ranks send and receive multiples of this. NCCL has a slow path for what is misaligned
+# (pytorch#195450, nccl#413).
+ROW_BYTES = 16
+
+
+def padded(numel: int, multiple: int) -> int:
+    """Return the least multiple that is not below ``numel``.
+
+    >>> padded(17, 16)
+    32
+    """
+    return math.ceil(numel / multiple) * multiple
+
 
 @dataclass(frozen=True, slots=True)
 class ParamLayout:
@@ -154,7 +167,7 @@ class FlatLayout:
     """The ranges of all parameters of a unit in one flat buffer per rank.
 
     The buffer has one segment per dtype, wider dtypes first, so that every segment is aligned
-    without padding. ``shard_bytes`` is what one rank sends to gather the unit.
+    without padding between them. ``shard_bytes`` is what one rank sends to gather the unit.
     """
 
     params: tuple[ParamLayout, ...]
@@ -204,22 +217,22 @@ class FlatLayout:
 
     @property
     def shard_bytes(self) -> int:
-        """Bytes of one rank's flat shard, padded to the widest dtype if there are several."""
+        """Bytes of one rank's flat shard, which is padded at its end."""
         num_bytes = sum(segment.num_bytes for segment in self.segments)
         widest = self.segments[0].dtype.itemsize if self.segments else 1
-        return math.ceil(num_bytes / widest) * widest
+        is_alone = self.params[0].shard_count == 1 if self.params else True
+        return padded(num_bytes, widest if is_alone else ROW_BYTES)
 
     @property
     def shard_form(self) -> tuple[int, torch.dtype]:
         """Elements and dtype of the buffer of one rank's flat shard."""
-        if self.is_of_bytes:
-            return self.shard_bytes, torch.uint8
-        return self.segments[0].numel, self.segments[0].dtype
+        dtype = torch.uint8 if self.is_of_bytes else self.segments[0].dtype
+        return self.shard_bytes // dtype.itemsize, dtype
 
     def split(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """Return one typed view ``[..., segment.numel]`` per segment of a buffer."""
         if not self.is_of_bytes:
-            return [buffer]
+            return [buffer.narrow(-1, 0, self.segments[0].numel)]
         return [
             # torch views bytes in a wider dtype only if the offset and the strides are multiples of
             # its size, even if the range is empty: a buffer ``[2, 6]`` has no view in float32. So

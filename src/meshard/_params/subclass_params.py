@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshard._comm.blocking import gather_from_all
 from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, Rows
 from meshard._comm.host_copies import HostCopies
-from meshard._mesh.layout import FlatLayout
+from meshard._mesh.layout import ROW_BYTES, FlatLayout, padded
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
 from meshard._params.sharded_param import GradientHook, ShardedParam
 from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams, UnitParams
@@ -315,6 +315,8 @@ class PackedGather:
 
     def __init__(self, forms: Sequence[Form], count: int, device: torch.device) -> None:
         self._sizes = [form.num_bytes for form in forms]
+        if padding := padded(sum(self._sizes), ROW_BYTES) - sum(self._sizes):
+            self._sizes.append(padding)
         self._bytes = [
             torch.empty((count, size), dtype=torch.uint8, device=device) for size in self._sizes
         ]
@@ -322,17 +324,17 @@ class PackedGather:
         # as an in-place change of a saved tensor.
         self.outputs = [
             flat.view(-1).view(form.dtype).view(count * form.rows, *form.row_shape).data
-            for flat, form in zip(self._bytes, forms, strict=True)
+            for flat, form in zip(self._bytes, forms, strict=False)
         ]
         self.free()
 
     def pack(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the bytes that this rank sends, padded with zeros if it has fewer rows."""
         parts = [each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors]
-        if len(parts) == 1 and parts[0].numel() == self._sizes[0]:
+        if len(parts) == len(self._sizes) == 1 and parts[0].numel() == self._sizes[0]:
             return parts[0]
         source = parts[0].new_empty(sum(self._sizes))
-        for target, part in zip(source.split(self._sizes), parts, strict=True):
+        for target, part in zip(source.split(self._sizes), parts, strict=False):
             target[: part.numel()].copy_(part)
             target[part.numel() :].zero_()
         return source
