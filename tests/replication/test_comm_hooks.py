@@ -384,7 +384,6 @@ def test_an_optimizer_in_backward_sees_what_the_hook_has_made_of_buckets_that_st
         first = hooks[0].order(models[0])
     assert_same(*map(full_state, models), bitwise=True)
     # From the third window on a hook may keep tensors by the index of a bucket.
-    in_backward.detach()
     for x in batches(2):
         run(models[0], x)
         assert hooks[0].order(models[0]) == first
