@@ -1,1 +1,1 @@
-"""Units of modules, and what happens to them at each moment of a training step."""
+"""Units of modules, and their gathers and reductions during a training step."""

@@ -1,6 +1,6 @@
 """Construction of units, in four steps.
 
-``collect`` lists parameters, ``plan`` decides what goes where, ``allocate`` makes the units, and
+``collect`` lists parameters, ``plan`` assigns them to units, ``allocate`` makes the units, and
 ``commit`` changes the modules. All checks come before ``commit``. Until then the user's modules
 stay as they are, except that their buffers are moved to the device.
 """
@@ -77,7 +77,7 @@ class Collected(NamedTuple):
 
 
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
-    """List the parameters of ``modules`` that are in no unit yet. A tied one is listed once."""
+    """List the parameters of ``modules`` that are in no unit yet, tied parameters once."""
     found: dict[nn.Parameter, Collected] = {}
     for position, root in enumerate(modules):
         for prefix, module in outside_units(_prefix(position, modules), root, set()):
@@ -97,22 +97,22 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 
 def _prefix(position: int, modules: list[nn.Module]) -> str:
-    """Return the prefix of names in ``modules[position]``; "" if there is only one module."""
+    """Return the prefix for names in ``modules[position]``; "" if there is only one module."""
     return str(position) if len(modules) > 1 else ""
 
 
 def _spoken(fqn: str, modules: list[nn.Module]) -> str:
-    """Return the name ``fqn`` for an error, with the class of the module in front.
+    """Return ``fqn`` for an error message, with the class name of its module in front.
 
     In a unit of several modules, ``fqn`` begins with the position of the module in the list. The
-    name of the class takes the place of this position.
+    class name replaces this position.
     """
     position, _, name = fqn.partition(".") if len(modules) > 1 else ("0", "", fqn)
     return joined(own_class(modules[int(position)]).__name__, name)
 
 
 def check_free(fqn: str, param: nn.Parameter, modules: list[nn.Module]) -> None:
-    """Raise a ValueError if a unit has the parameter."""
+    """Raise a ValueError if the parameter is in a unit already."""
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
         raise ValueError(
@@ -131,10 +131,10 @@ def check_free(fqn: str, param: nn.Parameter, modules: list[nn.Module]) -> None:
 
 
 def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -> None:
-    """Raise a ValueError if two parameters share memory. Sharding would cut them apart.
+    """Raise a ValueError if two parameters share memory: sharding would cut them apart.
 
     Parameters of units inside ``modules`` are compared too, by the memory that they had originally.
-    Some overlaps are not found: behind a parameter with gaps, such as a column of a matrix.
+    Some overlaps with a parameter that has gaps, such as a column of a matrix, are not found.
     """
     extents = [(extent_of(param), fqn) for fqn, param, _ in found]
     names = {
@@ -153,8 +153,8 @@ def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -
     for sharing in by_storage.values():
         sharing.sort(key=lambda each: each[0].first)
         for (one, fqn), (other, other_fqn) in itertools.pairwise(sharing):
-            # If ``one`` has gaps, ``other`` may begin inside it and share no element with it: they
-            # may be two columns of one matrix.
+            # If ``one`` has gaps, ``other`` may begin inside it and share no element with it. For
+            # example, they are two columns of one matrix.
             if other.first == one.first or (other.first < one.end and not one.has_gaps):
                 raise ValueError(
                     f"parameters {_spoken(fqn, modules)!r} and {_spoken(other_fqn, modules)!r} "
@@ -196,12 +196,12 @@ def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collect
 
 @dataclass(frozen=True, slots=True)
 class UnitPlan:
-    """The parameters of a unit that is to be made. One collective will gather them."""
+    """The parameters of a unit that ``allocate`` will make. One collective will gather them."""
 
     mesh_info: MeshInfo
     is_subclass: bool  # True: all parameters have fsdp_pre_all_gather; False: none has
     found: list[Collected]  # in the order of the module; may be empty
-    params: list[ShardedParam]  # one for each of ``found``, which it will replace
+    params: list[ShardedParam]  # the replacement of each of ``found``
 
 
 def plan(
@@ -212,14 +212,14 @@ def plan(
 ) -> list[UnitPlan]:
     """Return one plan for each mesh and kind of parameter that occurs.
 
-    Parameters are of one kind if all are sharded or all are ``Replicate()``, and if all or none
-    have a custom all-gather. The plan for parameters that are sharded over ``mesh_info`` without a
-    custom all-gather comes first. It is left out if it is empty and there are others.
+    The kind says whether a parameter is sharded or ``Replicate()``, and whether it has a custom
+    all-gather. Parameters that are sharded over ``mesh_info`` without a custom all-gather come
+    first. Their plan is left out if it is empty, unless there is no other plan.
     """
     plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
     # Plans are keyed by MeshInfo, which compares by identity. These dicts give all parameters on
-    # one mesh the same MeshInfo, so that they get into one plan: the first dict for sharded
-    # parameters, the second for replicated ones.
+    # one mesh the same MeshInfo, and so one plan: the first dict for sharded parameters, the second
+    # for replicated ones.
     sharding = {mesh_info.mesh: mesh_info}
     replicating: dict[MeshInfo, MeshInfo] = {}
     for each in found:
@@ -281,7 +281,7 @@ def check_dtype(fqn: str, param: torch.Tensor) -> None:
 
 
 def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshInfo:
-    """Return the axes of the mesh that was passed to ``fully_shard``."""
+    """Return which axes shard and which replicate, of the mesh passed to ``fully_shard``."""
     if dims is None:
         return MeshInfo.of(mesh)
     shard, replicate = (
@@ -296,16 +296,16 @@ def _chosen_mesh_info(
 ) -> tuple[MeshInfo, Any]:
     """Return the mesh that ``placement_fn`` chose, and the placement on it.
 
-    ``sharding`` has the ``MeshInfo`` of each mesh that occurred before; a new one is added.
+    ``sharding`` has the ``MeshInfo`` of each mesh that was chosen before. A new one is added to it.
     """
     if chosen is None or isinstance(chosen, (Shard, Replicate)):
         return default, chosen
-    # The user may also return FSDP2's private class for a placement on another mesh. The
-    # ``mesh_info`` of that object has the mesh.
+    # The user may also return FSDP2's private class for a placement on another mesh. An object of
+    # that class has the mesh in ``mesh_info``.
     is_ours = isinstance(chosen, ShardPlacementResult)
     mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
     if not isinstance(mesh, DeviceMesh):
-        return default, chosen  # no placement at all: _shard_dim raises
+        return default, chosen  # not a placement: _shard_dim raises
     if mesh.device_type != default.mesh.device_type:
         raise ValueError(
             f"shard_placement_fn returned {mesh} for parameter {fqn!r}, but the mesh of the "
@@ -361,8 +361,8 @@ def allocate(
 ) -> Unit:
     """Return a new unit for ``modules``, with shards of its own. No module refers to it yet.
 
-    Shards are in ``host``, or if that is None, on the device of the mesh. Shards of parameters on
-    the meta device are on the meta device.
+    Shards are in ``host``, or on the device of the mesh if ``host`` is None. Shards of parameters
+    on the meta device are on the meta device.
     """
     unit, params, mesh_info = Unit(modules, settings, policy), unit_plan.params, unit_plan.mesh_info
     spec = GroupSpec(mesh_info, device_of(mesh_info.mesh), host)
@@ -396,9 +396,9 @@ def allocate(
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Copy this rank's rows, only by operations that torch's FSDP2 uses on shards.
+    """Copy this rank's rows, using only operations that FSDP2 uses on shards.
 
-    A tensor subclass may support no others.
+    A tensor subclass may not support any others.
     """
     chunks = local.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
@@ -423,21 +423,21 @@ def commit(
     unit = nest(units)
     for each, unit_plan in zip(units, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
-            # A module outside of ``modules`` may hold the original parameter too. That module keeps
-            # it and is no longer tied. The tag makes a later fully_shard of that module raise.
+            # A module outside of ``modules`` may hold the original parameter too. It keeps that
+            # parameter, and is no longer tied. The tag makes a later fully_shard of it raise.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
-    for each in reversed(units):  # pre-hooks are prepended, so the outermost unit comes last
+    for each in reversed(units):  # outermost last, because pre-hooks are prepended
         register_hooks(each)
         register_load_hooks(each)
     adopt_inner_units(unit, modules)
 
 
 def _name_of_sibling(unit: Unit) -> str:
-    """Return a suffix of the label: the mesh of a unit, and whether it has tensor subclasses."""
+    """Return the suffix of a sibling's label: its mesh, and whether it has tensor subclasses."""
     mesh_info = unit.group.spec.mesh_info
     names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
     if names is None:
@@ -455,21 +455,21 @@ _classes: dict[tuple[type, type], type] = {}  # made by ``adopt_module``: (base,
 def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
     """Make ``module`` an instance of ``base`` too, and ``unit`` its unit.
 
-    The name of the new class is ``prefix`` followed by the name of the old one.
+    The name of its new class is ``prefix`` followed by the name of the old class.
     """
     original = type(module)
     if (base, original) not in _classes:
         _classes[base, original] = type(prefix + original.__name__, (base, original), {})
     module.__class__ = _classes[base, original]
-    # Module.__setattr__ would be slow, and has nothing to register for a unit.
+    # Module.__setattr__ is slow, and has nothing to register for a unit.
     module.__dict__["_meshard_unit"] = unit
 
 
 def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
-    """Make a root of ``unit`` and the units inside, and name those after their modules.
+    """Make a root of ``unit`` and the units inside, and name these after their modules.
 
-    Usually a root gets its lifecycle at its first use. But if units inside were used before, the
-    new root gets its lifecycle here, with the modes and retained units of the old lifecycles.
+    If units inside were used before, the new root gets its lifecycle here, not at its first use.
+    The lifecycle takes over the modes of the old ones.
     """
     own, inside = with_siblings(unit), _units_inside(unit, modules)
     roots = dict.fromkeys(inner.root for inner in inside)
@@ -493,7 +493,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
             unit.lifecycle.finalization = ManualFinalization()
         unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
     for inner in inside if used else ():
-        inner.step = UnitStep()  # drops the progress of the last step under its former root
+        inner.step = UnitStep()  # drops its progress under the former root
         inner.group.give(Lease.KEPT)
 
 

@@ -1,9 +1,9 @@
 """Deep copies of modules with units.
 
-A copy has units of its own, with their own shards, hooks, settings and steps, on the same
-mesh. The units are copied first. Then the modules are copied as instances of their original
-classes; their hooks and parameters find the copied units and shards in the memo of
-``copy.deepcopy``. Last, the copied units are connected with their modules and with one another.
+A copy has its own units, with their own shards, hooks, settings and steps, on the same mesh. The
+units are copied first. Then the modules are copied as instances of their original classes. Their
+hooks and parameters find the copied units and shards in the memo of ``copy.deepcopy``. At the end,
+the copied units are connected with their modules and with one another.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from meshard._engine.unit import (
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 
-    Neither gradients nor unsharded parameters are copied. Nothing is communicated, unless an
-    optimizer step is pending that communicates.
+    Neither gradients nor unsharded parameters are copied. Nothing is communicated, except by a
+    pending optimizer step, which is finished first.
     """
-    is_grad_enabled = torch.is_grad_enabled()  # inference_mode(False) alone would enable it
+    is_grad_enabled = torch.is_grad_enabled()  # inference_mode(False) alone enables grad
     with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
         return _copy_with_units(module, memo)
 
@@ -70,7 +70,7 @@ def _copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy ``module`` while it has its original class.
 
-    So ``FSDPModule.__deepcopy__`` is not called again, but that of the user's class, if it has one.
+    So ``copy.deepcopy`` does not call ``FSDPModule.__deepcopy__`` again, but the user's, if any.
     """
     sharded_class = type(module)
     module.__class__ = own_class(module)
@@ -83,7 +83,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reached_from(module: nn.Module) -> list[Unit]:
-    """List the units in ``module``, and the units in all other modules of these units."""
+    """List the units in ``module``, and those in all other modules of these units."""
     found: dict[Unit, None] = {}
     modules = [module]
     while modules:
@@ -142,7 +142,7 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
     return dataclasses.replace(
         settings,
-        # A new list of the same hooks: a hook may hold a stream, which cannot be copied.
+        # The hooks are shared: a hook may hold a stream, which cannot be copied.
         reduce_hooks=list(settings.reduce_hooks),
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),

@@ -1,9 +1,9 @@
-"""What meshard adds to two errors of torch.
+"""Explanations that meshard adds to two errors of torch.
 
-"got mixed torch.Tensor and DTensor": a parameter was read where its module holds a shard. "storage
-of size 0": a backward has read one whose unit is resharded. torch raises them in C++, before any
-code of meshard is called. The text is added where the error leaves the program, and to the first
-also where it leaves the forward of a unit.
+"got mixed torch.Tensor and DTensor": a parameter was read while its module held a shard. "storage
+of size 0": a backward has read a parameter of a unit that is resharded. torch raises both in C++,
+before it calls any code of meshard. So the explanation is added when the error ends the program.
+For the first error it is also added when the error leaves the forward of a unit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RETURNS = (
 
 
 def explain(error: BaseException | None, unit: Unit) -> None:
-    """Add which units are sharded, and what helps, to an error that has left ``unit``."""
+    """Add to an error that has left ``unit`` which units are sharded, and what helps."""
     units = [each for each in unit.lifecycle.units() if each.params and each.group.holds_shards]
     if units:
         _add(error, f"Units that are sharded now: {listed([each.label for each in units])}. ")
@@ -45,7 +45,7 @@ def explain(error: BaseException | None, unit: Unit) -> None:
 
 @functools.cache
 def explain_uncaught() -> None:
-    """Explain the error too where it ends the program, whatever code has raised it."""
+    """Install an excepthook that explains both errors when they end the program."""
     previous = sys.excepthook
 
     def explain_first(
@@ -60,6 +60,6 @@ def explain_uncaught() -> None:
 
 
 def _add(error: BaseException | None, which: str) -> None:
-    # Not by add_note(): that needs Python 3.11, and logs of str(error) leave notes out.
+    # Not with add_note(), which needs Python 3.11, and which logs of str(error) leave out.
     if error is not None and _OF_TORCH in str(error) and _REMEDIES not in str(error):
         error.args = (f"{error}\n\n{which}{_REMEDIES}", *error.args[1:])

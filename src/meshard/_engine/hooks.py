@@ -5,8 +5,8 @@ lifecycle: there is none before the first use, and an outer ``fully_shard`` repl
 
 ``load_state_dict`` copies or assigns tensors to sharded parameters. These are DTensors, so torch
 refuses an ordinary tensor there. Before a module loads, a hook therefore replaces each unsharded
-tensor in the state dict by this rank's shard of it. Every rank has the unsharded tensor, so that
-takes no communication. (A DTensor with other placements is gathered first.)
+tensor in the state dict by this rank's shard of it. This takes no communication, since every rank
+has the unsharded tensor. (A DTensor with other placements is gathered first.)
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def gradient_hook_maker(
 @skip_dynamo
 def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, param: torch.Tensor) -> None:
     unit = unit_ref()
-    # torch calls this also for a parameter that was frozen since the forward, and adds no gradient.
+    # torch also calls this for a parameter frozen since the forward, but adds no gradient then.
     if unit is not None and param.requires_grad:
         unit.lifecycle.on_gradient(unit, index)
 
@@ -101,15 +101,15 @@ def register_hooks(unit: Unit) -> None:
 
 
 def register_forward_hooks(unit: Unit, module: nn.Module, *, is_around: bool = False) -> None:
-    """Let a forward of ``module`` be a forward of ``unit`` too.
+    """Make each forward of ``module`` a forward of ``unit`` too.
 
-    ``is_around``: ``module`` is that of the unit around (``unshard_on_access``). Otherwise it is a
-    module of ``unit`` itself, which then is around the units of ``module`` that have hooks already.
+    Hooks of ``unit`` run outside of those that ``module`` has already. With ``is_around`` they run
+    inside: ``module`` then belongs to the unit around ``unit`` (``unshard_on_access``).
     """
     hooks = ModuleHooks(unit, casts=not is_around)
     module.register_forward_pre_hook(hooks.pre_forward, prepend=not is_around, with_kwargs=True)
-    # With always_call, torch calls this hook after an Exception in forward too, so that the unit is
-    # resharded.
+    # With always_call, torch calls this hook even if forward raises an Exception, so that the unit
+    # is resharded.
     module.register_forward_hook(
         hooks.post_forward, prepend=is_around, with_kwargs=True, always_call=True
     )
@@ -133,7 +133,7 @@ def _cast_buffers(module: nn.Module, _: Any = None) -> None:
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
     """Raise while gradients are pending: a checkpoint would lose them. Finish pending steps.
 
-    Gradients of a backward that failed are no reason to raise: they are dropped. Parameters that a
+    Gradients of a failed backward are dropped, and are no reason to raise. Parameters that a
     running forward has unsharded stay unsharded, and ``_put_shards`` replaces them in the result.
     """
     for unit in units_of(module):
@@ -155,7 +155,7 @@ class _ShardsOnly:
         return self if state_dict is None else _ShardsOnly(memo.get(id(state_dict), state_dict))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an empty OrderedDict, which readers without meshard can load too."""
+        """Pickle as an empty OrderedDict, so that loading does not need meshard."""
         state_dict = self._state_dict() or OrderedDict[str, Any]()
         # Do not warn if the user has replaced all shards, or destroyed the process group.
         has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
@@ -184,11 +184,11 @@ def _after_state_dict(
 
 
 def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str) -> None:
-    """Make the parameters of ``module`` in its state dict shards whose edits its units notice.
+    """Put shards into the state dict of ``module``, such that its units notice edits of them.
 
-    A state dict that is made inside a forward or after ``unshard()`` has unsharded parameters,
-    which will be freed. They are found by comparing tensors, and not by what modules hold now:
-    another thread may have resharded the unit meanwhile.
+    A state dict made inside a forward or after ``unshard()`` has unsharded parameters, which will
+    be freed. They are found by comparing tensors. What modules hold now does not tell: another
+    thread may have resharded the unit meanwhile.
     """
     params = [param for unit in units_of(module) for param in sharded_params(unit.group)]
     if not params:
@@ -210,9 +210,9 @@ def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: st
                 if value is param.sharded or not isinstance(value, DTensor):
                     continue
                 if is_alias(local_of(value), shard):
-                    # A write to the local tensor, as torch.distributed.checkpoint.load makes, must
-                    # raise the version of the shard. detach() of a plain tensor shares its version
-                    # counter, and detach() of a DTensor does not share that of the local tensor.
+                    # A write to this local tensor, as by torch.distributed.checkpoint.load, must
+                    # raise the version of the shard. After detach() of a DTensor it has a version
+                    # counter of its own; after detach() of the plain shard it shares the counter.
                     set_local(value, shard.detach())
 
 
@@ -287,7 +287,7 @@ class ModuleHooks(UnitHook):
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         if failed:
-            # This may raise too, if a gather has failed. torch would show that error as a warning.
+            # This raises too if a gather has failed. torch would show this error as a warning.
             with contextlib.suppress(RuntimeError):
                 end_forward(unit, module, output, (args, kwargs), failed=True)
             return None
@@ -300,14 +300,14 @@ class ModuleHooks(UnitHook):
             result = detached_from_others(result, arguments, watched.call.began_at)
             watch_outputs(result, watched)
             if not watched.this.is_watched and unit.lifecycle.is_idle:
-                unit.lifecycle.recorder.close([watched.this])  # no hook tells of its backward
+                unit.lifecycle.recorder.close([watched.this])  # no hook reports a backward
         return None if result is output else result
 
     @skip_dynamo_once
     def run(
         self, module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``method`` between the two hooks, as ``module(...)`` calls ``forward``."""
+        """Call ``method`` between the two hooks, like ``forward`` in ``module(...)``."""
         output = None
         try:
             changed = self.pre_forward(module, args, kwargs)
@@ -327,7 +327,7 @@ call_codes[ModuleHooks.run.__code__] = "module"
 
 @skip_dynamo_once
 def run_in_units(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``method`` with the units of ``module`` unsharded, as ``module(...)`` calls forward."""
+    """Call ``method`` with the units of ``module`` unsharded, like forward in ``module(...)``."""
     hooks = (getattr(each, "__self__", None) for each in module._forward_pre_hooks.values())
     for each in reversed([each for each in hooks if isinstance(each, ModuleHooks)]):
         method = partial(each.run, module, method)
@@ -335,7 +335,7 @@ def run_in_units(module: nn.Module, method: Callable[..., Any], args: Any, kwarg
 
 
 class Watched(NamedTuple):
-    """An ended call of a unit. Hooks on the outputs tell when the backward of the call begins."""
+    """A call that has ended, for the hooks on its outputs, which begin its backward."""
 
     unit: weakref.ref[Unit]
     this: Pass
@@ -349,9 +349,8 @@ def end_forward(
     """End a call of ``unit`` when ``module`` has run. Returns None if the outputs need no hooks."""
     lifecycle = unit.lifecycle
     this = lifecycle.present_pass
-    # A root gets hooks on its outputs even if it has no parameters. Some units inside may not run
-    # in this microbatch, but hold gradients of earlier microbatches. The root's backward has to
-    # reduce these gradients.
+    # A root gets hooks on its outputs even if it has no parameters. Units inside that do not run in
+    # this microbatch may hold gradients of earlier ones, which the root's backward must reduce.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     is_hidden = False
@@ -388,7 +387,7 @@ def _output_hook(watched: Watched, may_be_dtensor: bool, gradient: torch.Tensor)
 
 
 def watch_outputs(output: Any, watched: Watched) -> None:
-    """Register hooks that begin the backward of a call before a gradient of an output is used."""
+    """Register hooks on outputs that begin the call's backward before their gradients are used."""
     found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     for each in (*found, *tangents_of(found)):
         tensor = outside_of_transforms(each)
@@ -401,7 +400,7 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             # view stays in the graph, so it gets a hook too.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
-            # A base made before this forward gets no hook: its node belongs to other code.
+            # A base that is older than this forward gets no hook: its node belongs to other code.
             if base is not None and node is not None and number_of(base) >= watched.call.began_at:
                 node.register_prehook(partial(_base_hook, watched, base.output_nr))
 
@@ -443,8 +442,8 @@ _warned: weakref.WeakSet[Unit] = weakref.WeakSet()
 def has_raised(module: nn.Module) -> bool:
     """Whether a hook of ``module`` is called because the forward of ``module`` raised.
 
-    If it did not raise, there may be another exception in ``sys.exc_info()``: users may call the
-    module inside an ``except`` block. The traceback of that other one begins outside of the call.
+    ``sys.exc_info()`` may have an older exception, if the user calls the module inside an
+    ``except`` block. But the traceback of that one begins outside of the call.
     """
     trace = sys.exc_info()[2]
     return trace is not None and called_in(trace.tb_frame) is module
@@ -471,8 +470,8 @@ def register_load_hooks(unit: Unit) -> None:
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
     """Adopt parameters that ``load_state_dict(assign=True)`` has assigned.
 
-    They are adopted at once, and not at the next use: the user may list parameters right after the
-    load, and tied parameters must be one tensor by then.
+    This does not wait for the next use: the user may list parameters right after the load, and tied
+    parameters must be one tensor by then.
     """
     for unit in units_of(module):
         if unit.group.holds_shards:
@@ -490,16 +489,16 @@ class _LoadHook(UnitHook):
     def __call__(
         self, module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
     ) -> None:
-        """Put into ``state_dict``, a copy that torch has made, what the module can load.
+        """Replace tensors in ``state_dict``, which is torch's copy, by tensors that fit the module.
 
-        If the module holds a shard, that is a shard. If it holds the unsharded parameter, that is
-        an unsharded tensor, and this method writes the values to the shard itself.
+        If the module holds the sharded parameter, put a shard. If it holds the unsharded parameter,
+        put an unsharded tensor, and also write its values to the shard.
         """
         unit = self._unit()
         if unit is None:
             return
         if unit.lifecycle.is_idle:
-            unit.group.install_sharded()  # after the load, a copy that a forward has left is stale
+            unit.group.install_sharded()  # the load makes an unsharded copy stale
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)
@@ -529,16 +528,15 @@ def _fitting(
 ) -> torch.Tensor:
     """Return ``given`` as a shard with the mesh and placements of ``param``.
 
-    ``assigned_on`` is a device if torch will assign the shard to the module: the shard is then
-    copied to that device. None: torch will only copy its values.
+    ``assigned_on``: the device to copy the shard to, if torch will assign it to the module. None:
+    torch will only copy its values.
 
     **Collective:** on the mesh of ``given``, if that is a DTensor with other placements.
     """
     if is_placed_like(given, param.sharded):
         return given
-    # With ``assigned_on``, torch assigns the result, so it must be on the shard's device. It must
-    # also be a copy: a tensor subclass becomes the shard as it is, and if it were a view of
-    # ``given``, it would keep the whole unsharded tensor alive.
+    # A result that torch assigns must be on the shard's device. It must also be a copy: a tensor
+    # subclass becomes the shard as it is, and a view would keep all of ``given`` alive.
     return param.shard_of(_to_plain(param, given), copied_to=assigned_on)
 
 

@@ -1,18 +1,18 @@
-"""What happens at each moment of a step. Hooks on modules and on autograd call these methods.
+"""The actions of a training step. Hooks on modules and on autograd call these methods.
 
 Every rank must issue the same collectives in the same order, even if ranks use different parameters
 of a unit. A forward gathers units as their modules run, and records them. Its backward executes the
 program of that record (``program.py``): it gathers a unit at BEGIN, and reshards and reduces it at
-OVER, whether this rank uses the unit or not. The last gradient of a unit starts nothing, except for
-a replicated module that is alone in its root.
+OVER, even if this rank does not use the unit. The last gradient of a unit triggers nothing, except
+in a replicated module that is the only unit of its root.
 
 A *window* is all microbatches of one optimizer step.
 
 If shards live in host memory, they are copied to the device, and gradients are copied back. The
 lifecycle waits for these copies at the end of the last backward of a window, at the end of an
 evaluation, when a call of the user finishes reductions (``finalize_gradients``), and when it cleans
-up an interrupted step. At other times copies may be running. Other code on the host must then wait
-before it touches shards or gradients (``ParamGroup.settle``, ``ParamGroup.finish_copies``).
+up an interrupted step. At any other time, code on the host must wait for copies itself before it
+touches shards or gradients (``ParamGroup.settle``, ``ParamGroup.finish_copies``).
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _NOT_COMPILED = (
 )
 
 
-# The schedule calls ``unshard()``, and later looks in the graph for what the modules hold.
+# A pipeline schedule calls ``unshard()``, and later searches the graph for the modules' parameters.
 _FINDS_NO_PARAMETERS = (
     "unit {!r} would get no gradients from this schedule, which computes those of parameters apart "
     "from those of inputs: the unit was resharded after its forward. Call fully_shard(..., "
@@ -96,7 +96,7 @@ _Finalizing = list[weakref.ref[Unit]]
 
 
 class OtherThreadError(RuntimeError):
-    """A second thread used the model during a step of a first thread. That step goes on."""
+    """Raised in a thread that uses a model while another thread runs it. The other step goes on."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -108,7 +108,7 @@ class OtherThreadError(RuntimeError):
 
 
 def _is_on_stack(unit: Unit, inside: Unit | None = None) -> bool:
-    """Whether this thread runs a module of ``unit``, beside the call of ``inside`` that begins."""
+    """Whether this thread runs ``unit``. A call of ``inside`` that just begins does not count."""
     return calls_on_stack(alive(unit.modules)) > (inside is unit)
 
 
@@ -122,18 +122,18 @@ def _end_of_graph_task(lifecycle_ref: weakref.ref[Lifecycle]) -> None:
 class Lifecycle:
     """The steps of one root and all units inside it.
 
-    A lifecycle is made once one of these units is used. While the user applies ``fully_shard`` to
-    one layer after the other, each layer is a root of its own for a while, and needs no lifecycle.
+    It is made at the first use of one of these units. Before that, while the user applies
+    ``fully_shard`` to one layer after the other, each layer is a root and needs no lifecycle.
     """
 
     def __init__(self, root: Root) -> None:
-        # The calls that have begun and not ended, outermost first. Recomputations are left out.
+        # The calls that have begun and not ended, outermost first. Recomputations do not count.
         self.running: list[tuple[Unit, Call]] = []
         self.backward: BackwardRun | None = None  # a backward may run inside a forward
         self.failure = root.failure  # shared with the parameter groups
         self.is_last_backward = True
-        # Not None after set_manual_backward_finalization(True): ``finalize_backward`` ends windows,
-        # and the last backward does not.
+        # Set by set_manual_backward_finalization(True): windows then end at ``finalize_backward``,
+        # not at the last backward.
         self.finalization: ManualFinalization | None = None
         self.recorder = Recorder()
         self._units = root.units
@@ -162,7 +162,7 @@ class Lifecycle:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no forward and no backward runs."""
+        """Whether neither a forward nor a backward runs."""
         return not self.running and self.backward is None
 
     @property
@@ -174,9 +174,9 @@ class Lifecycle:
     # --- forward ----------------------------------------------------------------------
 
     def begin_call(self, unit: Unit) -> Call | None:
-        """Unshard ``unit``, one of whose modules is about to run.
+        """Unshard ``unit``, because one of its modules is about to run.
 
-        Returns the new call; None in a backward that recomputes the forward (checkpointing).
+        Returns the new call; None if checkpointing runs the forward again in a backward.
         """
         self._check_nests(unit)
         if self.backward is not None:
@@ -194,11 +194,11 @@ class Lifecycle:
         if spans.recorder is not None:
             self._enter_phase("forward", unit)
         if len(unit.step.modules_run) >= len(unit.modules):
-            unit.step.modules_run.clear()  # all have run: the unit runs a second time
+            unit.step.modules_run.clear()  # all have run, so the unit runs again
         if not group.params:
             return call
-        # The first call in a pass looks for edits and reads requires_grad. Later calls that find
-        # the unit installed do not, unless unshard() has installed it.
+        # The first call in a pass looks for edits and reads requires_grad. Later calls skip this if
+        # the unit is installed, unless unshard() has installed it.
         is_first = self.present_pass.calls[unit.number][0] is call
         if is_first or group.state is not ParamState.INSTALLED or group.leases & Lease.USER:
             group.drop_if_stale()
@@ -211,7 +211,7 @@ class Lifecycle:
         return call
 
     def _check_nests(self, unit: Unit) -> None:
-        """Check that a call of ``unit`` is inside the calls that run. Clean up if it is not."""
+        """Check that the calls around a new call of ``unit`` still run. Clean up if they do not."""
         outermost = self.running[0][0] if self.running else None
         if self.abort_if_failed():
             if outermost is not None and _is_on_stack(outermost, inside=unit):
@@ -220,15 +220,15 @@ class Lifecycle:
         if self.backward is not None:
             return  # a recomputation
         if graph_task_id() >= 0:
-            return  # a reentrant checkpoint, whose thread may be one of autograd for a device
+            return  # in a reentrant checkpoint, perhaps in a device thread of autograd
         thread = threading.get_ident()
         if outermost is None:
             self.failure.thread = thread
             return
         if self.failure.thread != thread:
             raise OtherThreadError(f"a forward of unit {unit.label!r} began")
-        # A KeyboardInterrupt may have cut off a forward. In that of a root, it would cost too much
-        # to look at the stack for each unit inside.
+        # A KeyboardInterrupt may have cut off a forward, and only the stack shows that. Units
+        # inside a root's forward do not look at the stack, which would cost too much.
         may_be_cut_off = outermost is unit or not outermost.is_root
         if may_be_cut_off and not _is_on_stack(outermost, inside=unit):
             self.abort()
@@ -239,7 +239,7 @@ class Lifecycle:
         self.comm.begin_phase(StepPhase.FORWARD)
         if self.recorder.begin(sum(group.num_steps for group in self.groups())):
             for group in self.groups():
-                if group.leases & Lease.LATER:  # for a backward that has not come
+                if group.leases & Lease.LATER:  # kept for a backward that has not come
                     group.give(Lease.LATER)
 
     def _refuse_other_reductions(self) -> None:
@@ -256,10 +256,10 @@ class Lifecycle:
     def end_call(
         self, unit: Unit, module: nn.Module, *, failed: bool, is_hidden: bool = False
     ) -> Call | None:
-        """Record that ``module`` of ``unit`` has run, or raised; reshard the unit if that is due.
+        """Record that ``module`` of ``unit`` ran or raised. Reshard the unit if its forward is over.
 
-        ``is_hidden``: a backward may come, and no hook will tell when it begins. Returns the call
-        of the unit to which this run of ``module`` belongs. In a recomputation, that is always the
+        ``is_hidden``: a backward may come, but no hook will report its beginning. Returns the call
+        of the unit that this run of ``module`` belongs to. In a recomputation, it is always the
         last call of the unit in the recomputed pass.
         """
         if self.abort_if_failed():
@@ -267,25 +267,25 @@ class Lifecycle:
                 raise RuntimeError(_WENT_ON.format(unit.label))
             return None
         if self.backward is not None:
-            # A recomputation ends. ``failed`` does not count here: checkpointing may end it early,
-            # by an exception.
+            # A recomputation ends. ``failed`` is ignored: checkpointing may stop it early by an
+            # exception.
             if spans.recorder is not None:
                 self._enter_phase("backward", unit)
             calls = self.present_pass.calls.get(unit.number)
             if not calls:
                 return None
-            if calls[-1].reached_in != self.backward.number:  # its own backward comes later
+            if calls[-1].reached_in != self.backward.number:  # its BEGIN comes later
                 unit.group.install_sharded()
             return calls[-1]
         if not self._runs(unit):
-            return None  # ``abort`` has ended it
+            return None  # ``abort`` has ended the call
         while True:
             inner, call = self.running.pop()
             self.recorder.exit(call)
             if inner is unit:
                 break
-            # Hooks were not called for ``inner``: a KeyboardInterrupt has ended it, and the forward
-            # of ``unit``, which ends now, has caught that.
+            # A KeyboardInterrupt has ended ``inner`` without a call of its hooks, and the forward
+            # of ``unit`` has caught the interrupt.
             inner.group.give(Lease.RUNS, keep_post_forward=True)
         if spans.recorder is not None:
             self._enter_phase_around()
@@ -304,7 +304,7 @@ class Lifecycle:
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
-            # An evaluation (grad is disabled) is no microbatch. If it fails, the window goes on.
+            # An evaluation (grad is disabled) is not a microbatch: if it fails, the window goes on.
             self.abort(keeps_window=not torch.is_grad_enabled())
             return
         for unit in self.units():
@@ -316,14 +316,14 @@ class Lifecycle:
                 group.give(Lease.RUNS, keep_post_forward=True)
                 continue
             if torch.is_grad_enabled() and not unit.gradients.is_replicated:
-                group.keep()  # a loss may read what the modules hold
+                group.keep()  # a loss may read the unsharded parameters
                 group.give(Lease.RUNS)
             else:
                 group.give(Lease.RUNS, keeps_copy=True)
-                group.install_sharded()  # modules hold shards now, which users may edit
-            # The next forward does not use a copy that was kept by default only, such as that of
-            # the root. The copy may look fresh after an edit of the shards, since torch's foreach
-            # kernels, and edits through .data, raise no version.
+                group.install_sharded()  # so that users edit the shards
+            # If the copy was kept only by default, such as the root's, the next forward must not
+            # reuse it. It may be stale, and look fresh: torch's foreach kernels, and edits through
+            # .data, do not raise the versions of the shards.
             is_chosen = unit.settings.reshard_after_forward is not None
             if not is_chosen and unit.settings.reshard_after_backward:
                 group.forget_version()
@@ -334,16 +334,15 @@ class Lifecycle:
                     group.install_sharded()
             self._settle_host()
 
-    # Callers of the next two methods test ``spans.recorder`` first: without a trace, a call would
-    # cost more than the test.
+    # Callers of the next two methods test ``spans.recorder`` first, which is faster than a call.
 
     def _enter_phase(self, phase: str, unit: Unit | None) -> None:
-        """Record for a trace that a phase of ``unit`` begins. ``unit`` is None outside of units."""
+        """Record for a trace that a phase of ``unit`` begins; ``unit`` is None outside of units."""
         if spans.recorder is not None:  # another thread may have ended the trace since
             spans.recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
 
     def _enter_phase_around(self) -> None:
-        """Record for a trace that a forward or backward ends, perhaps inside another forward."""
+        """Record for a trace that a forward or backward ends. A forward around it may go on."""
         if self.running:
             self._enter_phase("forward", self.running[-1][0])
         else:
@@ -352,9 +351,9 @@ class Lifecycle:
     # --- gathers ahead ----------------------------------------------------------------
 
     def _following(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
-        """Return the units to gather next: those that the user has chosen, or the predicted one."""
+        """Return the units to gather next: those that the user chose, or else the predicted one."""
         if chosen:
-            # Units of other roots are left out: their gathers would be dropped when the forward or
+            # Leave out units of other roots. Their gathers would be dropped when the forward or
             # backward of this root ends.
             return [each for each in alive(chosen) if each.root.lifecycle is self]
         following = None if predicted is None else self._units[predicted]()
@@ -369,11 +368,11 @@ class Lifecycle:
         in_forward: bool,
         post_forward_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Unshard ``unit``, which is about to compute, and start gathering the ``following``."""
+        """Unshard ``unit``, which is about to compute, and start gathering ``following`` ahead."""
         group = unit.group
         if group.state is ParamState.SHARDED:
             self._start_unshard(unit, in_forward=in_forward)
-            # This gather was not started ahead, so compute has to wait for it below. Start the next
+            # This gather was not started ahead, so compute waits for it below. Start the next
             # gathers before that wait, so that they run meanwhile.
             self._gather_ahead(following, in_forward=in_forward)
             group.take(why, post_forward_group)
@@ -403,7 +402,7 @@ class Lifecycle:
         unit.group.start_unshard(only_for_backward=not in_forward and is_freed_after)
 
     def _drop_unused_gathers(self) -> None:
-        """Drop the gathers that neither a forward, a backward nor an ``unshard()`` has used."""
+        """Drop the gathers that were started ahead but not used."""
         for unit in self._prefetched:
             if unit.group.leases & Lease.AHEAD:
                 unit.group.give(Lease.AHEAD)
@@ -434,20 +433,20 @@ class Lifecycle:
         self._begin(run, unit, this, call)
 
     def _reach(self, run: BackwardRun, this: Pass) -> None:
-        """Begin the backward of a pass. End that of the pass reached before."""
+        """Begin the backward of a pass. First end the backward of the pass reached before."""
         for other in self._ended_passes(run.reached[-1:]):
             self._advance(run, other, 0)
         this.rewind()
         run.reached.append(this)
         # With retain_graph=True, an earlier backward may have gone through the graph of this pass
-        # and reduced its units. The present backward brings gradients for these units once more.
+        # and reduced its units. The present backward brings new gradients for them.
         for call in this.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph and unit.group.num_trainable:
                 unit.step.is_due = True
 
     def _ended_passes(self, passes: list[Pass]) -> list[Pass]:
-        """Return those of ``passes`` whose forward has ended. Others have called this backward."""
+        """Return ``passes``, except one whose forward still runs: it has called this backward."""
         return [each for each in passes if not self.running or each is not self.recorder.current]
 
     def _advance(self, run: BackwardRun, this: Pass, first: int) -> None:
@@ -459,9 +458,9 @@ class Lifecycle:
             unit = self._units[call.unit]()
             if kind is Event.BEGIN:
                 this.begin -= 1
-                # Autograd leaves this call out on this rank, but other ranks may gather the unit.
-                # Not under torch.autograd.grad, which adds to no .grad: there all ranks are
-                # expected to leave out the same calls.
+                # Autograd leaves this call out on this rank. Gather the unit all the same, because
+                # other ranks may gather it. Not under torch.autograd.grad (``accumulates`` is
+                # False): there all ranks are expected to leave out the same calls.
                 is_left_out = call.has_graph and call.reached_in != run.number
                 if unit is not None and is_left_out and run.accumulates and not self._runs(unit):
                     self._begin(run, unit, this, call)
@@ -471,23 +470,23 @@ class Lifecycle:
                     self._end(run, unit, this)
 
     def _begin(self, run: BackwardRun, unit: Unit, this: Pass, call: Call) -> None:
-        """BEGIN of the backward of ``call``: unshard the unit, and gather the next one."""
-        has_begun = call.reached_in == run.number  # another output may have got its gradient before
+        """Execute BEGIN of ``call``: unshard the unit, and start gathering the next one."""
+        has_begun = call.reached_in == run.number  # by another output of the call
         call.reached_in = run.number
         group = unit.group
         if not group.params:
             return
-        # ``_reach`` does this too, but not under torch.autograd.grad. Example: a backward with
-        # retain_graph=True has reduced the unit. Then autograd.grad(create_graph=True) goes through
-        # the same graph for a gradient penalty. The backward of the penalty may bring gradients of
-        # the unit on some ranks only, but all must reduce the unit.
+        # ``_reach`` does this too, but not under torch.autograd.grad. Suppose a backward with
+        # retain_graph=True has reduced the unit, and autograd.grad(create_graph=True) then goes
+        # through the same graph for a gradient penalty. The backward of the penalty may bring
+        # gradients of the unit on some ranks only, but all ranks must reduce it.
         if not group.leases & Lease.BACKWARD and group.num_trainable:
             unit.step.is_due = True
         if not unit.settings.unshard_in_backward:
             return
         group.count_out_frozen()
         following = []
-        if not has_begun:  # once per call, as ranks may use different numbers of outputs
+        if not has_begun:  # once per call: ranks may use different numbers of outputs
             chosen = unit.settings.backward_prefetch
             following = self._following(chosen, this.next_in_backward(call))
             if not chosen:
@@ -495,14 +494,14 @@ class Lifecycle:
         self._unshard(unit, Lease.BACKWARD, following, in_forward=False)
 
     def _end(self, run: BackwardRun, unit: Unit, this: Pass) -> None:
-        """OVER: the backward of ``unit`` in a pass is over. Reshard it, then reduce it."""
+        """Execute OVER of ``unit`` in a pass: reshard it, then reduce it."""
         if self._runs(unit):
-            return  # a forward of the unit has called this backward, and goes on
-        # By another pass, or by a later backward through this one: nodes of the loss may then read
-        # what the modules have held, before any output gets its gradient.
+            return  # a forward of the unit has called this backward, and still runs
+        # Another pass, or a later backward through this one, may need the unit: nodes of its loss
+        # may read the unsharded parameters before any hook on an output fires.
         is_held = run.keeps_graph or self.recorder.is_open(unit.number, but=this)
         if run.makes_graph:
-            unit.group.keep(Lease.GRAPH)  # nodes of the new graph have saved its parameters
+            unit.group.keep(Lease.GRAPH)  # the new graph has saved its parameters
         elif not is_held and unit.settings.reshard_after_backward:
             unit.group.give_back()
         ends = 0 if is_held else Lease.KEPT | Lease.HIDDEN
@@ -511,13 +510,13 @@ class Lifecycle:
             self._reduce(run, unit)
 
     def _end_use(self, unit: Unit, why: int) -> None:
-        """Give the leases ``why`` that a backward has on ``unit``."""
+        """End the leases ``why`` on ``unit`` after a backward."""
         unit.group.give(why, keeps_copy=not unit.settings.reshard_after_backward)
         if not unit.group.leases & (Lease.RUNS | Lease.BACKWARD | Lease.USER):
-            unit.group.install_sharded()  # graphs do not read what modules hold
+            unit.group.install_sharded()  # graphs have saved the tensors themselves
 
     def _recompute(self, run: BackwardRun, unit: Unit) -> None:
-        """Unshard ``unit`` in a backward, where checkpointing runs its forward again."""
+        """Unshard ``unit``, because checkpointing runs its forward again in a backward."""
         if graph_task_id() < 0:
             raise OtherThreadError(f"a forward of unit {unit.label!r} ran")
         if spans.recorder is not None:
@@ -533,17 +532,17 @@ class Lifecycle:
         unit.step.is_due |= torch.is_grad_enabled() and group.num_trainable > 0
 
     def on_gradient(self, unit: Unit, index: int) -> None:
-        """Record that parameter ``index`` has got its gradient. ``_end`` takes it later."""
+        """Record that parameter ``index`` has got its gradient, which a reduction takes later."""
         run = self._ensure_backward(unit, index)
         run.accumulates = unit.step.is_due = True
         unit.gradients.arrived.add(index)
 
     def on_replicated_gradient(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of a replicated parameter, and send its bucket once that is complete.
+        """Take the gradient of a replicated parameter, and send its bucket if that is complete.
 
-        If the root has other units, it is sent when the unit is over. The same applies once a graph
-        task inside this one (a reentrant checkpoint) has begun, since several may bring a gradient
-        of the parameter.
+        If the root has other units, buckets are sent at OVER instead. The same holds once a
+        reentrant checkpoint has begun a graph task inside this one, because both graph tasks may
+        bring a gradient of the parameter.
         """
         run, gradients, settings = self._ensure_backward(unit), unit.gradients, unit.settings
         assert isinstance(gradients, BucketedGradients)
@@ -559,10 +558,10 @@ class Lifecycle:
                 gradients.send_complete(settings, self._queue.divide_factor(settings))
 
     def gradient_from_outside(self, unit: Unit) -> None:
-        """Record that this backward brings gradients of ``unit`` which no hook of the unit reports.
+        """Record that this backward brings gradients of ``unit`` that no hook of the unit reports.
 
-        An example is the gradient of a parameter that ``unsharded_params`` has unsharded. The unit
-        is reduced at the end of the backward, if not before.
+        They are those of parameters inside ``unsharded_params``. The unit is reduced at the end of
+        the backward, if not before.
         """
         self._ensure_backward(unit).accumulates = True
         unit.step.is_due = True
@@ -570,8 +569,8 @@ class Lifecycle:
     def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
         """Return the backward that runs; begin it if it has not begun.
 
-        ``first`` is the unit for which a gradient has come. If autograd has put the gradient into
-        ``.grad`` of a parameter, ``early`` is the index of the parameter.
+        ``first`` is the unit for which a gradient has come. ``early`` is the index of the parameter
+        if autograd has already added the gradient to ``.grad`` of an unsharded parameter.
         """
         task, run = graph_task_id(), self.backward
         if run is not None and run.graph_task == task and not self.failure.is_dirty:
@@ -617,7 +616,7 @@ class Lifecycle:
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def finish_backward(self, run: BackwardRun) -> None:
-        """End a backward: execute what is left of the passes that it has reached, and publish."""
+        """End a backward: execute the rest of the programs that it has reached, and publish."""
         units, ended = self.units(), self._ended_passes(run.reached)
         for each in run.reached:
             self._advance(run, each, 0 if each in ended else each.begin)
@@ -626,11 +625,11 @@ class Lifecycle:
         reached = {number for each in ended for number in each.calls}
         for unit in reversed(units):  # units inside first
             runs, is_open = self._runs(unit), self.recorder.is_open(unit.number)
-            # No hook tells that a backward runs through the graph of a create_graph backward. So
-            # all ranks reduce GRAPH units at the end.
+            # No hook reports a backward through the graph that a create_graph backward has made. So
+            # all ranks reduce units with a GRAPH lease at the end.
             is_reached = unit.number in reached or unit.group.leases & Lease.GRAPH
             comes_later = is_open and not is_reached and not runs
-            if comes_later:  # its own backward, which will reduce it
+            if comes_later:  # the unit's own backward, which will reduce it
                 continue
             if not runs:
                 ends = not is_open and not run.keeps_graph
@@ -647,13 +646,13 @@ class Lifecycle:
     # --- reductions -------------------------------------------------------------------
 
     def _reduce(self, run: BackwardRun, unit: Unit) -> None:
-        """Reduce ``unit``, with nothing left to run, or under NONE add up, if that is due."""
+        """If ``unit`` is due, start its reduction, or only add up its gradients under NONE."""
         if not unit.step.is_due:
             return
         sync, gradients = unit.settings.sync, unit.gradients
-        # A pipeline schedule may compute only gradients of inputs now, and those of parameters
-        # later. The unit must accumulate zeros then, so that ``_take_split_gradients`` finds the
-        # later gradients: it looks only in units that hold unreduced gradients.
+        # A pipeline schedule may compute gradients of inputs now, and those of parameters later.
+        # ``_take_split_gradients`` looks for the latter only in units that hold unreduced
+        # gradients. So the unit must accumulate zeros now.
         is_split = run.keeps_graph and not sync.reduces
         if is_split and unit.step.lost_unshard and not (run.makes_graph or gradients.arrived):
             raise RuntimeError(_FINDS_NO_PARAMETERS.format(unit.label))
@@ -695,7 +694,7 @@ class Lifecycle:
             unit.gradients.end_window()
 
     def _compare_first_values(self) -> None:
-        """Report initial weights that differ between ranks. Called after a collective of all.
+        """Report initial weights that differ between ranks, once, after a reduction over all ranks.
 
         **Collective:** the meshes of all sharded units. ``CommLedger`` does not list it.
         """
@@ -706,17 +705,17 @@ class Lifecycle:
         self._has_compared = True
 
     def notify_reduced(self, unit: Unit) -> None:
-        """Call ``unit.on_reduced``, once per backward, when its gradients are published."""
+        """Call ``unit.on_reduced``, at most once per backward, now that gradients are published."""
         if unit.on_reduced and unit.reduced_in != self._num_backwards:
             unit.reduced_in = self._num_backwards
             for subscriber in tuple(unit.on_reduced):
                 subscriber(unit)
 
     def _publish(self, units: Sequence[Unit]) -> None:
-        """As a backward ends, finish the reductions whose results belong in ``.grad``.
+        """At the end of a backward, finish the reductions whose results belong in ``.grad``.
 
         Units under FULL are flushed first: a unit without gradients in this backward may still hold
-        some of earlier microbatches.
+        gradients of earlier microbatches.
         """
         full = [unit for unit in units if unit.settings.sync.ends_window]
         for unit in reversed(full):
@@ -731,7 +730,7 @@ class Lifecycle:
     def finish_split_backward(self) -> None:
         """Accumulate the gradients that a pipeline schedule wrote outside of backwards, and reduce.
 
-        Gradients are accumulated only in units that already hold unreduced gradients. These units
+        Gradients are accumulated only in units that already hold unreduced gradients, because these
         are the same on all ranks. The units in which the schedule wrote gradients may differ.
         """
         self.abort_if_failed()
@@ -747,7 +746,7 @@ class Lifecycle:
                 unit.gradients.accumulate(unit.settings)
 
     def _end_uses(self) -> None:
-        """Give all leases of units whose backward has run."""
+        """End all leases of units for which no backward is expected."""
         for unit in self.units():
             if not self.recorder.is_open(unit.number):
                 if unit.settings.reshard_after_backward:
@@ -769,7 +768,7 @@ class Lifecycle:
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         gradients = unit.gradients
         self._queue.finish_while(lambda of: of is gradients and not of.publishes)
-        if gradients.arrived:  # by a backward that has not reached the forward of the unit
+        if gradients.arrived:  # from a backward that did not reach a pass with the unit
             self._end_use(unit, Lease.LATER)
         if gradients.is_pending or gradients.arrived:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
@@ -777,7 +776,7 @@ class Lifecycle:
             gradients.end_window()
 
     def set_manual(self, enabled: bool) -> None:
-        """Let ``finalize_backward`` end windows if ``enabled``, and otherwise the last backward."""
+        """End windows at ``finalize_backward`` if ``enabled``, and else at the last backward."""
         self.abort_if_failed()
         finalization = self.finalization
         if enabled is (finalization is not None):
@@ -794,9 +793,9 @@ class Lifecycle:
         self.finalization = ManualFinalization() if enabled else None
 
     def start_finalization(self) -> _Finalizing | None:
-        """Reshard the units, and start reducing pending gradients of those whose ``sync`` is FULL.
+        """Reshard all units, and start reducing pending gradients of units under FULL.
 
-        Returns the latter units, for ``finish_finalization``; None if no backward has run yet.
+        Returns the units under FULL, for ``finish_finalization``; None if no backward has run yet.
         """
         units = self.units()
         self.check_between_steps(units[0], "finalize_backward")
@@ -822,7 +821,6 @@ class Lifecycle:
         return finalization.started
 
     def finish_finalization(self, started: _Finalizing) -> None:
-        """Finish the reductions that ``start_finalization`` started."""
         self.abort_if_failed()
         finalization = self.finalization
         if finalization is None or finalization.started is not started:
@@ -848,14 +846,14 @@ class Lifecycle:
             self._settle_host()
 
     def _settle_host(self) -> None:
-        """Wait for copies to and from host memory. Put gradients copied there into ``.grad``."""
+        """Wait for copies to and from host memory. Put the copied gradients into ``.grad``."""
         for group in self.groups():
             group.settle()
 
     # --- failures ---------------------------------------------------------------------
 
     def check_between_steps(self, unit: Unit, caller: str) -> None:
-        """Raise if a forward or backward of the model runs. Clean up a step that has failed."""
+        """Raise if a forward or backward of the model runs. First clean up after a failed step."""
         self.abort_if_cut_off()
         if not self.is_idle:
             raise RuntimeError(
@@ -871,7 +869,7 @@ class Lifecycle:
         return has_failed
 
     def abort_if_cut_off(self) -> None:
-        """Clean up if the last step failed, also if an interrupt has cut off a forward."""
+        """Clean up if the last step failed, or if an interrupt has cut off a forward."""
         if self.abort_if_failed() or self.backward is not None or not self.running:
             return
         if not _is_on_stack(self.running[0][0]):
@@ -881,9 +879,9 @@ class Lifecycle:
         """Reset every unit to idle: resharded, no collective in flight, no window open.
 
         The gradients of all units are dropped if a backward or a reduction has failed, if a
-        reduction is in flight, or if a window is open: some gradients are missing then. With
-        ``keeps_window``, reductions in flight are finished, and an open window stays open and keeps
-        its gradients, unless a backward or a reduction has failed.
+        reduction is in flight, if a window is open, or if gradients have come that are not reduced:
+        some gradients are missing then. With ``keeps_window``, unless a backward or a reduction has
+        failed, reductions in flight are finished, and an open window stays open.
         """
         is_void = self.failure.has_happened()
         if keeps_window and not is_void:

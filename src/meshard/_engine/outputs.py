@@ -2,8 +2,8 @@
 
 Tensors are found in what torch's pytree flattens (tuples, lists, dicts, named tuples, and
 registered classes, such as the outputs of Hugging Face models), in dataclasses, and in subclasses
-of dict and of named tuples. Other objects are not searched. Tensors and flat tuples cost no walk
-over a tree.
+of dict and of named tuples. Other objects are not searched. To save time, single tensors, tuples
+and dicts are handled without pytree.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``value``. The docstring of this file says what is searched."""
+    """Return the tensors in ``value``. The docstring of this module says what is searched."""
     found: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``function`` applied to every tensor in it.
 
-    A container in which nothing changes is returned itself; others are copied. ``around`` has the
+    A container in which nothing changes is returned as it is; others are copied. ``around`` has the
     ids of the objects that contain ``value``, in case ``value`` refers back to one of them.
     """
     if isinstance(value, torch.Tensor):
@@ -65,7 +65,7 @@ def map_tensors(
 def _map_fields(
     function: Callable[[torch.Tensor], torch.Tensor], value: Any, around: tuple[int, ...]
 ) -> Any:
-    """Map a container that pytree takes for a leaf: a dataclass, or a subclass of a container."""
+    """Map a container that pytree treats as a leaf: a dataclass, or a subclass of a container."""
     if id(value) in around or isinstance(value, (type, nn.Module)):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):  # such as rnn.PackedSequence
@@ -85,7 +85,7 @@ def _map_fields(
     if isinstance(value, tuple):
         # mypy does not narrow a tuple by hasattr.
         return value._replace(**changes)  # type: ignore[attr-defined]
-    # dataclasses.replace would call __init__, which may compute something, or not take all fields.
+    # Not dataclasses.replace: it calls __init__, which may have effects, or not take all fields.
     changed = copy.copy(value)
     for name, new in changes.items():
         if isinstance(changed, dict):
@@ -121,8 +121,8 @@ def moved_from_host(value: Any, device: torch.device) -> Any:
 class _Alias(torch.autograd.Function):
     """An alias with an autograd node of its own.
 
-    It is no view: pipeline schedules that split backwards detach the outputs of their stages in
-    place, which torch refuses for views.
+    It is not a view, because pipeline schedules that split backwards detach the outputs of their
+    stages in place, which torch refuses for views.
     """
 
     generate_vmap_rule = True
@@ -144,26 +144,26 @@ class _Alias(torch.autograd.Function):
 
 
 def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int) -> Any:
-    """Return ``output`` with an alias for each tensor that was there before the forward.
+    """Return ``output`` with an alias for each tensor that is older than the forward.
 
-    ``since`` is what ``next_node()`` returned when the forward began: nodes made before have lower
-    numbers. Each thread counts its nodes from 0, so the node of an input from another thread may
-    have a higher one. So tensors are compared with ``inputs`` too. The output of a unit inside gets
-    an alias as well.
+    Older tensors have autograd nodes with numbers below ``since``, which was ``next_node()`` when
+    the forward began. But each thread counts its own nodes, so an input from another thread may
+    have a higher number. Therefore tensors are compared with ``inputs`` too. Outputs of units
+    inside get an alias as well.
 
-    A module may return one of its inputs (a layer that is dropped), or the output of a unit inside
-    it. Without the alias, two units would have hooks on the same tensor, and nothing would tell
-    whose backward begins first. If only some ranks dropped the layer, the order would differ
-    between ranks. The tensor may also have been used before the forward, and its gradient then
-    comes when the backward of this unit is over.
-    A module may also return a leaf, such as its own parameter. A hook on the leaf would stay there
-    for all later backwards.
+    A module may return one of its inputs (a dropped layer), or the output of a unit inside it.
+    Without an alias, two units would have hooks on one tensor, and it would be unknown whose
+    backward begins first. The order could then differ between ranks, as only some may drop the
+    layer. If code before the forward has also used the tensor, its gradient comes only when the
+    backward of this unit is over.
+    A module may also return a leaf, such as its own parameter. A hook on a leaf would stay for all
+    later backwards.
     """
 
     def alias(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        is_old = number_of(tensor) < since or hasattr(tensor, WATCHED)  # of a leaf it is -1
+        is_old = number_of(tensor) < since or hasattr(tensor, WATCHED)  # a leaf has -1
         if is_old or any(value is tensor for value in inputs):
             made: torch.Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # torch's
             return made

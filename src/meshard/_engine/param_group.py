@@ -1,4 +1,4 @@
-"""The parameters of a unit, gathered and resharded together; and how to find a tensor's group."""
+"""The parameters of one unit, and the lookup of the group that a tensor belongs to."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _UNKNOWN = -1  # the version of an unsharded copy that later forwards must not r
 
 
 class AwaitedStep(Protocol):
-    """The methods of ``optim.overlap.UnitStepper``, in a layer above, that the engine calls."""
+    """The methods that the engine calls of ``optim.overlap.UnitStepper``, in a layer above."""
 
     def before_gather(self) -> None: ...
     def finish(self) -> None: ...
@@ -52,7 +52,7 @@ class SliceHolder(Protocol):
 
 
 class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
-    """Where the values of a parameter group are."""
+    """Whether a group is sharded, and which parameters its modules hold."""
 
     SHARDED = enum.auto()
     GATHERING = enum.auto()
@@ -73,20 +73,20 @@ _ALLOWED = {
 
 
 class Lease:
-    """Why a unit is unsharded. It is resharded when no lease is left."""
+    """Why a unit is unsharded. The unit is resharded when no lease is left."""
 
-    # Ints, and no enum.IntFlag: a step combines them often, and these take a tenth of the time.
-    RUNS = 1  # a forward of it runs
+    # Plain ints: a step combines them often, and enum.IntFlag takes ten times as long.
+    RUNS = 1  # a forward of the unit runs
     BACKWARD = 2  # its backward runs: from BEGIN to OVER
     KEPT = 4  # a forward has left it unsharded for its backward
-    GRAPH = 8  # a backward has, with create_graph=True, for one through the graph that it makes
-    # This one does not hold the unit: it is resharded, but its memory stays filled for a backward
-    # that no hook announces.
+    GRAPH = 8  # a create_graph backward has left it unsharded, for a backward through the new graph
+    # HIDDEN keeps memory only. The unit is resharded, but the unsharded values stay in memory for a
+    # backward that no hook announces.
     HIDDEN = 64
     LATER = KEPT | GRAPH | HIDDEN
-    USER = 16  # unshard(), until reshard() or the end of a use that reshards
-    AHEAD = 32  # it is gathered ahead of its use
-    LENT = KEPT | USER  # users get hold of what the modules hold
+    USER = 16  # from unshard() until reshard(), or until the end of a use that reshards
+    AHEAD = 32  # the unit was gathered ahead of its use
+    LENT = KEPT | USER  # users may read and edit the unsharded parameters
     ALL = 127
 
 
@@ -100,10 +100,10 @@ class PostForwardShard:
 
 @dataclass(slots=True)
 class _Gather:
-    """A gather that was started."""
+    """A gather in flight."""
 
     in_flight: GatherInFlight
-    is_post_forward: bool  # it gathers post-forward shards
+    is_post_forward: bool  # True: it gathers post-forward shards
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class SummonOptions:
 
 
 def refuse_transforms(label: str, error: RuntimeError) -> None:
-    """Raise an explanation if ``error`` came from a transform of torch.func around a unit."""
+    """Raise a clearer error than ``error`` if a transform of torch.func runs around a unit."""
     if is_in_transform():
         raise RuntimeError(
             f"torch.func (grad, vjp, jacrev, hessian) cannot go through unit {label!r}, whose "
@@ -161,23 +161,23 @@ class ParamGroup:
         self.spec = unit_params.spec
         self.gradients = gradients
         self.num_trainable = 0
-        # Optimizer steps. They are counted because torch's foreach kernels edit a DTensor without
-        # raising its version counter.
+        # Optimizer steps so far. Version counters do not show all of them: torch's foreach kernels
+        # edit a DTensor without raising its version.
         self.num_steps = 0
-        self.num_rebuilds = 0  # how often the unsharded parameters were made anew
+        self.num_rebuilds = 0  # how often the unsharded parameters were rebuilt
         self.was_resharded_between = False  # a forward since the last step has resharded the unit
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
         self.failure: Failure  # shared by all units of a root; ``Root`` sets it
         self.modules: list[weakref.ref[nn.Module]] = []  # of the unit; ``Root`` sets it
         self.leases = 0  # see ``Lease``
         self._num_given_back = 0  # how often the user's unshard() has ended
-        self.pending_step: AwaitedStep | None = None  # a step for which the next gather waits
+        self.pending_step: AwaitedStep | None = None  # the next gather waits for this step
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # set while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # Two sums over a few elements of the initial weights. The first is over unsharded weights;
-        # ranks compare it. The second is over this rank's shards; it tells whether the shards were
+        # Two sums over a few elements of the initial weights. Ranks compare the first, over
+        # unsharded weights. The second, over this rank's shards, shows whether the shards were
         # written to since. None: nothing was recorded.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # The optimizers of ``overlap_optimizer`` that step these parameters.
@@ -185,15 +185,15 @@ class ParamGroup:
         # The objects of optimizers that keep unsharded values (owner_step.py). ``offload`` and
         # ``onload`` make them drop these before they move the shard.
         self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
-        # From the id of a sharded parameter to its index. Ids of replaced parameters stay in here,
-        # and may belong to other tensors by now. So ``owner_of`` compares the tensor too.
+        # From the id of a sharded parameter to its index. Ids of replaced parameters are not
+        # removed, and may belong to other tensors by now. So ``owner_of`` compares tensors too.
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN
         self._steps_of_copy = 0  # ``num_steps`` when the unsharded parameters were filled last
-        self._versions: list[int] = []  # of the unsharded parameters, as the engine left them
+        self._versions: list[int] = []  # of unsharded parameters, after the engine's last write
         self._has_warned = False  # of edits of unsharded parameters
-        # ``requires_grad`` when sharded and unsharded parameters last agreed. Where one of the two
-        # differs now, the user has set it.
+        # ``requires_grad`` when the sharded and the unsharded parameters last agreed. If one of the
+        # two has another value now, the user has set it.
         self._flags: list[bool] = []
         register_owner(self)
 
@@ -241,14 +241,14 @@ class ParamGroup:
             return self.num_steps + version
         self.check_not_summoned("stepped, moved or gathered")
         before = [param.sharded for param in self.params]
-        # An evaluation in inference mode may be the first to see the replacement, and the module
-        # may train later. So the tensors made here must not be inference tensors.
+        # This may run in an evaluation in inference mode, and the module may train later. So the
+        # tensors made here must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             if self.unit_params.take_replacements():
                 pairs = enumerate(zip(self.params, before, strict=True))
                 gone = frozenset(index for index, (param, old) in pairs if param.sharded is not old)
                 if gone:
-                    self.gradients.clear(gone)  # what is pending belongs to the old parameters
+                    self.gradients.clear(gone)  # pending gradients are of the old parameters
                 self._versions = list(map(_VERSION, self.params))
                 self.reshard()
                 self.unit_params.rebuild()
@@ -260,7 +260,7 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """A number that grows with steps and edits: see ``UnitParams.version``."""
+        """A number that grows with each step and edit: see ``UnitParams.version``."""
         return self.num_steps + self.unit_params.version
 
     def forget_version(self) -> None:
@@ -275,7 +275,7 @@ class ParamGroup:
             self._first = FirstValues(which, total), sharded
 
     def first_values(self) -> FirstValues | None:
-        """Return the recorded sample, if there is one."""
+        """Return the recorded sample, if any, and whether the shards were written to since."""
         if self._first is None:
             return None
         values, sharded = self._first
@@ -327,8 +327,10 @@ class ParamGroup:
         self.settle()
 
     def settle(self) -> None:
-        """Wait for gradients that are being copied to host memory; put them into ``.grad``."""
-        # If a step is pending, that step waits for these copies itself.
+        """Wait for gradients that are being copied to host memory, and put them into ``.grad``.
+
+        If a step is pending, do nothing: the step waits for these copies itself.
+        """
         if self.unit_params.host_copies is None or self.pending_step is not None:
             return
         with self.failure.recorded():
@@ -337,7 +339,7 @@ class ParamGroup:
     def finish_copies(self) -> None:
         """Wait for copies between host memory and the device.
 
-        If a step is pending, do nothing: the step waits for them.
+        If a step is pending, do nothing: the step waits for these copies itself.
         """
         if self.unit_params.host_copies is not None and self.pending_step is None:
             self.unit_params.host_copies.wait()
@@ -349,7 +351,7 @@ class ParamGroup:
     def record_step(self) -> None:
         log_event("step", self.unit_params.label)
         if not self.leases & Lease.USER:
-            self.install_sharded()  # a copy that a forward has left installed is stale now
+            self.install_sharded()  # the unsharded copy is stale now
         self.num_steps += 1
         self.was_resharded_between = False
         self.gradients.end_window()
@@ -362,7 +364,7 @@ class ParamGroup:
     # --- leases -------------------------------------------------------------------------
 
     def take(self, why: int, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Hold the unsharded parameters for a reason, and install them. Gather if need be.
+        """Take the lease ``why``: gather the parameters if they are sharded, and install them.
 
         **Collective:** as ``start_unshard``, if the parameters are sharded.
         """
@@ -373,17 +375,17 @@ class ParamGroup:
         self._install_unsharded()
 
     def keep(self, why: int = Lease.KEPT) -> None:
-        """Go on holding the unsharded parameters, for a backward that will read them."""
+        """Take the lease ``why`` on unsharded parameters, for a backward that will read them."""
         if self._unsharded_version == _UNKNOWN:
-            self._unsharded_version = self.version  # a forward may use them too
+            self._unsharded_version = self.version  # so that a forward may use them too
         self.leases |= why
         if why == Lease.KEPT:
             pending_holders.add(self)
 
     def give(self, why: int, *, keep_post_forward: bool = False, keeps_copy: bool = False) -> None:
-        """Stop holding the unsharded parameters for a reason. With no lease left, reshard.
+        """End the leases ``why``. If no lease is left, reshard.
 
-        With ``keeps_copy``, modules hold shards then, but the copy stays for the next use.
+        With ``keeps_copy``, only install the shards: the unsharded copy stays for the next use.
         """
         if why & self.leases & Lease.LENT:
             self._carry_flags()
@@ -410,17 +412,17 @@ class ParamGroup:
         return self._num_given_back
 
     def finish_for_user(self, number: int) -> None:
-        """Install the gathered parameters, unless this ``unshard()`` has ended since."""
+        """Install the gathered parameters, unless the ``unshard()`` that gathered has ended."""
         if self.leases & Lease.USER and self._num_given_back == number:
             self.take(Lease.USER)
             self.void_graphs_of_older_steps()
             self.read_flags()
 
     def give_back(self, *, voids_graphs: bool = False) -> None:
-        """End the user's ``unshard()``. The caller goes on with another lease, or reshards.
+        """End the user's ``unshard()``. The caller takes another lease, or reshards.
 
-        With ``voids_graphs``, autograd refuses a later backward through a graph that has saved the
-        unsharded parameters: no hook would gather them again.
+        With ``voids_graphs``, autograd refuses a backward through any graph that has saved the
+        unsharded parameters, because no hook would gather them again.
         """
         if not self.leases & Lease.USER:
             return
@@ -435,8 +437,8 @@ class ParamGroup:
     def start_unshard(self, *, only_for_backward: bool = False) -> None:
         """Start gathering, unless a gather has begun or the parameters are unsharded.
 
-        ``only_for_backward``: do not look for edits of the shards. The unit is resharded after the
-        backward, so the next forward gathers it again.
+        With ``only_for_backward``, do not look for edits of the shards: the unit is resharded after
+        the backward, so the next forward gathers it again.
         **Collective:** the shard group, or the group of the post-forward shard if one is kept.
         """
         if self.state is not ParamState.SHARDED:
@@ -481,7 +483,7 @@ class ParamGroup:
             raise
         if gather.is_post_forward:
             rows = [block.view(shard_count // len(rows), -1) for block in rows]
-        # Flat rows and their targets require no gradient. Other kinds of parameters disable it.
+        # torch.no_grad() is not needed: nothing here requires grad, or the method disables it.
         self.unit_params.all_gather_copy_out(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
@@ -493,13 +495,13 @@ class ParamGroup:
         self._versions = list(map(_VERSION, self.params))
         self._gather = None
         log_event("unsharded", self.unit_params.label)
-        gather.in_flight.release()  # the rows were copied out, or are the memory of a parameter
+        gather.in_flight.release()  # the rows were copied, or are parameters' memory
 
     def void_graphs_of_older_steps(self) -> None:
-        """Let autograd refuse graphs that were made before the last optimizer step.
+        """Make autograd refuse a backward through graphs from before the last optimizer step.
 
-        It does so for an ordinary parameter, which a step edits. Here a step edits the shards, and
-        a gather fills the unsharded parameters without raising their versions.
+        A step raises the version of an ordinary parameter, and autograd compares versions. Here a
+        step edits shards, and a gather raises no versions of unsharded parameters. So raise them.
         """
         if self._steps_of_copy != self.num_steps:
             self._steps_of_copy = self.num_steps
@@ -513,7 +515,7 @@ class ParamGroup:
         self._versions = list(map(_VERSION, self.params))
 
     def drop_if_stale(self) -> None:
-        """Drop a post-forward shard, and an unsharded copy whose shards were edited since."""
+        """Drop the post-forward shard; also the unsharded copy, if shards were edited since."""
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
@@ -522,9 +524,9 @@ class ParamGroup:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Go back to shards, and free the unsharded parameters unless ``keeps_storage``.
+        """Install the shards, and free the unsharded copy unless ``keeps_storage`` or HIDDEN.
 
-        ``keep_post_forward``: keep the post-forward shard.
+        The post-forward shard is dropped too, unless ``keep_post_forward``.
         """
         if self._gather is not None:
             # The gather may still write to the memory that is freed below, so end it first.
@@ -546,12 +548,12 @@ class ParamGroup:
                 self.unit_params.free_unsharded()
 
     def _warn_of_edits(self) -> None:
-        """Warn of edits of unsharded parameters, which are a copy, if the shards lack them."""
+        """Warn if the user has edited unsharded parameters: they are a copy, so edits are lost."""
         versions = list(map(_VERSION, self.params))
         if versions == self._versions or self._has_warned:
             return
         if self._unsharded_version not in (_UNKNOWN, self.version):
-            return  # the shards were edited too, as by load_state_dict
+            return  # the shards were edited too, for example by load_state_dict
         pairs = zip(self.params, versions, self._versions, strict=True)
         edited = [param for param, now, before in pairs if now != before and self._differs(param)]
         if edited:
@@ -563,7 +565,7 @@ class ParamGroup:
             )
 
     def _differs(self, param: UnitParam) -> bool:
-        """Whether this rank's part of an unsharded parameter is not its shard any more."""
+        """Whether this rank's part of an unsharded parameter differs from the shard."""
         shard, unsharded = plain_of(param.sharded).detach(), plain_of(param.unsharded).detach()
         if (
             param.unsharded is param.sharded
@@ -582,22 +584,21 @@ class ParamGroup:
     # --- what modules hold ------------------------------------------------------------
 
     def read_flags(self) -> None:
-        """Before a forward: let parameters be frozen and thawed as the user has set it."""
+        """Before a forward: adopt the ``requires_grad`` that users have set on either copy."""
         self._flags = take_flags(self.params, self._flags)
         self.num_trainable = sum(self._flags)
 
     def count_out_frozen(self) -> None:
-        """In a backward: expect no gradient of parameters that were frozen since the forward.
+        """In a backward: freeze unsharded parameters whose shards were frozen since the forward.
 
-        If modules have held the unsharded parameters since, users have frozen these themselves.
+        Skipped while modules hold the unsharded parameters: users freeze these directly.
         """
         if self.state is not ParamState.INSTALLED:
             self.num_trainable -= take_frozen(self.params)
 
     def _install_unsharded(self) -> None:
         if self.state is not ParamState.INSTALLED:
-            # The state changes first. If what follows is interrupted, the clean-up sees from the
-            # state what to undo.
+            # The state changes first, so that a clean-up after an interrupt knows what to undo.
             self._move(ParamState.INSTALLED)
             install_unsharded(self.params)
 
@@ -610,22 +611,22 @@ class ParamGroup:
             pending_holders.discard(self)
 
     def _carry_flags(self) -> None:
-        """Let the sharded parameters have the flags that users have set on unsharded ones."""
+        """Copy the ``requires_grad`` that users have set on unsharded parameters to the shards."""
         if self.leases & Lease.LENT and self.state is not ParamState.SUMMONED:
             self._flags = take_flags(self.params, self._flags)
 
 
 def sharded_params(group: ParamGroup) -> list[ShardedParam]:
-    """Return the parameters of a group that are sharded: all of them, or none in ``replicate``."""
+    """Return the sharded parameters of a group: all of them, or none under ``replicate``."""
     return [param for param in group.params if isinstance(param, ShardedParam)]
 
 
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
-# The keys of both dicts are ids of tensors. A dict would keep tensors alive that are its keys. Weak
-# references would not do either: torch's ``Module.to`` cannot swap a tensor that has a weak
-# reference. An id may belong to another tensor later, so ``owner_of`` and ``sharded_params_of``
-# check what they find. ``has_been_sharded`` does not: it only decides about a warning.
+# The keys are ids of tensors. Tensors as keys would stay alive, and torch's ``Module.to`` cannot
+# swap a tensor that has a weak reference. A freed id may belong to another tensor later, so
+# ``owner_of`` and ``sharded_params_of`` check what they find. ``has_been_sharded`` does not: it
+# only decides about a warning.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _copies: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _latest = object()  # a token for caches: see ``latest_registration``
@@ -643,12 +644,12 @@ def register_owner(owner: ParamGroup) -> None:
 
 
 def latest_registration() -> object:
-    """Return a token for caches: a new object after each change of what optimizers may hold."""
+    """Return a token for caches, which changes with the parameters that optimizers may hold."""
     return _latest
 
 
 def owner_of(param: torch.Tensor) -> ParamGroup | None:
-    """Return the group of which ``param`` itself is a sharded parameter, if there is one."""
+    """Return the group that has ``param`` itself as a sharded parameter, if there is one."""
     owner = _owners.get(id(param))
     is_own = owner is not None and owner.params[owner.indices[id(param)]].sharded is param
     return owner if is_own else None
@@ -670,18 +671,18 @@ def has_been_sharded(param: torch.Tensor) -> bool:
 
 
 def register_summoned(owner: ParamGroup) -> None:
-    """Record that modules hold parameters of a summoned unit."""
+    """Record the parameters that modules hold while their unit is summoned."""
     for held, _ in _unsharded_of(owner):
         _copies[id(held)] = owner
-    # module.zero_grad() sees only what modules hold. The patched one clears the sharded parameters
-    # too, while ``pending_holders`` is not empty.
+    # torch's module.zero_grad() clears only what modules hold. Our patch of it clears the sharded
+    # parameters too, but only while ``pending_holders`` is not empty.
     pending_holders.add(owner)
 
 
 def forget_summoned(owner: ParamGroup) -> None:
     """Undo ``register_summoned``."""
     global _latest
-    _latest = object()  # an optimizer of what modules have held is of no use from now on
+    _latest = object()  # optimizers cannot hold those parameters any more
     for held, _ in _unsharded_of(owner):
         _copies.pop(id(held), None)
     pending_holders.discard(owner)
@@ -695,12 +696,11 @@ def _unsharded_of(owner: ParamGroup) -> Iterator[tuple[torch.Tensor | None, torc
 
 
 def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``params`` with the sharded parameter in the place of every unsharded one."""
+    """Return ``params`` with each unsharded parameter replaced by its sharded one."""
     if not _copies:
         return list(params)
     given = list(params)
     owners = {owner for param in given if (owner := _copies.get(id(param))) is not None}
-    # An owner may have been found by the id of a freed tensor. So compare with the ids of tensors
-    # that are alive.
+    # An id may be that of a freed tensor. So compare with the tensors that are alive.
     sharded = {id(held): param for owner in owners for held, param in _unsharded_of(owner)}
     return [sharded.get(id(param), param) for param in given]

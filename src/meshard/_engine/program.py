@@ -1,21 +1,21 @@
-"""The order of units in a forward, and the program that the backward of a forward executes.
+"""The record of a forward, and the program that its backward executes.
 
-A unit is given by its number (``Unit.number``). A *pass* is one forward of a root, or of a part
-that the user called by itself. It records its calls in two lists, which are equal on all ranks that
-run the same units: ``exits``, the calls in the order in which they end; and ``firsts``, the first
-call of each unit, in the order in which they begin. The backward of the pass executes these events,
-by descending index:
+A unit is identified by its number (``Unit.number``). A *pass* is one forward of a root, or of a
+part that the user called directly. It records two lists: ``exits`` has all calls in the order in
+which they end, and ``firsts`` has the first call of each unit in the order in which they begin.
+Ranks that run the same units record equal lists. The backward of the pass executes two kinds of
+events, by descending index:
 
     BEGIN(call)   index: call.exit     gather the unit, and start the next gather
-    OVER(call)    index: call.opens    reshard the unit of this first call, and reduce it
+    OVER(call)    index: call.opens    reshard the unit of this first call, then reduce it
 
-``opens`` is ``len(exits)`` when the call began. An OVER comes before a BEGIN if its index is
-larger, and after it if they are equal. So a unit is over after the backward of all its calls and of
-all calls inside has begun, and after every unit that began later is over.
+``opens`` is ``len(exits)`` when the call began. If a BEGIN and an OVER have the same index, the
+BEGIN comes first. So the OVER of a unit comes after the BEGIN of all its calls and of all calls
+inside them, and after the OVER of every unit that began later.
 
-Whatever autograd tells the engine, a hook on an output or a node that runs a forward again, means
-*advance to an index*: every event at or above the index is executed, whether this rank uses the
-unit or not. That is why all ranks issue the same collectives in the same order.
+Hooks on outputs fire, checkpoint nodes run a forward again, the backward ends: each of these means
+*advance to an index*. The engine then executes every event at or above the index, even for units
+that this rank does not use. So all ranks issue the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ class Call:
     """One run of one unit's forward."""
 
     unit: int
-    began_at: int  # ``next_node()`` when it began: autograd nodes made before have lower numbers
+    began_at: int  # ``next_node()`` when it began; older autograd nodes have lower numbers
     opens: int  # len(Pass.exits) when it began
-    has_graph: bool  # a backward of it may come
+    has_graph: bool  # grad was enabled, so a backward may come
     exit: int = -1  # index in Pass.exits; -1: it has not ended
     reached_in: int = -1  # number of the last backward that reached it
 
 
 class Event(enum.Enum):
-    """What happens to a unit in the backward of a pass."""
+    """The kinds of events in the backward of a pass."""
 
     BEGIN = enum.auto()
     OVER = enum.auto()
@@ -50,16 +50,16 @@ class Event(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """One forward with all units inside, and how far the present backward has come in it."""
+    """The record of one forward, and the cursor of the present backward in its program."""
 
     number: int  # passes are numbered as they begin
     exits: list[Call] = field(default_factory=list)
     firsts: list[Call] = field(default_factory=list)
-    begun: list[Call] = field(default_factory=list)  # all calls, as they begin
-    calls: dict[int, list[Call]] = field(default_factory=dict)  # of each unit, as they begin
-    is_watched: bool = False  # an output has a hook, which tells when a backward reaches the pass
-    # The cursor, which a backward sets to the end of the lists as it reaches the pass (``rewind``).
-    # Since then ``exits[begin:]`` have begun and ``firsts[over:]`` are over.
+    begun: list[Call] = field(default_factory=list)  # all calls, in the order in which they begin
+    calls: dict[int, list[Call]] = field(default_factory=dict)  # the same, per unit
+    is_watched: bool = False  # an output has a hook that fires when a backward reaches it
+    # The cursor. A backward that reaches the pass sets it to the end of both lists (``rewind``).
+    # By now the BEGIN of ``exits[begin:]`` and the OVER of ``firsts[over:]`` are executed.
     begin: int = 0
     over: int = 0
 
@@ -76,17 +76,17 @@ class Pass:
         return None if call is None else (Event.BEGIN, call, call.exit)
 
     def first_after(self, node: int, backward: int) -> int:
-        """Return the index from which on calls began after autograd's ``node`` was made.
+        """Return the index to advance to when autograd runs ``node`` in backward ``backward``.
 
-        If there are none, it is above all indices. The backward of these calls is over when
-        ``node`` runs in backward number ``backward``. A call without a graph may be inside a
-        reentrant checkpoint, which runs it again. It counts only once this backward has reached it:
-        before, ``node`` may be that of the checkpoint itself.
+        Autograd runs newer nodes first. So the backward of every call that began after ``node`` was
+        made is over, and the index is ``opens`` of the first such call. It is above all indices if
+        there is none. A call without a graph counts only if ``backward`` has reached it. Otherwise
+        ``node`` may be the reentrant checkpoint around the call, and is about to run it again.
         """
         start = bisect.bisect_right(self.begun, node, key=attrgetter("began_at"))
         for call in itertools.islice(self.begun, start, None):
             if call.has_graph or call.reached_in == backward:
-                return call.opens  # what begins later has not ended by then
+                return call.opens  # later calls also end at or above this index
         return sys.maxsize
 
     def next_in_backward(self, call: Call) -> int | None:
@@ -96,34 +96,33 @@ class Pass:
 
 
 _Entry = tuple[int, int, int]
-# Forwards with grad that are followed by neither a backward nor a step would pile up.
+# The most open passes to remember per unit. Forwards with grad may pile up without a backward.
 _MAX_OPEN = 2**16
 
 
 class Recorder:
-    """Records the passes of one root, and predicts which unit comes next in a forward.
+    """The passes of one root, and a prediction of which unit comes next in a forward.
 
-    The order of a forward is predicted from the last one that began with the same unit. Backwards
-    need no prediction: their order is that of the program.
+    A forward is expected to repeat the order of the last forward that began with the same unit.
+    A backward needs no prediction: its program gives the order.
     """
 
     def __init__(self) -> None:
         self.current = Pass(0)
-        # Key: the first unit of a pass (users may call a part of a model by itself), a unit, and
-        # how many calls of it came before in the pass. Value: the unit that began next the last
-        # time; None if none did.
+        # Key: the first unit of a pass (users may call a part of a model directly), a unit, and how
+        # often it had run before in the pass. Value: the unit that began next; None if none did.
         self._following: dict[_Entry, int | None] = {}
-        # The numbers of the passes with a unit whose backward has not come, oldest first.
+        # Per unit: the numbers of its open passes (a backward may still come), oldest first.
         self._open: dict[int, dict[int, None]] = {}
         self._num_steps = 0
 
     def begin(self, num_steps: int) -> bool:
-        """Begin a pass. Return whether optimizers, which have taken ``num_steps``, have stepped.
+        """Begin a pass. Return whether an optimizer has stepped since the last pass began.
 
-        A forward whose backward has not come before a step counts as one that has none.
+        ``num_steps`` is the number of all steps so far. A step closes all open passes.
         """
-        # Learn the order of the last pass now, and not in it: an interrupted pass is forgotten,
-        # because ranks may differ in how far they came.
+        # Learn the order of the last pass only now. If it was interrupted, ``forget`` has dropped
+        # it, because ranks may have come to different points.
         begun, counts = self.current.begun, collections.Counter[int]()
         for call, after in itertools.zip_longest(begun, begun[1:]):
             entry = begun[0].unit, call.unit, counts[call.unit]
@@ -137,7 +136,7 @@ class Recorder:
         return has_stepped
 
     def enter(self, unit: int, *, node: int, with_graph: bool) -> Call:
-        """Record that a unit begins. ``node`` is the number of the next autograd node."""
+        """Record that a call of ``unit`` begins. ``node``: the number of the next autograd node."""
         now = self.current
         call = Call(unit, node, len(now.exits), with_graph)
         calls = now.calls.setdefault(unit, [])
@@ -157,7 +156,7 @@ class Recorder:
         self.current.exits.append(call)
 
     def next_in_forward(self) -> int | None:
-        """Return the unit that is expected to enter next; None if no unit is expected."""
+        """Return the unit that is expected to run next; None if no unit is expected."""
         begun = self.current.begun
         if not begun:
             return None
@@ -165,18 +164,19 @@ class Recorder:
         return self._following.get((begun[0].unit, unit, len(self.current.calls[unit]) - 1))
 
     def is_open(self, unit: int, but: Pass | None = None) -> bool:
-        """Whether the backward of a pass with ``unit``, other than ``but``, has not come."""
+        """Whether ``unit`` has an open pass, other than ``but``."""
         numbers = self._open.get(unit, {})
         return bool(numbers) and (but is None or len(numbers) > 1 or but.number not in numbers)
 
     def is_open_before(self, unit: int, this: Pass) -> bool:
-        """Whether ``unit`` ran in an earlier pass than ``this``, whose backward may come later."""
+        """Whether ``unit`` has an open pass that began before ``this``."""
         return next(iter(self._open.get(unit, ())), this.number) < this.number
 
     def close(self, passes: list[Pass]) -> None:
-        """Record that a backward has freed the graphs of the units of ``passes`` that are over.
+        """Close ``passes`` for the units that are over in them: no other backward will come.
 
-        A unit whose forward has called this backward, and goes on, has its own backward later.
+        A unit whose forward still runs stays open. That forward has called the present backward,
+        and the backward of the unit itself comes later.
         """
         for each in passes:
             for call in each.firsts[each.over :]:
@@ -184,13 +184,13 @@ class Recorder:
                     self._open.get(call.unit, {}).pop(each.number, None)
 
     def close_all(self) -> None:
-        """Record that no backward of an earlier pass will come."""
+        """Close all open passes: no backward of an earlier pass will come."""
         self._open.clear()
 
     def forget(self) -> None:
-        """Drop the last pass, and expect no backward of earlier ones.
+        """Drop the last pass, and close all earlier ones.
 
-        Its order is not learned, even if it is complete: on other ranks it may be cut off.
+        Its order is not learned even if it is complete, because other ranks may have been cut off.
         """
         self.current = Pass(self.current.number)
         self.close_all()

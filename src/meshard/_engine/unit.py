@@ -1,6 +1,6 @@
 """One unit: modules whose parameters are gathered and reduced together.
 
-A unit has one mesh, and one all-gather brings all of its parameters. A module needs several units
+A unit has one mesh, and one all-gather gathers all of its parameters. A module needs several units
 if its parameters lie on several meshes, or if some are tensor subclasses with a custom all-gather.
 The units of one module are *sibling units*. They are nested as if the module had been wrapped once
 per unit: a forward enters the outermost sibling first and leaves it last, and units of submodules
@@ -40,26 +40,26 @@ class UnitSettings(ReduceSettings):
     """The settings of a unit, which setters of ``FSDPModule`` can change."""
 
     reshard_after_forward: bool | int | None = None  # None: see ``Unit.reshards_after_forward``
-    # If reshard_after_forward is an int: between forward and backward the parameters stay sharded
-    # over the ranks of this group.
+    # If reshard_after_forward is an int, parameters are sharded over this group between forward and
+    # backward.
     post_forward_group: dist.ProcessGroup | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     comm: CommSettings = field(default_factory=CommSettings)
-    unshard_on_access: bool = False  # it is unsharded together with the unit around it
+    unshard_on_access: bool = False  # it is unsharded with the unit around it
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
 class UnitStep:
-    """The progress of a unit in the present step. Why it is unsharded: ``ParamGroup.leases``."""
+    """The progress of a unit in the present step."""
 
-    # Its gradients are to be reduced, or added up under NONE, whether this rank has any or not: a
-    # forward with grad, a backward of it, or a gradient has come.
+    # Its gradients must be reduced (under NONE, added up), even if this rank has none. Set by a
+    # forward with grad, by its backward, and by a gradient.
     is_due: bool = False
     lost_unshard: bool = False  # a forward has ended the user's unshard()
-    # The ids of its modules that have run, each once: the unit is resharded after the last of them.
+    # The ids of its modules that have run. The unit is resharded when all of them have.
     modules_run: set[int] = field(default_factory=set)
 
     def record_taken(self) -> None:
@@ -87,15 +87,15 @@ class Unit:
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
-        self.siblings: list[Unit] = []  # further units of the same modules: see nest
+        self.siblings: list[Unit] = []  # the other units of the same modules: see ``nest``
         self.sibling_of: weakref.ref[Unit] | None = None
         self.mesh_name = ""  # suffix of the label of a sibling
-        # Called with this unit once per window (the microbatches of one optimizer step), after its
-        # last reduction, in the same order on all ranks. Its .grad are set by then, unless they
-        # live in host memory: then call ``Gradients.settle`` first.
+        # Called with this unit once per window (the microbatches of one optimizer step), after the
+        # unit's last reduction, in the same order on all ranks. By then ``.grad`` of its parameters
+        # are set. If they live in host memory, call ``Gradients.settle`` before reading them.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called ``on_reduced``
-        self.params: Sequence[UnitParam]  # this and the next two are set by ``set_params``
+        self.params: Sequence[UnitParam]  # ``set_params`` sets this and the next two
         self.gradients: Gradients
         self.group: ParamGroup
         self.root: Root
@@ -132,14 +132,14 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """Whether the unit is resharded when its forward ends.
 
-        By default the root stays unsharded while grad is enabled, as its backward comes next.
+        By default the root stays unsharded if grad is enabled, because its backward comes first.
         """
         is_default = self.settings.reshard_after_forward is None
         return self.reshards_before_backward or (is_default and not torch.is_grad_enabled())
 
     @property
     def reshards_before_backward(self) -> bool:
-        """Whether the unit is resharded when its forward ends, and a backward may follow."""
+        """Whether the unit is resharded between its forward and its backward."""
         chosen = self.settings.reshard_after_forward
         return not self.is_root if chosen is None else bool(chosen)
 
@@ -151,7 +151,7 @@ class Unit:
 class Root:
     """The outermost unit, its siblings, and all units inside. They share one lifecycle.
 
-    A later ``fully_shard`` of a module around them puts these units under a new root.
+    A later ``fully_shard`` of a module around them puts all of these units under a new root.
     """
 
     _first_use = threading.RLock()  # reentrant: a signal handler may use a unit meanwhile
@@ -162,7 +162,7 @@ class Root:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
         self.names = names  # the number of this root in each process group: see ``name_root``
         self.failure = Failure()
-        self.lifecycle: Lifecycle | None = None  # None: no unit was used yet
+        self.lifecycle: Lifecycle | None = None  # None: no unit has been used yet
         self._make = make
         for number, unit in enumerate(units):
             unit.root, unit.number = self, number
@@ -182,7 +182,7 @@ Referent = TypeVar("Referent")
 
 
 def alive(refs: Iterable[weakref.ref[Referent]]) -> list[Referent]:
-    """Return the objects that ``refs`` refer to. Those that were freed are left out."""
+    """Return the objects that ``refs`` refer to, without those that were freed."""
     return [each for ref in refs if (each := ref()) is not None]
 
 
@@ -244,9 +244,8 @@ def joined(prefix: str, name: str) -> str:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # Skip the class that ``adopt_module`` has made for a module with a unit. The search then also
-    # passes over FSDPModule or ReplicateModule, which are no subclasses of nn.Module, and finds the
-    # original class.
+    # Skip the class that ``adopt_module`` has made for a module with a unit. The next subclass of
+    # nn.Module is the original class, since FSDPModule and ReplicateModule are not subclasses.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 
@@ -271,5 +270,5 @@ def nest(units: list[Unit]) -> Unit:
 
 
 def with_siblings(unit: Unit) -> list[Unit]:
-    """Return ``unit``, which must be the outermost of its siblings, and then its siblings."""
+    """Return ``unit``, which must be the outermost of its siblings, followed by the others."""
     return [unit, *unit.siblings]

@@ -1,10 +1,9 @@
 """Accumulation of gradients across microbatches.
 
 Each unit has three accumulators. ``U`` holds unsharded gradients that are not reduced. ``Q`` holds
-gradients that are reduced over the shard group but not across the replicas. Both are in the
-accumulate dtype. ``A`` is ``.grad`` of the sharded parameters, in its dtype. ``g`` are the
-gradients of one backward. ``mean_S`` is the mean over the shard group, and ``mean_R`` that over the
-replicas:
+gradients that are reduced over the shard group but not over the replicas. Both have the accumulate
+dtype. ``A`` is ``.grad`` of the sharded parameters. ``g`` stands for the gradients of one backward,
+``mean_S`` for the mean over the shard group, and ``mean_R`` for the mean over the replicas:
 
     NONE             U += g
     REDUCE_SCATTER   Q += mean_S(U + g);                   U = 0
@@ -15,13 +14,13 @@ On a mesh without replicas REDUCE_SCATTER does what FULL does, but ends no windo
 
 A gradient may lack a sum over mesh axes of another parallelism. Under sequence parallelism, for
 example, each tensor-parallel rank has the gradient of a norm for its own part of the sequence.
-Under NONE each rank adds up its own terms in ``U``. The sum over those axes is taken once, of
-``U``, before ``U`` is reduced. If there are hooks on arrived gradients, the sum of each gradient is
-taken before they run.
+Under NONE each rank adds up its own terms in ``U``, and the sum over those axes is taken once, of
+``U``, before ``U`` is reduced. But if there are hooks on arrived gradients, the sum of each
+gradient is taken before they run.
 
 Note: Each rank decides by the placements of its own gradients whether to take that sum. The ranks
-    of one sum decide alike, because DTensor requires them to run the same operations. Ranks that
-    use different parameters are data-parallel ranks, which are not in the same sum.
+    of one sum decide alike, because DTensor requires them to run the same operations. Only
+    data-parallel ranks may use different parameters, and they are not in the same sum.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class GradientRules:
     def __init__(
         self,
         unit_params: UnitParams,
-        reduce_dtype: torch.dtype | None,  # None: what the dtypes of the gradients promote to
+        reduce_dtype: torch.dtype | None,  # None: see ``wire_dtype``
         accumulate_dtype: torch.dtype | None,  # None: see the method of this name
     ) -> None:
         self._unit_params = unit_params
@@ -69,8 +68,8 @@ class GradientRules:
     ) -> GradientLayout:
         """Return the layout of all parameters that may have a gradient on some rank.
 
-        ``used`` are the parameters that got a gradient on this rank in this backward.
-        ``accumulated`` are the gradients of earlier backwards of the window.
+        ``used``: the parameters that got a gradient on this rank in this backward.
+        ``accumulated``: the gradients of earlier backwards of the window.
         """
         indices = self._all
         if used is not self.everything:
@@ -79,12 +78,12 @@ class GradientRules:
                 index
                 for index, param in enumerate(self._unit_params.params)
                 if param.sharded.requires_grad
-                # If only the sharded one was frozen after the forward, a gradient still comes.
+                # A gradient still comes if only the sharded parameter was frozen since the forward.
                 or param.unsharded.requires_grad
                 or index in present
             )
         if indices not in self._layouts:
-            # Bounded, because a user may freeze other parameters in every step.
+            # Bounded, because users may freeze different parameters in every step.
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             params = self._unit_params
@@ -99,8 +98,8 @@ class GradientRules:
     def accumulate_dtype(self, gradients: GradientLayout) -> torch.dtype:
         """Return the dtype in which ``gradients`` are added up.
 
-        By default it is the widest dtype of the shards, and at least float32. Frozen parameters do
-        not count.
+        By default it is the widest dtype of their shards, and at least float32. Frozen parameters
+        do not count.
         """
         if self.chosen_dtype is not None:
             return self.chosen_dtype
@@ -129,7 +128,7 @@ class Window:
     _factor: float | None = None
 
     def divide(self, factor: float | None, label: str) -> None:
-        """Record the divide factor; raise a RuntimeError if the window was begun with another."""
+        """Record the divide factor. Raise a RuntimeError if it changes within the window."""
         if self._has_divided and factor != self._factor:
             raise RuntimeError(
                 f"unit {label!r} has divided part of this window by "
@@ -141,7 +140,7 @@ class Window:
         self._has_divided, self._factor = True, factor
 
     def forget_factor(self) -> None:
-        """Allow another divide factor, because all gradients that were divided are dropped."""
+        """Allow another divide factor: all gradients that were divided have been dropped."""
         self._has_divided = False
 
     def close(self) -> None:
@@ -156,11 +155,11 @@ class Gradients(abc.ABC):
     def __init__(self, unit_params: UnitParams, rules: GradientRules) -> None:
         self.unit_params = unit_params
         self.rules = rules
-        self.arrived = set[int]()  # parameters whose gradient a backward has brought
+        self.arrived = set[int]()  # parameters with a new gradient, not taken yet
         self.is_in_flight = False  # whether a reduction was started and has not finished
-        self.reduction: Reduction | None = None  # that reduction, if it is of a sharded unit
-        self.publishes = True  # its result is added to .grad; False: it is kept as the partial
-        self.backward = -1  # number of the last backward that has filled buckets
+        self.reduction: Reduction | None = None  # that reduction, in a sharded unit
+        self.publishes = True  # its result goes to .grad; False: it becomes the partial, Q
+        self.backward = -1  # number of the last backward that began to fill buckets
         # Parameters whose gradients were cleared since gradients were last added.
         self._cleared_since_add: frozenset[int] = frozenset()
         self.window = Window()
@@ -169,7 +168,7 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def accumulate(self, settings: ReduceSettings) -> None:
-        """Add the arrived gradients to ``U``, once hooks have seen them."""
+        """Run hooks on the arrived gradients, and add these to ``U``."""
 
     @abc.abstractmethod
     def start_reduce(
@@ -188,7 +187,7 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def finish_reduce(self) -> InFlight | None:
-        """Publish the result in ``.grad``, once hooks have seen it; or keep it as ``Q``.
+        """Run hooks on the result and publish it in ``.grad``, or keep it as ``Q``.
 
         If gradients live in host memory, return the copy to the host. The caller waits for it.
         """
@@ -207,7 +206,7 @@ class Gradients(abc.ABC):
 
     @property
     def pending(self) -> str:
-        """Why gradients are not fully reduced yet, for an error; empty if all are."""
+        """Why gradients are not fully reduced yet, for an error message; empty if all are."""
         if self.is_unreduced:
             return "not reduced yet (GradientSync.NONE)"
         if self.is_pending:
@@ -223,17 +222,17 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def pending_of_params(self) -> dict[int, DTensor | None]:
-        """Return an entry for each parameter with pending gradients, by index.
+        """Return the partial of each parameter with pending gradients, by parameter index.
 
-        It is the partial, or None if some of these gradients are not reduced at all (``U``).
+        It is None for a parameter with gradients that are not reduced at all (``U``).
         """
 
     def clear(self, gone: frozenset[int]) -> None:
         """Drop pending gradients of some parameters."""
-        # zero_grad() of two optimizers may clear half of the parameters each, so add up what was
-        # cleared. Nothing is pending once all parameters are cleared that may have a gradient. It
-        # would not do to ask only for those that this rank used: other ranks may have used more,
-        # and all ranks must agree on whether gradients are pending.
+        # Two optimizers may each clear half of the parameters, so remember what was cleared. Once
+        # all parameters that may have a gradient are cleared, nothing is pending. Parameters that
+        # this rank did not use count too: other ranks may have used them, and all ranks must agree
+        # on whether gradients are pending.
         self._cleared_since_add |= gone
         self._drop(gone)
         self.arrived -= gone
@@ -242,10 +241,10 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def _drop(self, gone: frozenset[int]) -> None:
-        """Drop what is accumulated, has arrived, or is on its way to ``.grad``."""
+        """Drop gradients that are accumulated, have arrived, or are on their way to ``.grad``."""
 
     def _end_window_if_cleared(self) -> None:
-        """End the window if ``clear`` has dropped all that was added to it."""
+        """End the window if ``clear`` has dropped all of its gradients."""
         params = self.unit_params.params
         published = (i for i, param in enumerate(params) if param.sharded.grad is not None)
         is_any_left = self.is_in_flight or self.is_pending or not self.are_shown
@@ -259,18 +258,18 @@ class Gradients(abc.ABC):
             self._release_if_settled()
 
     def _release_if_settled(self) -> None:
-        # zero_grad() calls ``clear`` only while some object is held. An open window needs that call
-        # even when nothing is pending, because ``clear`` closes the window. So it stays held.
+        # zero_grad() calls ``clear`` only while ``pending_holders`` is not empty. An open window
+        # needs that call even if nothing is pending, because ``clear`` ends the window.
         if not self.window.is_open and not self.is_in_flight and not self.is_pending:
             pending_holders.discard(self)
 
     def settle(self) -> None:
-        """Wait for copies to host memory, and put everything that was published into ``.grad``."""
+        """Wait for copies to host memory, and put all published gradients into ``.grad``."""
         self._release_if_settled()
 
     @property
     def are_shown(self) -> bool:
-        """Whether ``.grad`` has, or is a view of, all that was published. If not, ``settle``."""
+        """Whether ``.grad`` has, or is a view of, all published gradients. If not, ``settle``."""
         return True
 
     def _open_window(self) -> None:
@@ -281,7 +280,7 @@ class Gradients(abc.ABC):
     def abandon(self, *, is_void: bool) -> None:
         """Drop gradients that have arrived or are in flight.
 
-        If ``is_void`` (a backward has raised, say), drop pending gradients and ``.grad`` too.
+        If ``is_void`` (for example, a backward has raised), drop pending ones and ``.grad`` too.
         """
         self._drop_arrived()
         self.arrived.clear()
@@ -309,13 +308,13 @@ class GradientAccumulator(Gradients):
         self._params = unit_params.params
         self._unreduced: FlatGradients | None = None  # U
         self._partial: FlatGradients | None = None  # Q
-        # Of the reduction in flight: its layout, and the ``after`` hooks registered by its start.
+        # Of the reduction in flight: its layout, and the ``after`` hooks set when it started.
         self._reducing: tuple[GradientLayout, list[TensorHook]]
         # Parameters whose gradients were cleared while a reduction was in flight.
         self._cleared_in_flight: frozenset[int] = frozenset()
         is_on_host = unit_params.host_copies is not None
         self.published = (HostGrads if is_on_host else ShardedGrads)(unit_params)  # A
-        # From parameter index to the sum over other mesh axes (TP) that its gradient in U lacks.
+        # From parameter index to the sum over other mesh axes (TP) that is still to be taken of U.
         self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [i for i, param in enumerate(self._params) if param.needs_conversion]
 
@@ -367,7 +366,7 @@ class GradientAccumulator(Gradients):
     # --- arrived gradients ------------------------------------------------------------
 
     def _take(self, *, may_lack_sums: bool) -> tuple[list[torch.Tensor | None], frozenset[int]]:
-        """Take the gradients that have arrived: one entry per parameter, and which are not None.
+        """Take the arrived gradients. Return one entry per parameter, and which are not None.
 
         For ``may_lack_sums`` see ``_as_plain``.
         """
@@ -394,9 +393,9 @@ class GradientAccumulator(Gradients):
         """Return a gradient as the plain tensor to be reduced.
 
         A DTensor may be only this rank's term of a sum over other mesh axes, such as TP. Usually
-        this method takes the sum. With ``may_lack_sum`` it may return the term, and the sum of
-        ``U`` is taken later. It does so only if ``U`` has no gradient of the parameter yet, or one
-        that lacks the same sum.
+        this method takes the sum. With ``may_lack_sum`` it returns the term, and the sum of ``U``
+        is taken later, if ``U`` has no gradient of the parameter yet, or one that lacks the same
+        sum.
         """
         param, unreduced = self._params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
@@ -406,13 +405,13 @@ class GradientAccumulator(Gradients):
             self._missing_sums[index] = missing
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
-            # plain_gradient() returns the complete gradient, but what ``U`` has of this parameter
-            # still lacks a sum over other mesh axes. So take that sum before the two are added.
+            # plain_gradient() returns a complete gradient, but the one in ``U`` still lacks a sum
+            # over other mesh axes. So take that sum before the two are added.
             self._add_up(unreduced.layout, unreduced.flat, index)
         return param.plain_gradient(gradient)
 
     def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
-        """Replace a parameter's range of ``flat`` by its missing sum over other mesh axes."""
+        """Take a parameter's missing sum over other mesh axes, in place, in ``flat``."""
         part = layout.range_of(flat, index)
         part.copy_(self._missing_sums.pop(index).add_up(part.contiguous()))
 
@@ -428,7 +427,7 @@ class GradientAccumulator(Gradients):
             self._open_window()
             dtype = self.rules.accumulate_dtype(layout)
             if old is not None:
-                # A parameter that was unfrozen in this window may ask for a wider dtype.
+                # A parameter that was unfrozen in this window may need a wider dtype.
                 flat = old.laid_out(layout).to(dtype)
                 if hooks:
                     new = layout.allocate(dtype)
@@ -506,7 +505,7 @@ class GradientAccumulator(Gradients):
         *,
         as_one: bool,
     ) -> Rows:
-        """Return memory for the rows to send: one block if ``as_one``, because hooks need that."""
+        """Return memory for the rows to send: one block if ``as_one``, which hooks need."""
         if is_narrowed_late(gradients, plan.wire_dtype):
             return [layout.allocate(plan.accumulate_dtype)]
         return self.unit_params.comm.send_rows(
@@ -534,16 +533,16 @@ class GradientAccumulator(Gradients):
             self._end_window_if_cleared()
             return None
         if not self.publishes:
-            # The partial is kept even if no rank of this shard group had a gradient. Another
-            # replica may have one, and all ranks must agree on whether there are partials.
+            # Keep the partial even if no rank of this shard group had a gradient. Another replica
+            # may have one, and all ranks must agree on whether there are partials.
             self._partial = result
             return None
-        # Hooks run even if no rank of the mesh has a gradient: a hook may communicate with ranks
+        # Run hooks even if no rank of the mesh has a gradient: a hook may communicate with ranks
         # outside of the mesh, which may have some.
         layout.run_hooks(after, result.flat, result.used)
         copying = self.published.publish(result) if result.used else None
-        # Copies to host memory are under way. zero_grad() looks for copies only while
-        # ``pending_holders`` is not empty, so the unit stays in it until ``settle``.
+        # While copies to host memory are in flight, stay in ``pending_holders`` until ``settle``:
+        # zero_grad() waits for copies only while it is not empty.
         if self.unit_params.host_copies is None:
             self._release_if_settled()
         return copying
@@ -559,9 +558,9 @@ def _check_agreement(
 ) -> None:
     """Raise unless all ranks reduce a unit alike.
 
-    Without this check, ranks may divide by different factors, or run different numbers of
-    microbatches, and no error tells the user. In the second case, the last microbatch of one rank
-    is added to the first one of another rank's next window.
+    Without this check, ranks could divide by different factors, or run different numbers of
+    microbatches, without an error. In the second case, the last microbatch of one rank would be
+    added to the first microbatch of another rank's next window.
     """
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)

@@ -1,16 +1,16 @@
 """The gradients of ``replicate``: buckets that are all-reduced while the backward goes on.
 
-Autograd is about to add a gradient to ``.grad`` of a parameter. A hook takes the gradient from it,
-and adds it to its bucket; so ``.grad`` stays as it is until a reduction publishes there. A bucket
-is sent once all its gradients have come, after the buckets before it. What is left is sent when the
-backward of the module is over. So ranks issue the same collectives in the same order, even if they
-use different parameters.
+Before autograd adds a gradient to ``.grad`` of a parameter, a hook takes the gradient and adds it
+to a bucket. So ``.grad`` does not change until a reduction publishes its result. If the module is
+alone in its root, a bucket is sent when all its gradients have come and the buckets before it are
+sent. All other buckets are sent when the backward of the module is over. So ranks issue the same
+collectives in the same order, even if they use different parameters.
 
 A bucket is one tensor: the gradients of its parameters, then for each parameter a *count*, 1 on a
-rank that has used it. The sum of the counts is zero if no rank has. Where ``.grad`` is None, it
-becomes a view of the bucket; elsewhere the result is added to it, whoever has set it.
+rank that has used it. The sum of the counts is zero if no rank has. If ``.grad`` is None, it
+becomes a view of the bucket, or a copy. If it is set, even by the user, the result is added to it.
 
-Under NONE and REDUCE_SCATTER nothing is sent: what a bucket holds is ``U`` of ``accumulator.py``.
+Under NONE and REDUCE_SCATTER nothing is sent: the buckets are ``U`` of ``accumulator.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from meshard._gradients.settings import ReduceSettings, TensorHook
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard.foreach_reduce import divide_, resolve_divisors
 
-_FIRST_CAP = 2**20  # bytes of the first bucket: small, so that communication starts early
+_FIRST_CAP = 2**20  # bytes of the first bucket; small, so that communication starts early
 
 
 def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
@@ -66,9 +66,9 @@ class Memory(NamedTuple):
     """The memory of a bucket."""
 
     flat: torch.Tensor  # [numel + number of parameters]: what is sent
-    gradients: torch.Tensor  # [numel], the first part of it
-    counts: torch.Tensor  # the second
-    views: dict[int, torch.Tensor]  # of the gradients, in the shapes of the parameters
+    gradients: torch.Tensor  # [numel], the first part of ``flat``
+    counts: torch.Tensor  # [number of parameters], the rest of ``flat``
+    views: dict[int, torch.Tensor]  # of ``gradients``, in the shapes of the parameters
 
 
 class Bucket:
@@ -80,38 +80,38 @@ class Bucket:
         params: dict[int, ReplicatedParam],
         rules: GradientRules,
     ) -> None:
-        self.number = number  # place in the order in which buckets are sent
+        self.number = number  # position in the order of sending
         self.params = params  # by index in the module
         computed = {param.unsharded.dtype for param in params.values()}
-        # The dtype in which it is sent, unless a hook has another; and that in which microbatches
-        # are added up.
+        # ``wire``: the dtype in which the bucket is sent, unless a hook sets another. ``wide``: the
+        # dtype in which microbatches are added up.
         self.wire = rules.reduce_dtype or functools.reduce(torch.promote_types, computed)
         held = {param.sharded.dtype for param in params.values()}
         widest = functools.reduce(torch.promote_types, held, torch.float32)
         self.wide = rules.chosen_dtype or widest
         self.numels = [param.sharded.numel() for param in params.values()]
-        # Memory to use again. As a backward begins, it is given up if a .grad is a view of it.
+        # Memory to reuse. ``begin`` drops it if a .grad is a view of it.
         self.kept: Memory | None = None
         self.forget()
 
     def forget(self) -> None:
-        """Hold no gradients."""
+        """Drop all gradients."""
         self.memory: Memory | None = None
-        self.used: set[int] = set()  # the parameters of which it has a gradient
-        self.earlier: tuple[Memory, set[int]] | None = None  # of microbatches before
+        self.used: set[int] = set()  # the parameters with a gradient in ``memory``
+        self.earlier: tuple[Memory, set[int]] | None = None  # of earlier microbatches
         self.awaited = set(self.params)  # parameters whose gradient has not come in this backward
         self.sent: InFlight | None = None  # the all-reduce; the next four are about its result
         self.counts = torch.empty(0)
-        self.gone = frozenset[int]()  # parameters whose gradients were cleared meanwhile
+        self.gone = frozenset[int]()  # parameters whose gradients were cleared since
         self.divisor = Fraction(1)
-        self.after: list[TensorHook] = []  # hooks that see it
+        self.after: list[TensorHook] = []  # hooks to run on it
 
     def wire_dtype(self, settings: ReduceSettings) -> torch.dtype:
         """Return the dtype in which gradients are sent."""
         return settings.wire_dtype or self.wire
 
     def allocate(self, dtype: torch.dtype) -> Memory:
-        """Make memory for gradients."""
+        """Provide memory for new gradients: the kept memory, if its dtype fits."""
         self.memory = self.kept
         if self.memory is None or self.memory.flat.dtype is not dtype:
             device = next(iter(self.params.values())).sharded.device
@@ -127,7 +127,6 @@ class Bucket:
         return Memory(flat, flat[: flat.numel() - len(self.params)], counts, views)
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add a gradient to the memory that was allocated."""
         assert self.memory is not None
         view = self.memory.views[index]
         if gradient.is_sparse:
@@ -140,7 +139,7 @@ class Bucket:
         self.awaited.discard(index)
 
     def complete(self, dtype: torch.dtype, hooks: Sequence[TensorHook]) -> None:
-        """Zero what is unused, let hooks see this microbatch, and add what earlier ones brought."""
+        """Run hooks on this microbatch, with zeros for unused parameters. Then add earlier ones."""
         memory = self.memory or self.allocate(dtype)
         self.run_hooks(hooks)
         if self.earlier is not None:
@@ -150,7 +149,7 @@ class Bucket:
             self.used |= used
 
     def run_hooks(self, hooks: Sequence[TensorHook]) -> None:
-        """Let hooks change the gradients. Those of unused parameters are zero, before and after."""
+        """Run hooks on the gradients. Those of unused parameters are zero before and after."""
         assert self.memory is not None
         self._zero_unused()
         if hooks:
@@ -163,7 +162,7 @@ class Bucket:
             self.memory.views[index].zero_()
 
     def narrow(self, wire: torch.dtype) -> Memory:
-        """Return the memory with the gradients in the dtype in which they are sent, and counts."""
+        """Return memory with the gradients in dtype ``wire``, and with the counts filled in."""
         memory, used = self.memory, self.used
         assert memory is not None
         if memory.flat.dtype is not wire:
@@ -178,13 +177,13 @@ class Bucket:
         return memory
 
     def for_hook(self, *, is_last: bool) -> GradBucket:
-        """Return what a communication hook gets."""
+        """Return the bucket that a communication hook gets."""
         assert self.memory is not None
         params = [param.sharded for param in self.params.values()]
         return GradBucket(self.memory.gradients, self.numels, params, self.number, is_last)
 
     def used_anywhere(self) -> set[int]:
-        """Return the parameters that any rank has used. Waits for the device if some are not."""
+        """Return the parameters that any rank has used. May wait for the device."""
         if len(self.used) == len(self.params):
             return self.used
         counts = self.counts.tolist()
@@ -197,7 +196,10 @@ class Bucket:
             self.earlier = self.earlier[0], self.earlier[1] - gone
 
     def publish(self, *, as_views: bool) -> None:
-        """Divide the sums over ranks, and add them to ``.grad``, or make that a view of them."""
+        """Divide the sums over ranks, and add them to ``.grad``. Where it is None, set it.
+
+        ``as_views``: ``.grad`` that is set here is a view of the bucket, and else a copy.
+        """
         memory, used = self.memory, self.used_anywhere() - self.gone
         assert memory is not None
         params = [(index, param.sharded) for index, param in self.params.items() if index in used]
@@ -233,7 +235,7 @@ def _divisors(
 ) -> tuple[Fraction, Fraction]:
     """Return what to divide by before and after the all-reduce.
 
-    ``is_averaged``: a communication hook takes the mean, so nothing is divided after it.
+    ``is_averaged``: a communication hook takes the mean, so nothing is divided after the hook.
     """
     divisors = resolve_divisors(1, count, divide_factor, wire)
     before = divisors.before_scatter * divisors.after_scatter
@@ -251,13 +253,13 @@ class BucketedGradients(Gradients):
         super().__init__(unit_params, rules)
         self._params, self._cap = unit_params.params, unit_params.bucket_cap
         self._are_views = unit_params.are_views
-        self.comm_hook: CommHook | None = None  # averages instead of all-reduces
-        # ``order`` is that in which gradients are expected. ``_arrivals`` is that in which they
-        # come; None once ``order`` is final.
+        self.comm_hook: CommHook | None = None  # replaces the all-reduce
+        # ``order``: the order in which gradients are expected. ``_arrivals``: the order in which
+        # they have come; None once ``order`` is final.
         self.order = list(reversed(range(len(self._params))))
         self._arrivals: dict[int, None] | None = {}
-        self._has_reduced = False  # whether a reduction was ever started; the same on all ranks
-        self._holds = False  # whether microbatches were added up; the same on all ranks
+        self._has_reduced = False  # whether a reduction was started before; equal on all ranks
+        self._holds = False  # whether gradients were accumulated; equal on all ranks
         self._in_buckets: set[int] = set()
         self.buckets: list[Bucket] = []
         self.fill()
@@ -273,7 +275,7 @@ class BucketedGradients(Gradients):
         return [[self.order[place] for place in part] for part in partition(params, self._cap)]
 
     def fill(self) -> None:
-        """Make buckets of the parameters that train, and keep what the present ones hold."""
+        """Build buckets for the parameters that train, with the gradients of the old buckets."""
         self._finish_sent()
         old, self._in_buckets = self.buckets, self._wanted()
         self.buckets, parts = [], self.parts()
@@ -292,10 +294,10 @@ class BucketedGradients(Gradients):
                 new.add(index, bucket.memory.views[index])
 
     def rebuild_as_arrived(self) -> None:
-        """Fill the buckets once in the order in which gradients came on the first rank.
+        """Rebuild the buckets, once, in the order in which gradients came on the first rank.
 
-        Nothing is done while the order is unknown, or gradients are in the buckets. Parameters
-        without gradients come last. **Collective:** all ranks of the mesh, if it is done.
+        Does nothing while that order is unknown, or while gradients are in the buckets. Parameters
+        without gradients come last. **Collective:** all ranks of the mesh, unless it does nothing.
         """
         # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds its
         # buckets before the second backward and never again. So once a hook has averaged in two
@@ -314,7 +316,7 @@ class BucketedGradients(Gradients):
         self.fill()
 
     def _wanted(self) -> set[int]:
-        """Return the parameters that need a place: those that train, or that may hold something."""
+        """Return the parameters that need a place: those that train, or may have a gradient."""
         # A parameter that was frozen after the forward may still get a gradient.
         trained = {
             index
@@ -326,7 +328,7 @@ class BucketedGradients(Gradients):
     # --- a backward -------------------------------------------------------------------
 
     def begin(self, settings: ReduceSettings) -> None:
-        """Get ready for the gradients of a backward. No bucket may be in flight."""
+        """Prepare the buckets for the gradients of a backward. No bucket may be in flight."""
         if self._wanted() != self._in_buckets:
             self.fill()
         self._open_window()
@@ -344,7 +346,7 @@ class BucketedGradients(Gradients):
         return {_place_of(grad) for grad in grads if grad is not None and not grad.is_sparse}
 
     def receive(self, index: int, gradient: torch.Tensor, settings: ReduceSettings) -> bool:
-        """Add a gradient that autograd brings to its bucket. Return whether that is complete."""
+        """Add a gradient of this backward to its bucket. Return whether the bucket is complete."""
         if self._arrivals is not None:
             self._arrivals.setdefault(index)
         with unrecorded():
@@ -363,17 +365,17 @@ class BucketedGradients(Gradients):
             return not bucket.awaited
 
     def _dtype_of(self, bucket: Bucket, settings: ReduceSettings) -> torch.dtype:
-        """Return the dtype for the memory of a bucket that holds nothing yet.
+        """Return the dtype for the memory of a bucket without gradients.
 
-        It is that in which it is sent, if this backward sends it.
+        It is the wire dtype if this backward sends the bucket, and else the accumulate dtype.
         """
         is_sent = settings.sync.over_replicas and bucket.earlier is None
         wire = bucket.wire_dtype(settings)
-        # In float16 they may overflow before they are divided.
+        # In float16, gradients may overflow before they are divided.
         return wire if is_sent and wire is not torch.float16 else bucket.wide
 
     def accumulate(self, settings: ReduceSettings) -> None:
-        """Keep what this backward has brought until all is sent."""
+        """Keep the gradients of this backward in the buckets until a reduction sends them."""
         with unrecorded():
             if not self.arrived:
                 self.begin(settings)
@@ -384,7 +386,7 @@ class BucketedGradients(Gradients):
             self._holds = bool(self.buckets)
 
     def send_complete(self, settings: ReduceSettings, divide_factor: float | None) -> None:
-        """Send the buckets whose turn has come, as long as they are complete."""
+        """Send buckets in order, up to the first that is not complete."""
         for bucket in self.buckets:
             if bucket.awaited:
                 return
@@ -433,7 +435,8 @@ class BucketedGradients(Gradients):
             memory = bucket.narrow(wire)
             sent, bucket.counts = memory.flat, memory.counts
             if self.comm_hook is not None:
-                # A hook may use memory behind its buffer, as batched PowerSGD does.
+                # Copy the counts, because a hook may write to memory behind its buffer, as batched
+                # PowerSGD does.
                 sent = bucket.counts = memory.counts.clone()
             pending = bucket.sent = comm.all_reduce(sent, group=group, label=label)
             self.is_in_flight = True
@@ -447,7 +450,6 @@ class BucketedGradients(Gradients):
         bucket.divisor, bucket.after = after, [h.after for h in reversed(hooks) if h.after]
 
     def finish_reduce(self) -> None:
-        """Publish the results in ``.grad``, once hooks have seen them."""
         is_all_gone = all(bucket.gone.issuperset(bucket.params) for bucket in self.buckets)
         self._finish_sent()
         if is_all_gone:

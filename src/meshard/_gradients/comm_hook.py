@@ -40,14 +40,14 @@ class GradBucket:
         return self._buffer
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Let the other methods refer to ``buffer [n]``."""
+        """Make the other methods use ``buffer [n]``."""
         self._buffer = buffer
 
     def gradients(self) -> list[torch.Tensor]:
         """Return the parts of the buffer: contiguous views in the shapes of ``parameters()``."""
-        # The buffer has the elements of each parameter in memory order. So for a channels_last
-        # parameter the view has the right shape, but its elements are in another order than in the
-        # parameter. DDP does the same.
+        # The buffer has the elements of each parameter in memory order. So the view for a
+        # channels_last parameter has the right shape, but its elements are in another order than
+        # those of the parameter. DDP does the same.
         parts = self._buffer.split(list(self._numels))
         return [part.view(param.shape) for part, param in zip(parts, self._params, strict=True)]
 
@@ -62,14 +62,14 @@ class CommHook:
 
     state: object
     hook: Callable[[Any, Any], Any]
-    num_windows: int = 0  # backwards (mostly one per window) in which it has averaged all buckets
+    num_windows: int = 0  # backwards in which it has averaged all buckets: mostly one per window
 
     def average(self, bucket: GradBucket) -> None:
         """Run the hook on one bucket, wait for its future, and overwrite the buffer.
 
         Hooks such as PowerSGD's start a second collective from a callback, in a thread of gloo. If
-        the calling thread issued another collective meanwhile, the order of these two might differ
-        between ranks. So this method waits at once. On a device the stream waits, not the host.
+        the calling thread issued another collective meanwhile, the order of the two might differ
+        between ranks. So this method waits at once (on a device the stream waits, not the host).
         """
         buffer = bucket.buffer()
         future = self.hook(self.state, bucket)

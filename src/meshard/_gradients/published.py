@@ -1,12 +1,12 @@
 """The ``.grad`` of sharded parameters, on the device or in host memory.
 
-A reduction yields one flat tensor per unit in the accumulate dtype. Where ``.grad`` is None, it
-becomes a view of the flat tensor, or a copy if it has another dtype (that of the parameter, unless
-``grad_dtype`` says otherwise). Elsewhere the result is added to ``.grad``, whoever has set that.
+A reduction returns one flat tensor per unit in the accumulate dtype. If ``.grad`` is None, it
+becomes a view of the flat tensor, or a copy if its dtype differs (that of the parameter, unless
+``grad_dtype`` says otherwise). If ``.grad`` is set, even by the user, the result is added to it.
 
-Autograd sees no sharded parameter in a forward of its unit. So hooks that users register on sharded
-parameters (``register_hook``, ``register_post_accumulate_grad_hook``) run from here. If a loss uses
-a sharded parameter outside of the forward, autograd runs its hooks too.
+Autograd does not see sharded parameters in the forward of their unit. So this module runs the hooks
+that users register on them (``register_hook``, ``register_post_accumulate_grad_hook``). If a loss
+uses a sharded parameter outside of the forward, autograd runs its hooks too.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ _NO_CONTEXT = contextlib.nullcontext()
 
 
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which autograd records nothing, and new tensors are no inference tensors.
+    """Return a context without grad and without inference mode.
 
-    If both hold already, the context does nothing, because ``torch.no_grad()`` costs a dozen calls.
+    If both are off already, it does nothing, because ``torch.no_grad()`` costs a dozen calls.
     """
     if torch.is_inference_mode_enabled():
         return _outside_of_inference()
@@ -56,25 +56,25 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 class ShardedGrads:
     """The ``.grad`` of the sharded parameters of one unit."""
 
-    # Whether .grad has, or is a view of, all that was published. If not, call ``settle``.
+    # Whether .grad has, or is a view of, all published gradients. If not, call ``settle``.
     are_shown = True
 
     def __init__(self, unit_params: UnitParams) -> None:
         self._unit_params = unit_params
 
     def publish(self, new: FlatGradients) -> RecordedWork | None:
-        """Add reduced gradients to ``.grad``. ``new`` may be kept, and written to later.
+        """Add reduced gradients to ``.grad``, which may become views of ``new``.
 
-        Returns the copy to host memory, if there is one, which the caller waits for.
+        Returns the copy to host memory, if any. The caller waits for it.
         """
         self._add(new)
         return None
 
     def settle(self) -> None:
-        """Put everything that was published into ``.grad``."""
+        """Put all published gradients into ``.grad``."""
 
     def drop_arriving(self, gone: frozenset[int]) -> None:
-        """Of some parameters, drop the gradients that are not in ``.grad`` yet."""
+        """Drop the published gradients of some parameters that are not in ``.grad`` yet."""
 
     def _add(self, new: FlatGradients) -> None:
         shards, grads, before, after = self._inspect()
@@ -86,7 +86,7 @@ class ShardedGrads:
             if old is None:
                 sharded.grad = wrap_like(sharded, local.to(gradient_dtype(sharded)))
                 continue
-            if not is_placed_like(old, sharded):  # of a loss on sharded parameters, say
+            if not is_placed_like(old, sharded):  # such as that of a loss on shards
                 old = sharded.grad = old.redistribute(sharded.device_mesh, sharded.placements)
             sums.append(local_of(old))
             added.append(local)
@@ -97,9 +97,9 @@ class ShardedGrads:
                 hook(shards[index])
 
     def _add_unread(self, new: FlatGradients) -> bool:
-        """Publish ``new``, whose values are still being copied, if all ``.grad`` become views.
+        """Publish ``new`` while its values are still being copied, if that reads no value.
 
-        Return whether ``new`` was published.
+        So all ``.grad`` must become views of it. Return whether ``new`` was published.
         """
         shards, grads, before, after = self._inspect()
         is_read = any(before) or any(after) or any(grad is not None for grad in grads)
@@ -110,10 +110,9 @@ class ShardedGrads:
         return True
 
     def _inspect(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
-        """Return four parallel lists: parameters, ``.grad``, and the hooks of each.
+        """Return four parallel lists: parameters, their ``.grad``, and their hooks.
 
-        The hooks are those of ``register_hook``, and those of
-        ``register_post_accumulate_grad_hook``.
+        First the hooks of ``register_hook``, then of ``register_post_accumulate_grad_hook``.
         """
         shards: list[Any] = [param.sharded for param in self._unit_params.params]
         with without_torch_function():
@@ -125,7 +124,7 @@ class ShardedGrads:
     def move(self, location: MemoryLocation) -> list[torch.Tensor]:
         """Start moving every ``.grad`` to ``location``. The ``.grad`` objects stay the same.
 
-        Return the old memory, to be kept until the copies are over.
+        Returns the old memory. The caller keeps it until the copies are over.
         """
         sources = list[torch.Tensor]()
         for param in self._unit_params.params:
@@ -142,8 +141,8 @@ class ShardedGrads:
 def _run_hooks(
     hooks: tuple[Callable[[Any], Any], ...], sharded: torch.Tensor, local: torch.Tensor
 ) -> None:
-    """Let the hooks of ``register_hook`` change or replace a gradient."""
-    # A copy, because a hook may keep it.
+    """Run the hooks of ``register_hook``, which may change or replace the gradient ``local``."""
+    # Pass a copy, because a hook may keep it.
     gradient: torch.Tensor = wrap_like(sharded, local.to(gradient_dtype(sharded), copy=True))
     for hook in hooks:
         changed = hook(gradient)
@@ -154,33 +153,33 @@ def _run_hooks(
 class HostGrads(ShardedGrads):
     """The ``.grad`` of the sharded parameters of one unit, in host memory.
 
-    A reduced gradient is copied to a host buffer while backward goes on. If no value has to be read
-    for that, ``.grad`` become views of the buffer at once, and their values are valid after
-    ``settle``, which waits for the copies. Otherwise ``settle`` adds the buffer to ``.grad``.
+    A reduced gradient is copied to a host buffer while backward goes on. If possible, ``.grad``
+    become views of the buffer at once (``_add_unread``), and ``settle`` only waits for the copies.
+    Otherwise ``settle`` also adds the buffer to ``.grad``.
     """
 
     def __init__(self, unit_params: UnitParams) -> None:
         super().__init__(unit_params)
         assert unit_params.host_copies is not None
         self._host_copies = unit_params.host_copies
-        self._arriving: FlatGradients | None = None  # copied to a buffer that no .grad shows yet
+        self._arriving: FlatGradients | None = None  # in a buffer, and not in .grad yet
 
     @property
     def are_shown(self) -> bool:  # type: ignore[override]  # of a constant
-        """Whether ``.grad`` will have everything as soon as ``HostCopies.wait`` returns."""
+        """Whether ``.grad`` will have all gradients as soon as ``HostCopies.wait`` returns."""
         return self._arriving is None
 
     def publish(self, new: FlatGradients) -> RecordedWork:
-        """Add reduced gradients to ``.grad``; their values are there after ``settle``.
+        """Add reduced gradients to ``.grad``. Their values are valid after ``settle``.
 
-        **Stream:** ``CommStream.HOST``. **Lifetime:** the result keeps ``new`` alive until waited
-        for.
+        **Stream:** ``CommStream.HOST``. **Lifetime:** the result keeps ``new`` alive until its
+        wait.
         """
         comm, label = self._unit_params.comm, self._unit_params.label
         if self._arriving is not None:
-            self.settle()  # so that few buffers are alive, however many backwards are not the last
+            self.settle()  # so that buffers of several backwards do not pile up
         # New memory each time, because the user may still hold the last gradient. torch caches
-        # pinned memory, so later steps need no call of the driver.
+        # pinned memory, so later steps make no driver calls.
         host = self._unit_params.spec.location.empty_like(new.flat)
         copying = self._host_copies.store(host, new.flat, comm, label=label)
         arriving = new._replace(flat=host)
@@ -189,7 +188,7 @@ class HostGrads(ShardedGrads):
         return copying
 
     def settle(self) -> None:
-        """Wait for all copies and put the gradients into ``.grad``. Blocks the host."""
+        """Wait for all copies, and put the gradients into ``.grad``. Blocks the host."""
         self._host_copies.wait()
         if self._arriving is not None:
             arrived, self._arriving = self._arriving, None

@@ -1,10 +1,10 @@
 """Reductions in flight.
 
-A reduction has one or two stages: the reduce-scatter, and over replicas the all-reduce. On a device
-both are queued at once, and only the wait for the result comes later. On CPU a wait blocks the
-host, so each reduction advances by one stage when a later one starts: the compute between two
-starts hides the communication. The order of stages depends only on the order of starts, so it is
-the same on all ranks.
+A reduction has one or two stages: the reduce-scatter, and with replicas the all-reduce. On a device
+both are queued at once, and the stream waits for the result later. On CPU a wait blocks the host.
+So a reduction advances by one stage when a later one starts, and the compute between two starts
+hides the communication. The order of stages depends only on the order of starts, so it is the same
+on all ranks.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ class ReduceQueue:
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
         self._queue: deque[_Queued] = deque()
-        # Key: the id of a tensor or callable that the user set as a divide factor. Value: that
-        # object, kept alive so that the id stays unique, and the number read from it.
+        # Key: the id of a tensor or callable that the user has set as a divide factor. Value: the
+        # object itself, kept alive so that its id stays unique, and the number read from it.
         self._factors: dict[int, tuple[object, float]] = {}
         self._leaving: InFlight = DONE  # the last copy of a gradient to the host
 
     def begin_backward(self) -> None:
         """Forget the divide factors that were read; free communication memory of the forward.
 
-        Reductions of replicated modules are finished, as the backward uses their buckets again.
+        Also finish the reductions of replicated modules, because the backward reuses their buckets.
         """
         self.finish_while(lambda of: of.is_replicated)
         self._factors.clear()
@@ -76,13 +76,13 @@ class ReduceQueue:
         follows: on a device at once, on CPU as this reduction advances.
         """
         if gradients.is_in_flight:
-            # An earlier one may yield the partial that this one adds.
+            # The earlier reduction may produce the partial that this one adds.
             self.finish_while(lambda of: of is gradients)
         is_cpu, chosen = self._comm.waits_block_host, settings.max_input_buffers
         if not is_cpu:
-            # The next reduction allocates a send buffer. So free those that are too many: the
-            # stream waits for their scatters, which the backward of this unit has mostly hidden.
-            # Their all-reduces go on.
+            # This reduction allocates a send buffer, so free older ones beyond the limit. The
+            # stream waits for their reduce-scatters, which the backward of this unit has mostly
+            # hidden. Their all-reduces go on.
             sending = [each for each in self._reductions() if each.holds_rows]
             for each in sending[: len(sending) + 1 - (chosen or 1)]:
                 each.free_rows()
@@ -90,9 +90,8 @@ class ReduceQueue:
             self._finish_oldest()
         divide_factor = self.divide_factor(settings)
         if is_cpu:
-            # Advance before the new reduction allocates: it can then use memory that the earlier
-            # reductions free. These were sending during the backward of this unit, so the wait is
-            # mostly short.
+            # Advance the earlier reductions first, so that the new one can use memory that they
+            # free. They were sending during the backward of this unit, so the wait is mostly short.
             self._advance()
         with unrecorded():
             has_started = gradients.start_reduce(
@@ -109,7 +108,7 @@ class ReduceQueue:
         return [of.reduction for of, _ in self._queue if of.reduction is not None]
 
     def _advance(self) -> None:
-        """Advance all reductions by a stage. Then finish the oldest, up to one with more stages."""
+        """Advance all reductions by a stage. Then finish the oldest that have no stage left."""
         for each in self._reductions():
             if each.has_more:
                 each.advance()
@@ -125,15 +124,14 @@ class ReduceQueue:
             leaving = gradients.finish_reduce()
         self._queue.popleft()
         log_event("reduced", gradients.unit_params.label)
-        # Wait for the previous copy to the host, because a copy keeps memory of the device until it
-        # is waited for.
+        # Wait for the previous copy to the host: until the wait, it keeps memory of the device.
         self._leaving.wait()
         self._leaving = leaving or DONE
         if on_reduced is not None:
             on_reduced()
 
     def finish_while(self, is_waited_for: Callable[[Gradients], bool]) -> None:
-        """Finish reductions, oldest first, until there is none that the function is true for."""
+        """Finish reductions, oldest first, while the function is true for any of the queue."""
         while any(is_waited_for(of) for of, _ in self._queue):
             self._finish_oldest()
 
@@ -144,7 +142,7 @@ class ReduceQueue:
         self._leaving = DONE
 
     def abandon(self) -> None:
-        """Give up all reductions. Starts no collective, because only some ranks may have failed."""
+        """Drop all reductions, without communication, because only some ranks may have failed."""
         for each in self._reductions():
             each.abandon()
         self._queue.clear()

@@ -1,4 +1,4 @@
-"""What users set about the reduction of a unit's gradients."""
+"""The user's settings for the reduction of a unit's gradients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DivideFactor = float | torch.Tensor | Callable[[], "float | torch.Tensor"]
 
 
 def check_divide_factor(factor: object) -> float:
-    """Return a divide factor as a number. Reads a 0-d tensor, and waits for its device."""
+    """Return a divide factor as a float. A 0-d tensor is read, which waits for its device."""
     if isinstance(factor, torch.Tensor) and factor.dim() == 0:
         factor = factor.item()
     if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
@@ -38,12 +38,12 @@ class ReduceHook:
     before: TensorHook | None = None  # sees the unsharded gradients that are about to be reduced
     after: TensorHook | None = None  # sees the shard that is about to be added to .grad
     wire_dtype: torch.dtype | None = None  # None: as the policy says
-    is_all_reduce: bool = False  # set by set_all_reduce_hook, whose next call replaces this hook
+    is_all_reduce: bool = False  # by set_all_reduce_hook, whose next call replaces this hook
 
 
 @dataclass(slots=True)
 class ReduceSettings:
-    """The settings of a unit that its reductions read. They may change between steps."""
+    """The settings that the reductions of a unit read. They may change between steps."""
 
     sync: GradientSync = GradientSync.FULL
     divide_factor: DivideFactor | None = None  # None: the number of ranks
@@ -55,5 +55,5 @@ class ReduceSettings:
 
     @property
     def wire_dtype(self) -> torch.dtype | None:
-        """The dtype in which hooks let gradients be sent; None: that of the policy."""
+        """The dtype in which gradients are sent, if a hook sets one; None: that of the policy."""
         return next((hook.wire_dtype for hook in self.reduce_hooks if hook.wire_dtype), None)
