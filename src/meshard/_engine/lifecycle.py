@@ -256,7 +256,7 @@ class Lifecycle:
     def end_call(
         self, unit: Unit, module: nn.Module, *, failed: bool, is_hidden: bool = False
     ) -> Call | None:
-        """Record that ``module`` of ``unit`` ran or raised. Reshard the unit if its forward is over.
+        """Record that ``module`` of ``unit`` ran or raised. Reshard the unit if its forward ended.
 
         ``is_hidden``: a backward may come, but no hook will report its beginning. Returns the call
         of the unit that this run of ``module`` belongs to. In a recomputation, it is always the

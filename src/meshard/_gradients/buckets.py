@@ -8,7 +8,7 @@ collectives in the same order, even if they use different parameters.
 
 A bucket is one tensor: the gradients of its parameters, then for each parameter a *count*, 1 on a
 rank that has used it. The sum of the counts is zero if no rank has. If ``.grad`` is None, it
-becomes a view of the bucket, or a copy. If it is set, even by the user, the result is added to it.
+becomes a view or a copy of the bucket. If it is set, even by the user, the result is added to it.
 
 Under NONE and REDUCE_SCATTER nothing is sent: the buckets are ``U`` of ``accumulator.py``.
 """
