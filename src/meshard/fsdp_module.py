@@ -368,8 +368,8 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         """Free the unsharded parameters of this unit. Not a collective."""
         for unit in require_units(self, recurse=False):
             is_open = unit.lifecycle.recorder.is_open(unit.number)
-            unit.group.give_back(voids_graphs=not is_open)
-            unit.group.give(Lease.ALL)
+            unit.group.end_unshard(voids_graphs=not is_open)
+            unit.group.release(Lease.ALL)
             unit.group.finish_copies()  # the user may edit the shards next
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
@@ -503,7 +503,7 @@ class FSDPModule(GradientSetters, TorchFSDPModule):
         for group in groups:
             group.check_not_summoned("moved or cast")
             group.finish_pending_step()
-            group.give(Lease.ALL)
+            group.release(Lease.ALL)
             group.reshard()
             # Freed even if set_keep_unsharded_storage(True) was called.
             group.unit_params.free_unsharded()

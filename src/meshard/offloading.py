@@ -90,8 +90,6 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
                 "module.to(device) between steps, or fully_shard, which can."
             )
         unit.group.check_may_step()
-        for holder in tuple(unit.group.slice_holders):
-            holder.release()
     sources: list[torch.Tensor] = []  # the old memory, kept until the copies from it are over
     for unit in units:
         group, gradients = unit.group, unit.gradients

@@ -494,7 +494,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
         unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
     for inner in inside if used else ():
         inner.step = UnitStep()  # drops its progress under the former root
-        inner.group.give(Lease.KEPT)
+        inner.group.release(Lease.KEPT)
 
 
 def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:

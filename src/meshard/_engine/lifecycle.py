@@ -188,7 +188,7 @@ class Lifecycle:
         was_unsharded = group.leases & Lease.USER  # by the user
         if was_unsharded and unit.reshards_after_forward:
             unit.step.lost_unshard = True
-            group.give_back(voids_graphs=not self.recorder.is_open(unit.number))
+            group.end_unshard(voids_graphs=not self.recorder.is_open(unit.number))
         call = self.recorder.enter(unit.number, node=next_node(), with_graph=with_graph)
         self.running.append((unit, call))
         if spans.recorder is not None:
@@ -240,7 +240,7 @@ class Lifecycle:
         if self.recorder.begin(sum(group.num_steps for group in self.groups())):
             for group in self.groups():
                 if group.leases & Lease.LATER:  # kept for a backward that has not come
-                    group.give(Lease.LATER)
+                    group.release(Lease.LATER)
 
     def _refuse_other_reductions(self) -> None:
         """Raise if a feature of torch would take the gradients before meshard reduces them."""
@@ -286,7 +286,7 @@ class Lifecycle:
                 break
             # A KeyboardInterrupt has ended ``inner`` without a call of its hooks, and the forward
             # of ``unit`` has caught the interrupt.
-            inner.group.give(Lease.RUNS, keep_post_forward=True)
+            inner.group.release(Lease.RUNS, keep_post_forward=True)
         if spans.recorder is not None:
             self._enter_phase_around()
         unit.step.modules_run.add(id(module))
@@ -294,7 +294,7 @@ class Lifecycle:
             unit.group.leases |= Lease.HIDDEN
         is_last = len(unit.step.modules_run) >= len(unit.modules) and not self._runs(unit)
         if failed or (unit.reshards_after_forward and is_last):
-            unit.group.give(Lease.RUNS, keep_post_forward=True)
+            unit.group.release(Lease.RUNS, keep_post_forward=True)
         if not self.running:
             self._end_forward(failed=failed)
         return call
@@ -313,13 +313,13 @@ class Lifecycle:
             if not group.leases & Lease.RUNS:
                 continue
             if unit.reshards_after_forward:  # only some of its modules have run
-                group.give(Lease.RUNS, keep_post_forward=True)
+                group.release(Lease.RUNS, keep_post_forward=True)
                 continue
             if torch.is_grad_enabled() and not unit.gradients.is_replicated:
                 group.keep()  # a loss may read the unsharded parameters
-                group.give(Lease.RUNS)
+                group.release(Lease.RUNS)
             else:
-                group.give(Lease.RUNS, keeps_copy=True)
+                group.release(Lease.RUNS, keeps_copy=True)
                 group.install_sharded()  # so that users edit the shards
             # If the copy was kept only by default, such as the root's, the next forward must not
             # reuse it. It may be stale, and look fresh: torch's foreach kernels, and edits through
@@ -405,7 +405,7 @@ class Lifecycle:
         """Drop the gathers that were started ahead but not used."""
         for unit in self._prefetched:
             if unit.group.leases & Lease.AHEAD:
-                unit.group.give(Lease.AHEAD)
+                unit.group.release(Lease.AHEAD)
         self._prefetched.clear()
 
     # --- backward ---------------------------------------------------------------------
@@ -503,7 +503,7 @@ class Lifecycle:
         if run.makes_graph:
             unit.group.keep(Lease.GRAPH)  # the new graph has saved its parameters
         elif not is_held and unit.settings.reshard_after_backward:
-            unit.group.give_back()
+            unit.group.end_unshard()
         ends = 0 if is_held else Lease.KEPT | Lease.HIDDEN
         self._end_use(unit, Lease.BACKWARD | ends)
         if not self.recorder.is_open_before(unit.number, this):
@@ -511,7 +511,7 @@ class Lifecycle:
 
     def _end_use(self, unit: Unit, why: int) -> None:
         """End the leases ``why`` on ``unit`` after a backward."""
-        unit.group.give(why, keeps_copy=not unit.settings.reshard_after_backward)
+        unit.group.release(why, keeps_copy=not unit.settings.reshard_after_backward)
         if not unit.group.leases & (Lease.RUNS | Lease.BACKWARD | Lease.USER):
             unit.group.install_sharded()  # graphs have saved the tensors themselves
 
@@ -750,7 +750,7 @@ class Lifecycle:
         for unit in self.units():
             if not self.recorder.is_open(unit.number):
                 if unit.settings.reshard_after_backward:
-                    unit.group.give_back()
+                    unit.group.end_unshard()
                 self._end_use(unit, Lease.BACKWARD | Lease.LATER)
 
     def start_flush(self, units: Sequence[Unit]) -> None:
@@ -901,7 +901,7 @@ class Lifecycle:
         for unit in self.units():
             unit.step.record_taken()
             unit.step.modules_run.clear()
-            unit.group.give(Lease.ALL)
+            unit.group.release(Lease.ALL)
             if is_void or not keeps_window:
                 unit.group.gradients.abandon(is_void=is_void)
         self._settle_host()

@@ -45,12 +45,6 @@ class AwaitedStep(Protocol):
     def finish(self) -> None: ...
 
 
-class SliceHolder(Protocol):
-    """An object of ``optim`` that keeps unsharded values."""
-
-    def release(self) -> None: ...
-
-
 class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
     """Whether a group is sharded, and which parameters its modules hold."""
 
@@ -182,9 +176,6 @@ class ParamGroup:
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # The optimizers of ``overlap_optimizer`` that step these parameters.
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # The objects of optimizers that keep unsharded values (owner_step.py). ``offload`` and
-        # ``onload`` make them drop these before they move the shard.
-        self.slice_holders: weakref.WeakSet[SliceHolder] = weakref.WeakSet()
         # From the id of a sharded parameter to its index. Ids of replaced parameters are not
         # removed, and may belong to other tensors by now. So ``owner_of`` compares tensors too.
         self.indices: dict[int, int] = {}
@@ -382,7 +373,9 @@ class ParamGroup:
         if why == Lease.KEPT:
             pending_holders.add(self)
 
-    def give(self, why: int, *, keep_post_forward: bool = False, keeps_copy: bool = False) -> None:
+    def release(
+        self, why: int, *, keep_post_forward: bool = False, keeps_copy: bool = False
+    ) -> None:
         """End the leases ``why``. If no lease is left, reshard.
 
         With ``keeps_copy``, only install the shards: the unsharded copy stays for the next use.
@@ -390,7 +383,7 @@ class ParamGroup:
         if why & self.leases & Lease.LENT:
             self._carry_flags()
             if why & Lease.USER:
-                self.give_back()
+                self.end_unshard()
         is_freed = self.leases & why & Lease.HIDDEN and self.state is ParamState.SHARDED
         self.leases &= ~why
         if is_freed and not self.keeps_storage:
@@ -418,7 +411,7 @@ class ParamGroup:
             self.void_graphs_of_older_steps()
             self.read_flags()
 
-    def give_back(self, *, voids_graphs: bool = False) -> None:
+    def end_unshard(self, *, voids_graphs: bool = False) -> None:
         """End the user's ``unshard()``. The caller takes another lease, or reshards.
 
         With ``voids_graphs``, autograd refuses a backward through any graph that has saved the

@@ -300,6 +300,15 @@ def check_is_no_instance(caller: str, optimizer: object) -> None:
         )
 
 
+def check_makes_optimizers(caller: str, optimizer: object) -> None:
+    """Raise a TypeError unless ``optimizer`` is a class of optimizers, or a function like one."""
+    check_is_no_instance(caller, optimizer)
+    if not callable(optimizer) or isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
+        )
+
+
 def params_of(module: nn.Module, param_groups: Params | None) -> Params:
     """Return ``param_groups``; None: all trainable parameters of ``module``."""
     if param_groups is None:

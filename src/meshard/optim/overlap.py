@@ -46,7 +46,7 @@ _NOT_SCALED = (
 )
 _REFUSED: dict[type[Optimizer], str] = {
     OwnerOptimizer: "exchanges matrices of several units at a time, in the same order on all "
-    "ranks; call its step() after backward. (owner_optimizer has a fallback for other parameters.)",
+    "ranks; call its step() after backward.",
     torch.optim.LBFGS: "computes the loss several times per step, so it cannot step in backward; "
     "build it on module.parameters() as usual.",
     torch.optim.Adafactor: "needs norms of rows and columns, which no shard has; "

@@ -25,8 +25,8 @@ from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout
-from meshard.optim.flat import check_makes_optimizers
 from meshard.optim.hooks import find_overlapped
+from meshard.optim.local import check_makes_optimizers
 from meshard.optim.owner_state import load_states, state_in_shards
 from meshard.optim.owner_step import (
     Batch,
