@@ -618,7 +618,7 @@ def test_what_cannot_be_stepped_so_is_refused():
     stray = Made(None, inside=model, outside=nn.Linear(3, 3))
     with pytest.raises(ValueError, match=r"'outside.weight' is in no unit"):
         owner_optimizer(stray, MUON, select=lambda name, param: param.dim() == 2)
-    with pytest.raises(TypeError, match="owner_optimizer"):
+    with pytest.raises(TypeError, match="OwnerOptimizer exchanges matrices of several units"):
         meshard.overlap_optimizer(model, lambda _: owner_optimizer(model, MUON))
     meshard.overlap_optimizer(model, ADAMW)
     with pytest.raises(ValueError, match="'w0' is stepped by overlap_optimizer already"):

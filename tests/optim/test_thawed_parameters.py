@@ -40,20 +40,6 @@ def step(model, optimizer):
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("name", ["owned", "owned without fallback"])
-@on_ranks(2)
-def test_a_step_that_leaves_out_a_thawed_parameter_warns_once(name):
-    model = sharded()
-    optimizer = MAKE[name](model)
-    assert step(model, optimizer) == []
-    model.blocks[1].requires_grad_(True)
-    (text,) = step(model, optimizer)
-    assert "'blocks.1.up.weight'" in text
-    assert "make the optimizer anew" in text
-    assert "'blocks.1.up.bias'" in text
-    assert step(model, optimizer) == []
-
-
 @pytest.mark.parametrize("name", [*MAKE, "owned"])
 @on_ranks(2)
 def test_an_optimizer_that_was_made_before_parameters_were_frozen_steps_them(name):
