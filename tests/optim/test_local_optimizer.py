@@ -547,3 +547,22 @@ def test_a_gradient_with_other_placements_is_refused():
             optimizer.step()
     model.weight.grad = gradient
     optimizer.step()
+
+
+@on_threads(1)
+def test_a_copy_has_the_defaults_of_the_optimizer():
+    model = meshard.fully_shard(nn.Linear(2, 2))
+    optimizer = meshard.local_optimizer(model, ADAMW, [model.weight], lr=0.5)
+    copied, own = copy.deepcopy((model, optimizer))
+    own.add_param_group({"params": [copied.bias]})
+    assert [group["lr"] for group in own.param_groups] == [0.5, 0.5]
+
+
+@on_threads(1)
+def test_the_state_of_an_overlapped_optimizer_outlives_the_model():
+    model = meshard.fully_shard(nn.Linear(2, 2))
+    optimizer = meshard.overlap_optimizer(model, ADAMW, lr=0.5)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    del model
+    assert len(optimizer.state_dict()["state"]) == 2

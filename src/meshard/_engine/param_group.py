@@ -318,22 +318,27 @@ class ParamGroup:
         self.settle()
 
     def settle(self) -> None:
-        """Wait for gradients that are being copied to host memory, and put them into ``.grad``.
-
-        If a step is pending, do nothing: the step waits for these copies itself.
-        """
-        if self.unit_params.host_copies is None or self.pending_step is not None:
-            return
-        with self.failure.recorded():
-            self.gradients.settle()
+        """Wait for gradients that are being copied to host memory, and put them into ``.grad``."""
+        if self.unit_params.host_copies is not None and not self._steps_everything():
+            with self.failure.recorded():
+                self.gradients.settle()
 
     def finish_copies(self) -> None:
-        """Wait for copies between host memory and the device.
-
-        If a step is pending, do nothing: the step waits for these copies itself.
-        """
-        if self.unit_params.host_copies is not None and self.pending_step is None:
+        """Wait for copies between host memory and the device."""
+        if self.unit_params.host_copies is not None and not self._steps_everything():
             self.unit_params.host_copies.wait()
+
+    def _steps_everything(self) -> bool:
+        """Whether a pending step has taken all gradients. It waits for their copies itself.
+
+        If another optimizer has some, this finishes the pending step.
+        """
+        if self.pending_step is None:
+            return False
+        if all(param.sharded.grad is None for param in self.params):
+            return True
+        self.finish_pending_step()
+        return False
 
     def finish_pending_step(self) -> None:
         if self.pending_step is not None:
@@ -348,7 +353,7 @@ class ParamGroup:
         self.gradients.end_window()
 
     def clear_pending(self, ids: set[int]) -> None:
-        if self.pending_step is None:  # otherwise the pending step has taken the gradients
+        if not self._steps_everything():
             cleared = (i for i, param in enumerate(self.params) if id(param.sharded) in ids)
             self.gradients.clear(frozenset(cleared))
 

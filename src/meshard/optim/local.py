@@ -53,8 +53,9 @@ POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.ASGD,
     torch.optim.Rprop,
 )
-# Bytes of parameters that are stepped at once. torch's foreach kernels make one or two temporary
-# tensors of that size and pass over all of it several times, so it should fit into a cache.
+# Bytes of parameters that are stepped at once with foreach=True on CPU. The foreach kernels make
+# one or two temporary tensors of that size and pass over all of it several times, so it should fit
+# into a cache.
 _PORTION = 2**20
 _GRADIENT = attrgetter("grad")
 
@@ -157,7 +158,8 @@ class LocalStep:
         self._numbers: list[int] = []  # for each private group, the index of the user's
         for number, group in enumerate(optim_groups):
             params = group["params"]
-            for portion in _portions_of(params) if self._is_pointwise else [params]:
+            is_cut = bool(group.get("foreach")) and all(param.is_cpu for param in params)
+            for portion in _portions_of(params, is_cut) if self._is_pointwise else [params]:
                 held = [placeholders.get(param, param) for param in portion]
                 made.append({**group, "params": held})
                 self._numbers.append(number)
@@ -181,15 +183,15 @@ class LocalStep:
         self._planned = objects_in(optim_groups)
 
 
-def _portions_of(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Return the parameters that are stepped at once, tensor subclasses apart from others.
+def _portions_of(params: Sequence[torch.Tensor], is_cut: bool) -> list[list[torch.Tensor]]:
+    """Return the parameters that are stepped at once: all, or if ``is_cut``, portions of them.
 
-    torch's foreach kernels do not take both together.
+    Tensor subclasses are apart from others: torch's foreach kernels do not take both together.
     """
     portions: dict[tuple[bool, int], list[torch.Tensor]] = {}
     num_bytes = 0
     for param in params:
-        key = not is_plain(plain_of(param)), num_bytes // _PORTION
+        key = not is_plain(plain_of(param)), num_bytes // _PORTION if is_cut else 0
         portions.setdefault(key, []).append(param)
         num_bytes += plain_of(param).nbytes
     return list(portions.values()) or [[]]
@@ -223,6 +225,7 @@ class LocalOptimizer(MappedOptimizer):
         """Pickle and copy this as the ordinary optimizer that it takes over."""
         template = self._class([dict(group) for group in self.param_groups])
         template.state.update(self.state)
+        template.defaults.update(self.defaults)
         return LocalOptimizer, (template,)
 
     @override

@@ -274,13 +274,15 @@ class UnitStepper:
             return False
         if group.state is ParamState.GATHERING:
             group.reshard()  # drops a prefetch that was not used: it gathers the old weights
-        group.finish_pending_step()  # that of another optimizer
-        with self._on_stream(), torch.no_grad(), self._profiled():
-            if self._change is not None:
-                self._change(grads)
+        if host_copies is not None:  # on a device, the steps of all optimizers have one stream
+            group.finish_pending_step()
+        with torch.no_grad():  # on the current stream, where schedulers write to tensors
             own = [{**groups[number], "params": each} for number, each in self._members.items()]
             self._local.take(own, states)
-        group.record_step()  # while .grad is there: it counts steps that had a gradient
+        if self._change is not None:
+            with self._on_stream(), torch.no_grad(), self._profiled():
+                self._change(grads)
+        group.record_step()
         try:
             if host_copies is not None and not self._local.has_loose:
                 self._work = WorkerStep(self._worker.submit(self._step_in_worker))
@@ -313,7 +315,8 @@ class UnitStepper:
 
     def show(self, states: States) -> None:
         """Wait for the step, and write the state to ``states``."""
-        self.group.finish_pending_step()
+        if (group := self._group()) is not None:
+            group.finish_pending_step()
         self._local.show(states)
 
     def _grads(self) -> list[torch.Tensor]:
