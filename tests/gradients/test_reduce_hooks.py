@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from tests.support.models import Made, seeded
 from tests.support.ones import make, run, values
-from tests.support.ranks import on_threads
+from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.spread import spread
 
@@ -153,3 +153,16 @@ def test_a_hook_that_is_registered_three_times_and_removed_once_is_called_twice(
     handle.remove()
     run(model, "F", 1.0, None)
     assert values(model) == {"a": 4.0, "b": None}
+
+
+@pytest.mark.parametrize("moment", ["arrived", "before"])
+@on_ranks(2)
+def test_a_hook_may_communicate_rows_that_have_padding(moment):
+    def average(gradients):
+        dist.all_reduce(gradients)
+        gradients.div_(2)
+
+    model = meshard.fully_shard(nn.Linear(3, 4, bias=False))  # 6 numbers a row, padded to 8
+    meshard.register_reduce_hook(model, SimpleNamespace(**{moment: average}))
+    model(torch.tensor([[1.0, 2.0, 3.0]]) * (1 + 2 * dist.get_rank())).sum().backward()
+    assert model.weight.grad.full_tensor().tolist() == [[2.0, 4.0, 6.0]] * 4

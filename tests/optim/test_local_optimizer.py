@@ -566,3 +566,14 @@ def test_the_state_of_an_overlapped_optimizer_outlives_the_model():
     optimizer.step()
     del model
     assert len(optimizer.state_dict()["state"]) == 2
+
+
+@pytest.mark.parametrize("make", [meshard.local_optimizer, meshard.overlap_optimizer])
+@on_threads(1)
+def test_a_state_that_is_made_later_begins_as_the_user_has_set_it(make):
+    model = meshard.fully_shard(nn.Linear(2, 2))
+    optimizer = make(model, torch.optim.Adagrad, [model.weight], initial_accumulator_value=0.5)
+    optimizer.add_param_group({"params": [model.bias]})
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    assert optimizer.state[model.bias]["sum"].full_tensor().tolist() == [1.5, 1.5]

@@ -225,7 +225,11 @@ class GradientLayout:
         """Run the user's hooks on ``buffer`` without its padding; mark unused parameters again."""
         if not hooks:
             return
-        run_hooks(hooks, buffer.narrow(-1, 0, self.shard_numel - self._padding))
+        visible = buffer.narrow(-1, 0, self.shard_numel - self._padding)
+        given = visible.contiguous()  # hooks may communicate, and backends do not look at strides
+        run_hooks(hooks, given)
+        if given is not visible:
+            visible.copy_(given)
         self.mark_unused(buffer, used)
 
     def mark_unused(self, buffer: torch.Tensor, used: frozenset[int]) -> None:

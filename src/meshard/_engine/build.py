@@ -77,7 +77,11 @@ class Collected(NamedTuple):
 
 
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
-    """List the parameters of ``modules`` that are in no unit yet, tied parameters once."""
+    """List the parameters for a unit of ``modules``, tied parameters once.
+
+    Submodules that have a unit, and ignored parameters, are left out. Raises a ValueError if
+    another unit has one of the others.
+    """
     found: dict[nn.Parameter, Collected] = {}
     for position, root in enumerate(modules):
         for prefix, module in outside_units(_prefix(position, modules), root, set()):

@@ -287,7 +287,7 @@ class ModuleHooks(UnitHook):
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         if failed:
-            # This raises too if a gather has failed. torch would show this error as a warning.
+            # To end the call may raise a second error, which torch would show as a warning.
             with contextlib.suppress(RuntimeError):
                 end_forward(unit, module, output, (args, kwargs), failed=True)
             return None

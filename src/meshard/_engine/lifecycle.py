@@ -394,7 +394,7 @@ class Lifecycle:
 
     def start_for_user(self, unit: Unit) -> int:
         """Start gathering for the user's ``unshard()``: see ``ParamGroup.start_for_user``."""
-        self.abort_if_failed()
+        self.abort_if_cut_off()
         return unit.group.start_for_user()
 
     def _start_unshard(self, unit: Unit, *, in_forward: bool) -> None:
@@ -540,9 +540,10 @@ class Lifecycle:
     def on_replicated_gradient(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
         """Take the gradient of a replicated parameter, and send its bucket if that is complete.
 
-        If the root has other units, buckets are sent at OVER instead. The same holds once a
-        reentrant checkpoint has begun a graph task inside this one, because both graph tasks may
-        bring a gradient of the parameter.
+        Buckets are sent in order, so those before it must be complete too. If the root has other
+        units, buckets are sent at OVER instead. The same holds once a reentrant checkpoint has
+        begun a graph task inside this one, because both graph tasks may bring a gradient of the
+        parameter.
         """
         run, gradients, settings = self._ensure_backward(unit), unit.gradients, unit.settings
         assert isinstance(gradients, BucketedGradients)
@@ -651,8 +652,8 @@ class Lifecycle:
             return
         sync, gradients = unit.settings.sync, unit.gradients
         # A pipeline schedule may compute gradients of inputs now, and those of parameters later.
-        # ``_take_split_gradients`` looks for the latter only in units that hold unreduced
-        # gradients. So the unit must accumulate zeros now.
+        # ``_take_split_gradients`` looks for the latter only in units that have ``U``. So the unit
+        # accumulates now, even if it has no gradients.
         is_split = run.keeps_graph and not sync.reduces
         if is_split and unit.step.lost_unshard and not (run.makes_graph or gradients.arrived):
             raise RuntimeError(_FINDS_NO_PARAMETERS.format(unit.label))

@@ -183,8 +183,8 @@ class ParamGroup:
         self._steps_of_copy = 0  # ``num_steps`` when the unsharded parameters were filled last
         self._versions: list[int] = []  # of unsharded parameters, after the engine's last write
         self._has_warned = False  # of edits of unsharded parameters
-        # ``requires_grad`` when the sharded and the unsharded parameters last agreed. If one of the
-        # two has another value now, the user has set it.
+        # For each parameter, the ``requires_grad`` that both of its tensors had when the engine
+        # last made them equal. If one of the two has another value now, the user has set it.
         self._flags: list[bool] = []
         register_owner(self)
 

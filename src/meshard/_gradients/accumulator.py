@@ -231,8 +231,8 @@ class Gradients(abc.ABC):
         """Drop pending gradients of some parameters."""
         # Two optimizers may each clear half of the parameters, so remember what was cleared. Once
         # all parameters that may have a gradient are cleared, nothing is pending. Parameters that
-        # this rank did not use count too: other ranks may have used them, and all ranks must agree
-        # on whether gradients are pending.
+        # this rank did not use must be cleared too: other ranks may have used them, and all ranks
+        # must agree on whether gradients are pending.
         self._cleared_since_add |= gone
         self._drop(gone)
         self.arrived -= gone

@@ -316,7 +316,7 @@ class BucketedGradients(Gradients):
         self.fill()
 
     def _wanted(self) -> set[int]:
-        """Return the parameters that need a place: those that train, or may have a gradient."""
+        """Return the parameters that buckets need memory for: they train, or have a gradient."""
         # A parameter that was frozen after the forward may still get a gradient.
         trained = {
             index

@@ -48,7 +48,7 @@ class ReduceSettings:
     sync: GradientSync = GradientSync.FULL
     divide_factor: DivideFactor | None = None  # None: the number of ranks
     zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
-    # How many units may have unsharded gradients in flight; None: see ``ReduceQueue.start``.
+    # How many units may have unsharded gradients in flight; None: 1 on a device, 3 on CPU.
     max_input_buffers: int | None = None
     scatter_group: dist.ProcessGroup | None = None  # None: the group of the all-gathers
     reduce_hooks: list[ReduceHook] = field(default_factory=list)

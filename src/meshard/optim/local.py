@@ -72,8 +72,9 @@ class LocalStep:
     not pointwise.
     """
 
-    def __init__(self, make: MakeOptimizer) -> None:
+    def __init__(self, make: MakeOptimizer, defaults: dict[str, Any]) -> None:
         self._make = make  # called with param groups that have all hyperparameters
+        self._defaults = defaults  # of the user's optimizer: Adagrad reads one as it makes a state
         self._is_pointwise = make in POINTWISE
         self._planned: list[object] | None = None  # ``objects_in`` of the present plan
         self._is_shown = True  # users see the state and may change it; the next step reads it
@@ -164,6 +165,7 @@ class LocalStep:
                 made.append({**group, "params": held})
                 self._numbers.append(number)
         self._optimizer = self._make(made)
+        self._optimizer.defaults.update(self._defaults)
         if set(map(id, params_in(self._optimizer))) != {id(p) for g in made for p in g["params"]}:
             raise RuntimeError(
                 f"the {type(self._optimizer).__name__} that steps one unit does not hold the "
@@ -217,7 +219,7 @@ class LocalOptimizer(MappedOptimizer):
     def __init__(self, template: Optimizer) -> None:
         super().__init__(template)
         self._class: Callable[..., Optimizer] = type(template)
-        self._step = LocalStep(self._class)
+        self._step = LocalStep(self._class, template.defaults)
         self._private = [self._step]
 
     @override

@@ -76,7 +76,9 @@ class OverlappedOptimizer(MappedOptimizer):
         waits_in_step: bool,  # whether ``step`` waits for all units; if not, each next gather does
     ) -> None:
         worker = Worker(1, thread_name_prefix="meshard optimizer")
-        self._make_stepper = functools.partial(UnitStepper, make=make, worker=worker, change=change)
+        self._make_stepper = functools.partial(
+            UnitStepper, make=make, defaults=template.defaults, worker=worker, change=change
+        )
         self._waits_in_step = waits_in_step
         self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
@@ -236,6 +238,7 @@ class UnitStepper:
         members: Mapping[int, list[torch.Tensor]],  # by the index of their param group
         *,
         make: MakeOptimizer,
+        defaults: dict[str, Any],  # of the user's optimizer
         worker: Executor,  # for a unit whose shards live in host memory
         change: ChangeGradients | None,
     ) -> None:
@@ -243,7 +246,7 @@ class UnitStepper:
         self._members = members
         self._worker = worker
         self._change = change
-        self._local = LocalStep(make)
+        self._local = LocalStep(make, defaults)
         self._params = [param for params in members.values() for param in params]
         self._host_copies = group.unit_params.host_copies
         is_on_device = self._host_copies is None and not group.comm.waits_block_host
