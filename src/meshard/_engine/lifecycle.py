@@ -1,18 +1,18 @@
 """The actions of a training step. Hooks on modules and on autograd call these methods.
 
-Every rank must issue the same collectives in the same order, even if ranks use different parameters
-of a unit. A forward gathers units as their modules run, and records them. Its backward executes the
-program of that record (``program.py``): it gathers a unit at BEGIN, and reshards and reduces it at
-OVER, even if this rank does not use the unit. The last gradient of a unit triggers nothing, except
-in a replicated module that is the only unit of its root.
+All ranks must issue the same collectives in the same order, even if the losses of two ranks use
+different parameters. So a reduction does not wait for the last gradient of a unit, which may not
+come on some ranks. Instead, a forward gathers units as their modules run, and records the order.
+From the record follows a *program* for the backward (``program.py``): it gathers each unit
+(BEGIN), and later reshards and reduces it (OVER), even if this rank's loss does not use the unit.
+Only a replicated module that is the only unit of its root reduces as its gradients come.
 
 A *window* is all microbatches of one optimizer step.
 
-If shards live in host memory, they are copied to the device, and gradients are copied back. The
-lifecycle waits for these copies at the end of the last backward of a window, at the end of an
-evaluation, when a call of the user finishes reductions (``finalize_gradients``), and when it cleans
-up an interrupted step. At any other time, code on the host must wait for copies itself before it
-touches shards or gradients (``ParamGroup.settle``, ``ParamGroup.finish_copies``).
+If shards live in host memory, they are copied to the device, and gradients are copied back.
+``Lifecycle`` waits for these copies at the end of the last backward of a window, at the end of an
+evaluation, in ``finalize_gradients``, and when it cleans up an interrupted step. At any other time,
+code on the host must wait itself before it touches shards or gradients (``ParamGroup.settle``).
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ _NOT_COMPILED = (
 )
 
 
-# A pipeline schedule calls ``unshard()``, and later searches the graph for the modules' parameters.
+# Some pipeline schedules compute gradients of parameters later: they search the graph for what the
+# modules then hold. After a reshard these are the shards, which the graph does not have.
 _FINDS_NO_PARAMETERS = (
     "unit {!r} would get no gradients from this schedule, which computes those of parameters apart "
     "from those of inputs: the unit was resharded after its forward. Call fully_shard(..., "
@@ -96,7 +97,7 @@ _Finalizing = list[weakref.ref[Unit]]
 
 
 class OtherThreadError(RuntimeError):
-    """Raised in a thread that uses a model while another thread runs it. The other step goes on."""
+    """Raised in a thread that calls a model in the middle of another thread's step with it."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
@@ -108,7 +109,7 @@ class OtherThreadError(RuntimeError):
 
 
 def _is_on_stack(unit: Unit, inside: Unit | None = None) -> bool:
-    """Whether this thread runs ``unit``. A call of ``inside`` that just begins does not count."""
+    """Whether this thread runs a forward of ``unit``, besides one of ``inside`` that just began."""
     return calls_on_stack(alive(unit.modules)) > (inside is unit)
 
 
@@ -120,20 +121,20 @@ def _end_of_graph_task(lifecycle_ref: weakref.ref[Lifecycle]) -> None:
 
 
 class Lifecycle:
-    """The steps of one root and all units inside it.
+    """Runs the steps of one root (an outermost unit) and of all units inside it.
 
-    It is made at the first use of one of these units. Before that, while the user applies
-    ``fully_shard`` to one layer after the other, each layer is a root and needs no lifecycle.
+    Created when one of these units is first used. Before that, while the user applies
+    ``fully_shard`` to one layer after the other, each layer is a root and needs no ``Lifecycle``.
     """
 
     def __init__(self, root: Root) -> None:
-        # The calls that have begun and not ended, outermost first. Recomputations do not count.
+        # Forwards that are running, outermost first; not those that checkpointing runs again.
         self.running: list[tuple[Unit, Call]] = []
-        self.backward: BackwardRun | None = None  # a backward may run inside a forward
-        self.failure = root.failure  # shared with the parameter groups
+        self.backward: BackwardRun | None = None  # if a backward runs, perhaps inside a forward
+        self.failure = root.failure  # each parameter group of the root has this object too
         self.is_last_backward = True
-        # Set by set_manual_backward_finalization(True): windows then end at ``finalize_backward``,
-        # not at the last backward.
+        # Not None after set_manual_backward_finalization(True): then the user's call of
+        # ``finalize_backward``, and not the last backward of a step, completes ``.grad``.
         self.finalization: ManualFinalization | None = None
         self.recorder = Recorder()
         self._units = root.units
@@ -167,7 +168,7 @@ class Lifecycle:
 
     @property
     def present_pass(self) -> Pass:
-        """The pass that runs. A recomputation belongs to the pass whose backward runs."""
+        """The record of the forward that runs; in a backward, of the forward it goes through."""
         run = self.backward
         return run.reached[-1] if run is not None and run.reached else self.recorder.current
 
@@ -176,7 +177,7 @@ class Lifecycle:
     def begin_call(self, unit: Unit) -> Call | None:
         """Unshard ``unit``, because one of its modules is about to run.
 
-        Returns the new call; None if checkpointing runs the forward again in a backward.
+        Returns the record of this forward; None if checkpointing runs it again in a backward.
         """
         self._check_nests(unit)
         if self.backward is not None:
@@ -185,7 +186,7 @@ class Lifecycle:
         with_graph, group = torch.is_grad_enabled(), unit.group
         if not self.running:
             self._begin_forward(unit)
-        was_unsharded = group.leases & Lease.USER  # by the user
+        was_unsharded = group.leases & Lease.USER  # by the user's unshard()
         if was_unsharded and unit.reshards_after_forward:
             unit.step.lost_unshard = True
             group.end_unshard(voids_graphs=not self.recorder.is_open(unit.number))
@@ -194,11 +195,11 @@ class Lifecycle:
         if spans.recorder is not None:
             self._enter_phase("forward", unit)
         if len(unit.step.modules_run) >= len(unit.modules):
-            unit.step.modules_run.clear()  # all have run, so the unit runs again
+            unit.step.modules_run.clear()  # all of its modules have run: a second forward begins
         if not group.params:
             return call
-        # The first call in a pass looks for edits and reads requires_grad. Later calls skip this if
-        # the unit is installed, unless unshard() has installed it.
+        # Take over the user's edits of shards and of requires_grad. Skip this in a second call of
+        # the unit in one forward of the root, if modules still hold the unsharded parameters.
         is_first = self.present_pass.calls[unit.number][0] is call
         if is_first or group.state is not ParamState.INSTALLED or group.leases & Lease.USER:
             group.drop_if_stale()
@@ -211,24 +212,24 @@ class Lifecycle:
         return call
 
     def _check_nests(self, unit: Unit) -> None:
-        """Check that the calls around a new call of ``unit`` still run. Clean up if they do not."""
+        """Check that the forwards recorded as around this one still run. If not, clean up."""
         outermost = self.running[0][0] if self.running else None
         if self.abort_if_failed():
             if outermost is not None and _is_on_stack(outermost, inside=unit):
                 raise RuntimeError(_WENT_ON.format(outermost.label))
             outermost = None
         if self.backward is not None:
-            return  # a recomputation
+            return  # checkpointing runs this forward again
         if graph_task_id() >= 0:
-            return  # in a reentrant checkpoint, perhaps in a device thread of autograd
+            return  # a reentrant checkpoint runs this forward, perhaps in a thread of autograd
         thread = threading.get_ident()
         if outermost is None:
             self.failure.thread = thread
             return
         if self.failure.thread != thread:
             raise OtherThreadError(f"a forward of unit {unit.label!r} began")
-        # A KeyboardInterrupt may have cut off a forward, and only the stack shows that. Units
-        # inside a root's forward do not look at the stack, which would cost too much.
+        # A KeyboardInterrupt may have ended the outermost forward without its hooks, which only the
+        # stack shows. Units inside a root's forward do not look, because that is slow.
         may_be_cut_off = outermost is unit or not outermost.is_root
         if may_be_cut_off and not _is_on_stack(outermost, inside=unit):
             self.abort()
@@ -239,11 +240,11 @@ class Lifecycle:
         self.comm.begin_phase(StepPhase.FORWARD)
         if self.recorder.begin(sum(group.num_steps for group in self.groups())):
             for group in self.groups():
-                if group.leases & Lease.LATER:  # kept for a backward that has not come
+                if group.leases & Lease.LATER:  # unsharded for a backward that never came
                     group.release(Lease.LATER)
 
     def _refuse_other_reductions(self) -> None:
-        """Raise if a feature of torch would take the gradients before meshard reduces them."""
+        """Raise if DDP or an optimizer in backward would take gradients before they are reduced."""
         if any(map(is_reduced_by_ddp, alive(self.units()[0].modules))):
             raise RuntimeError(_NOT_IN_DDP)
         if not has_backward_optimizers():
@@ -256,36 +257,36 @@ class Lifecycle:
     def end_call(
         self, unit: Unit, module: nn.Module, *, failed: bool, is_hidden: bool = False
     ) -> Call | None:
-        """Record that ``module`` of ``unit`` ran or raised. Reshard the unit if its forward ended.
+        """Record that ``module`` of ``unit`` returned or raised, and reshard if all modules ran.
 
-        ``is_hidden``: a backward may come, but no hook will report its beginning. Returns the call
-        of the unit that this run of ``module`` belongs to. In a recomputation, it is always the
-        last call of the unit in the recomputed pass.
+        ``is_hidden``: a backward may come, but no tensor in the output can have a hook that reports
+        it. Returns the record of the forward that ended (if checkpointing ran it again: of the
+        unit's last in that forward of the root); None if there is none, as after a clean-up.
         """
         if self.abort_if_failed():
             if not failed:
                 raise RuntimeError(_WENT_ON.format(unit.label))
             return None
         if self.backward is not None:
-            # A recomputation ends. ``failed`` is ignored: checkpointing may stop it early by an
-            # exception.
+            # Checkpointing has run this forward again. ``failed`` does not matter: checkpointing
+            # itself may stop such a forward by an exception, once it has all tensors it needs.
             if spans.recorder is not None:
                 self._enter_phase("backward", unit)
             calls = self.present_pass.calls.get(unit.number)
             if not calls:
                 return None
-            if calls[-1].reached_in != self.backward.number:  # its BEGIN comes later
+            if calls[-1].reached_in != self.backward.number:  # its own backward comes later
                 unit.group.install_sharded()
             return calls[-1]
         if not self._runs(unit):
-            return None  # ``abort`` has ended the call
+            return None  # a clean-up (``abort``) has dropped the record of this forward
         while True:
             inner, call = self.running.pop()
             self.recorder.exit(call)
             if inner is unit:
                 break
-            # A KeyboardInterrupt has ended ``inner`` without a call of its hooks, and the forward
-            # of ``unit`` has caught the interrupt.
+            # A KeyboardInterrupt has ended the forward of ``inner`` without a call of its hooks,
+            # and the forward of ``unit``, around ``inner``, has caught the interrupt.
             inner.group.release(Lease.RUNS, keep_post_forward=True)
         if spans.recorder is not None:
             self._enter_phase_around()
@@ -304,7 +305,7 @@ class Lifecycle:
 
     def _end_forward(self, *, failed: bool) -> None:
         if failed:
-            # An evaluation (grad is disabled) is not a microbatch: if it fails, the window goes on.
+            # If an evaluation (grad is disabled) fails, keep the gradients of earlier microbatches.
             self.abort(keeps_window=not torch.is_grad_enabled())
             return
         for unit in self.units():
@@ -316,33 +317,33 @@ class Lifecycle:
                 group.release(Lease.RUNS, keep_post_forward=True)
                 continue
             if torch.is_grad_enabled() and not unit.gradients.is_replicated:
-                group.keep()  # a loss may read the unsharded parameters
+                group.keep()  # the user's loss may read the unsharded parameters
                 group.release(Lease.RUNS)
             else:
                 group.release(Lease.RUNS, keeps_copy=True)
-                group.install_sharded()  # so that users edit the shards
-            # If the copy was kept only by default, such as the root's, the next forward must not
-            # reuse it. It may be stale, and look fresh: torch's foreach kernels, and edits through
-            # .data, do not raise the versions of the shards.
+                group.install_sharded()  # so that the user's edits go to the shards
+            # Unless the user has turned off resharding, after forward or backward, the next forward
+            # must gather again. Nothing may show that shards were edited: torch's foreach kernels,
+            # and edits through .data, do not raise their versions.
             is_chosen = unit.settings.reshard_after_forward is not None
             if not is_chosen and unit.settings.reshard_after_backward:
                 group.forget_version()
         self._drop_unused_gathers()
-        if not torch.is_grad_enabled():  # after an evaluation the user may edit shards
+        if not torch.is_grad_enabled():  # an evaluation ends, and the user may edit shards next
             for group in self.groups():
                 if not group.leases & Lease.USER:
                     group.install_sharded()
             self._settle_host()
 
-    # Callers of the next two methods test ``spans.recorder`` first, which is faster than a call.
+    # Callers of the next two methods first test whether a ``spans.recorder`` is set, to save time.
 
     def _enter_phase(self, phase: str, unit: Unit | None) -> None:
-        """Record for a trace that a phase of ``unit`` begins; ``unit`` is None outside of units."""
-        if spans.recorder is not None:  # another thread may have ended the trace since
+        """Record in a trace that ``phase`` of ``unit`` begins. None: no unit runs from now on."""
+        if spans.recorder is not None:  # another thread may have ended the trace by now
             spans.recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
 
     def _enter_phase_around(self) -> None:
-        """Record for a trace that a forward or backward ends. A forward around it may go on."""
+        """Record in a trace that a forward or backward has ended, and which forward goes on."""
         if self.running:
             self._enter_phase("forward", self.running[-1][0])
         else:
@@ -353,8 +354,8 @@ class Lifecycle:
     def _following(self, chosen: list[weakref.ref[Unit]], predicted: int | None) -> list[Unit]:
         """Return the units to gather next: those that the user chose, or else the predicted one."""
         if chosen:
-            # Leave out units of other roots. Their gathers would be dropped when the forward or
-            # backward of this root ends.
+            # Leave out units of other roots. Their gathers would be dropped unused when the forward
+            # or backward of this root ends.
             return [each for each in alive(chosen) if each.root.lifecycle is self]
         following = None if predicted is None else self._units[predicted]()
         return [] if following is None else [following]
@@ -372,8 +373,8 @@ class Lifecycle:
         group = unit.group
         if group.state is ParamState.SHARDED:
             self._start_unshard(unit, in_forward=in_forward)
-            # This gather was not started ahead, so compute waits for it below. Start the next
-            # gathers before that wait, so that they run meanwhile.
+            # Compute now waits for this gather, which no earlier unit has started ahead. Start the
+            # gathers of ``following`` before that wait (in take()), so that they run during it.
             self._gather_ahead(following, in_forward=in_forward)
             group.take(why, post_forward_group)
         else:
@@ -383,7 +384,7 @@ class Lifecycle:
 
     def _gather_ahead(self, units: Sequence[Unit], *, in_forward: bool) -> None:
         for head in units:
-            for unit in (head, *head.siblings):  # a forward enters them together
+            for unit in (head, *head.siblings):  # all units of one module run together
                 group = unit.group
                 if unit.params and group.state is ParamState.SHARDED:
                     if in_forward:
@@ -393,7 +394,7 @@ class Lifecycle:
                     self._prefetched.append(unit)
 
     def start_for_user(self, unit: Unit) -> int:
-        """Start gathering for the user's ``unshard()``: see ``ParamGroup.start_for_user``."""
+        """Start gathering for the user's ``unshard()``; return a number for ``finish_for_user``."""
         self.abort_if_cut_off()
         return unit.group.start_for_user()
 
@@ -402,7 +403,7 @@ class Lifecycle:
         unit.group.start_unshard(only_for_backward=not in_forward and is_freed_after)
 
     def _drop_unused_gathers(self) -> None:
-        """Drop the gathers that were started ahead but not used."""
+        """Drop the gathers that were started ahead of units that then did not run."""
         for unit in self._prefetched:
             if unit.group.leases & Lease.AHEAD:
                 unit.group.release(Lease.AHEAD)
@@ -416,7 +417,7 @@ class Lifecycle:
         return self._num_backwards + (self.backward is None)
 
     def on_output_gradient(self, unit: Unit, this: Pass, call: Call) -> None:
-        """Begin the backward of a call of ``unit``: one of its outputs has got its gradient."""
+        """Begin the backward of ``call``, a forward of ``unit``: an output has got its gradient."""
         if unit.group.is_summoned:
             raise RuntimeError(
                 f"a backward reached unit {unit.label!r} inside {unit.group.summoned_by.caller}, "
@@ -433,24 +434,24 @@ class Lifecycle:
         self._begin(run, unit, this, call)
 
     def _reach(self, run: BackwardRun, this: Pass) -> None:
-        """Begin the backward of a pass. First end the backward of the pass reached before."""
+        """Begin the backward of the recorded forward ``this``. First end that of the one before."""
         for other in self._ended_passes(run.reached[-1:]):
             self._advance(run, other, 0)
         this.rewind()
         run.reached.append(this)
-        # With retain_graph=True, an earlier backward may have gone through the graph of this pass
-        # and reduced its units. The present backward brings new gradients for them.
+        # The forward has set ``is_due``. But an earlier backward through the same graph, with
+        # retain_graph=True, may have reduced the units, and this one brings new gradients.
         for call in this.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph and unit.group.num_trainable:
                 unit.step.is_due = True
 
     def _ended_passes(self, passes: list[Pass]) -> list[Pass]:
-        """Return ``passes``, except one whose forward still runs: it has called this backward."""
+        """Return ``passes`` without the one whose forward still runs and has called backward()."""
         return [each for each in passes if not self.running or each is not self.recorder.current]
 
     def _advance(self, run: BackwardRun, this: Pass, first: int) -> None:
-        """Execute the program of a pass down to index ``first``."""
+        """Execute the events (gathers, reductions) of ``this`` at index ``first`` and above."""
         while (event := this.next_event()) is not None:
             kind, call, index = event
             if index < first:
@@ -458,9 +459,9 @@ class Lifecycle:
             unit = self._units[call.unit]()
             if kind is Event.BEGIN:
                 this.begin -= 1
-                # Autograd leaves this call out on this rank. Gather the unit all the same, because
-                # other ranks may gather it. Not under torch.autograd.grad (``accumulates`` is
-                # False): there all ranks are expected to leave out the same calls.
+                # This rank's backward does not go through ``call``. Gather the unit all the same,
+                # because other ranks may. But not under torch.autograd.grad (``accumulates`` is
+                # False): its backward is expected to go through the same units on all ranks.
                 is_left_out = call.has_graph and call.reached_in != run.number
                 if unit is not None and is_left_out and run.accumulates and not self._runs(unit):
                     self._begin(run, unit, this, call)
@@ -470,23 +471,23 @@ class Lifecycle:
                     self._end(run, unit, this)
 
     def _begin(self, run: BackwardRun, unit: Unit, this: Pass, call: Call) -> None:
-        """Execute BEGIN of ``call``: unshard the unit, and start gathering the next one."""
-        has_begun = call.reached_in == run.number  # by another output of the call
+        """Begin the backward of ``call``: unshard its unit, and start gathering the next one."""
+        has_begun = call.reached_in == run.number  # another output has had its gradient before
         call.reached_in = run.number
         group = unit.group
         if not group.params:
             return
-        # ``_reach`` does this too, but not under torch.autograd.grad. Suppose a backward with
-        # retain_graph=True has reduced the unit, and autograd.grad(create_graph=True) then goes
-        # through the same graph for a gradient penalty. The backward of the penalty may bring
-        # gradients of the unit on some ranks only, but all ranks must reduce it.
+        # For backward(), ``_reach`` has set ``is_due`` already. This is for a gradient penalty: a
+        # backward with retain_graph=True has reduced the unit, and autograd.grad(create_graph=True)
+        # now goes through the same graph. When the backward of the penalty follows, all ranks must
+        # reduce the unit, even if its parameters get gradients on some ranks only.
         if not group.leases & Lease.BACKWARD and group.num_trainable:
             unit.step.is_due = True
         if not unit.settings.unshard_in_backward:
             return
         group.count_out_frozen()
         following = []
-        if not has_begun:  # once per call: ranks may use different numbers of outputs
+        if not has_begun:  # once per call: this rank may use more of its outputs than another
             chosen = unit.settings.backward_prefetch
             following = self._following(chosen, this.next_in_backward(call))
             if not chosen:
@@ -494,14 +495,14 @@ class Lifecycle:
         self._unshard(unit, Lease.BACKWARD, following, in_forward=False)
 
     def _end(self, run: BackwardRun, unit: Unit, this: Pass) -> None:
-        """Execute OVER of ``unit`` in a pass: reshard it, then reduce it."""
+        """End the backward of ``unit`` in the recorded forward ``this``: reshard, then reduce."""
         if self._runs(unit):
             return  # a forward of the unit has called this backward, and still runs
-        # Another pass, or a later backward through this one, may need the unit: nodes of its loss
-        # may read the unsharded parameters before any hook on an output fires.
+        # Another backward may come, through this graph or that of another forward. If its loss
+        # reads weights (``weight.square().sum()``), it needs them before a hook on an output fires.
         is_held = run.keeps_graph or self.recorder.is_open(unit.number, but=this)
         if run.makes_graph:
-            unit.group.keep(Lease.GRAPH)  # the new graph has saved its parameters
+            unit.group.keep(Lease.GRAPH)  # the graph of create_graph=True has saved its parameters
         elif not is_held and unit.settings.reshard_after_backward:
             unit.group.end_unshard()
         ends = 0 if is_held else Lease.KEPT | Lease.HIDDEN
@@ -510,10 +511,10 @@ class Lifecycle:
             self._reduce(run, unit)
 
     def _end_use(self, unit: Unit, why: int) -> None:
-        """End the leases ``why`` on ``unit`` after a backward."""
+        """End the leases ``why`` (reasons to stay unsharded) of ``unit`` after a backward."""
         unit.group.release(why, keeps_copy=not unit.settings.reshard_after_backward)
         if not unit.group.leases & (Lease.RUNS | Lease.BACKWARD | Lease.USER):
-            unit.group.install_sharded()  # graphs have saved the tensors themselves
+            unit.group.install_sharded()  # a graph has the unsharded tensors, so modules need not
 
     def _recompute(self, run: BackwardRun, unit: Unit) -> None:
         """Unshard ``unit``, because checkpointing runs its forward again in a backward."""
@@ -532,18 +533,17 @@ class Lifecycle:
         unit.step.is_due |= torch.is_grad_enabled() and group.num_trainable > 0
 
     def on_gradient(self, unit: Unit, index: int) -> None:
-        """Record that parameter ``index`` has got its gradient, which a reduction takes later."""
+        """Record that autograd has added to ``.grad`` of the unsharded parameter ``index``."""
         run = self._ensure_backward(unit, index)
         run.accumulates = unit.step.is_due = True
         unit.gradients.arrived.add(index)
 
     def on_replicated_gradient(self, unit: Unit, index: int, gradient: torch.Tensor) -> None:
-        """Take the gradient of a replicated parameter, and send its bucket if that is complete.
+        """Take the gradient of a replicated parameter, and send the buckets that are complete.
 
-        Buckets are sent in order, so those before it must be complete too. If the root has other
-        units, buckets are sent at OVER instead. The same holds once a reentrant checkpoint has
-        begun a graph task inside this one, because both graph tasks may bring a gradient of the
-        parameter.
+        Buckets are sent in order: a complete one waits for those before it. If the root has other
+        units, buckets are sent when the unit's backward is over. So they are once a reentrant
+        checkpoint has run a backward inside this one: each may bring a gradient of a parameter.
         """
         run, gradients, settings = self._ensure_backward(unit), unit.gradients, unit.settings
         assert isinstance(gradients, BucketedGradients)
@@ -559,19 +559,18 @@ class Lifecycle:
                 gradients.send_complete(settings, self._queue.divide_factor(settings))
 
     def gradient_from_outside(self, unit: Unit) -> None:
-        """Record that this backward brings gradients of ``unit`` that no hook of the unit reports.
+        """Record that a parameter that ``unsharded_params`` has put in place has got a gradient.
 
-        They are those of parameters inside ``unsharded_params``. The unit is reduced at the end of
-        the backward, if not before.
+        The hooks of ``unit`` do not see this backward, so the end of the backward reduces it.
         """
         self._ensure_backward(unit).accumulates = True
         unit.step.is_due = True
 
     def _ensure_backward(self, first: Unit, early: int | None = None) -> BackwardRun:
-        """Return the backward that runs; begin it if it has not begun.
+        """Return the record of the backward that runs; make it if this is its first hook.
 
-        ``first`` is the unit for which a gradient has come. ``early`` is the index of the parameter
-        if autograd has already added the gradient to ``.grad`` of an unsharded parameter.
+        ``first`` is the unit of that hook. ``early`` is the index of the parameter, if the hook is
+        called after autograd has added to ``.grad`` of an unsharded parameter.
         """
         task, run = graph_task_id(), self.backward
         if run is not None and run.graph_task == task and not self.failure.is_dirty:
@@ -590,7 +589,7 @@ class Lifecycle:
         if is_in_compiled_autograd():
             raise RuntimeError(_NOT_COMPILED)
         if is_distributed_backward():
-            # Also warn, because distributed autograd drops the text of the error.
+            # Also warn, because torch.distributed.autograd drops the text of the error.
             warn_user(_NOT_DISTRIBUTED)
             raise RuntimeError(_NOT_DISTRIBUTED)
         end = functools.partial(_end_of_graph_task, weakref.ref(self))
@@ -612,25 +611,25 @@ class Lifecycle:
         return run
 
     def _will_accumulate(self, first: Unit) -> bool:
-        """Whether the present graph task adds to ``.grad`` of any parameter of the root."""
+        """Whether this backward adds to any parameter's ``.grad``, unlike torch.autograd.grad."""
         units = dict.fromkeys((first, *reversed(self.units())))
         return accumulates_any(param.unsharded for unit in units for param in unit.params)
 
     def finish_backward(self, run: BackwardRun) -> None:
-        """End a backward: execute the rest of the programs that it has reached, and publish."""
+        """End a backward: do the gathers and reductions that are left, and set ``.grad`` if due."""
         units, ended = self.units(), self._ended_passes(run.reached)
         for each in run.reached:
             self._advance(run, each, 0 if each in ended else each.begin)
         if not run.keeps_graph:
             self.recorder.close(run.reached)
         reached = {number for each in ended for number in each.calls}
-        for unit in reversed(units):  # units inside first
+        for unit in reversed(units):  # inner units first
             runs, is_open = self._runs(unit), self.recorder.is_open(unit.number)
-            # No hook reports a backward through the graph that a create_graph backward has made. So
-            # all ranks reduce units with a GRAPH lease at the end.
+            # A backward with create_graph=True makes a graph in which no hook reports a backward.
+            # So units that such a graph needs (GRAPH) are reduced here, by all ranks.
             is_reached = unit.number in reached or unit.group.leases & Lease.GRAPH
             comes_later = is_open and not is_reached and not runs
-            if comes_later:  # the unit's own backward, which will reduce it
+            if comes_later:  # a backward through the unit's forward, which will reduce the unit
                 continue
             if not runs:
                 ends = not is_open and not run.keeps_graph
@@ -642,18 +641,18 @@ class Lifecycle:
         self.backward = None
         if spans.recorder is not None:
             self._enter_phase_around()
-        self.failure.end = None  # last: if a line above raises, the backward has failed
+        self.failure.end = None  # last, so that an error above counts as a failed backward
 
     # --- reductions -------------------------------------------------------------------
 
     def _reduce(self, run: BackwardRun, unit: Unit) -> None:
-        """If ``unit`` is due, start its reduction, or only add up its gradients under NONE."""
+        """If ``unit`` must be reduced, start that; under GradientSync.NONE only add up gradients."""
         if not unit.step.is_due:
             return
         sync, gradients = unit.settings.sync, unit.gradients
         # A pipeline schedule may compute gradients of inputs now, and those of parameters later.
-        # ``_take_split_gradients`` looks for the latter only in units that have ``U``. So the unit
-        # accumulates now, even if it has no gradients.
+        # ``_take_split_gradients`` will look for gradients of parameters only in units that hold
+        # unreduced ones. So call ``accumulate`` now, which makes zeros if no gradient has come.
         is_split = run.keeps_graph and not sync.reduces
         if is_split and unit.step.lost_unshard and not (run.makes_graph or gradients.arrived):
             raise RuntimeError(_FINDS_NO_PARAMETERS.format(unit.label))
@@ -695,9 +694,9 @@ class Lifecycle:
             unit.gradients.end_window()
 
     def _compare_first_values(self) -> None:
-        """Report initial weights that differ between ranks, once, after a reduction over all ranks.
+        """Warn, once, if ranks have different initial weights; raise under MESHARD_DEBUG=1.
 
-        **Collective:** the meshes of all sharded units. ``CommLedger`` does not list it.
+        **Collective:** the meshes of all sharded units. The user's ``CommLedger`` does not list it.
         """
         groups = [group for group in self.groups() if group.params]
         sharded = [group for group in groups if not group.gradients.is_replicated]
@@ -706,7 +705,7 @@ class Lifecycle:
         self._has_compared = True
 
     def notify_reduced(self, unit: Unit) -> None:
-        """Call ``unit.on_reduced``, at most once per backward, now that gradients are published."""
+        """Tell the subscribers of ``unit``, at most once per backward, that ``.grad`` is set."""
         if unit.on_reduced and unit.reduced_in != self._num_backwards:
             unit.reduced_in = self._num_backwards
             for subscriber in tuple(unit.on_reduced):
@@ -715,8 +714,8 @@ class Lifecycle:
     def _publish(self, units: Sequence[Unit]) -> None:
         """At the end of a backward, finish the reductions whose results belong in ``.grad``.
 
-        Units under FULL are flushed first: a unit without gradients in this backward may still hold
-        gradients of earlier microbatches.
+        Under GradientSync.FULL, first start reducing what a unit still holds of earlier
+        microbatches: this backward may not have gone through that unit.
         """
         full = [unit for unit in units if unit.settings.sync.ends_window]
         for unit in reversed(full):
@@ -729,10 +728,10 @@ class Lifecycle:
     # --- outside of a backward --------------------------------------------------------
 
     def finish_split_backward(self) -> None:
-        """Accumulate the gradients that a pipeline schedule wrote outside of backwards, and reduce.
+        """Take the gradients that a pipeline schedule wrote without backward(), and reduce them.
 
-        Gradients are accumulated only in units that already hold unreduced gradients, because these
-        are the same on all ranks. The units in which the schedule wrote gradients may differ.
+        Look only in units that already hold unreduced gradients: these units are the same on all
+        ranks, while the schedule may have written gradients in other units on each rank.
         """
         self.abort_if_failed()
         with self.failure.recorded():
@@ -747,7 +746,7 @@ class Lifecycle:
                 unit.gradients.accumulate(unit.settings)
 
     def _end_uses(self) -> None:
-        """End all leases of units for which no backward is expected."""
+        """Reshard the units that no backward is expected to need, even after ``unshard()``."""
         for unit in self.units():
             if not self.recorder.is_open(unit.number):
                 if unit.settings.reshard_after_backward:
@@ -755,7 +754,7 @@ class Lifecycle:
                 self._end_use(unit, Lease.BACKWARD | Lease.LATER)
 
     def start_flush(self, units: Sequence[Unit]) -> None:
-        """Start reducing pending gradients of ``units`` over all ranks, which ends their window."""
+        """Start reducing, over all ranks, what ``units`` have accumulated, and end their window."""
         self.abort_if_failed()
         with self.failure.recorded():
             for unit in reversed(units):
@@ -769,7 +768,7 @@ class Lifecycle:
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         gradients = unit.gradients
         self._queue.finish_while(lambda of: of is gradients and not of.publishes)
-        if gradients.arrived:  # from a backward that did not reach a pass with the unit
+        if gradients.arrived:  # from a backward that went through no forward of the unit
             self._end_use(unit, Lease.LATER)
         if gradients.is_pending or gradients.arrived:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
@@ -777,7 +776,7 @@ class Lifecycle:
             gradients.end_window()
 
     def set_manual(self, enabled: bool) -> None:
-        """End windows at ``finalize_backward`` if ``enabled``, and else at the last backward."""
+        """Choose whether ``finalize_backward`` or the last backward completes ``.grad``."""
         self.abort_if_failed()
         finalization = self.finalization
         if enabled is (finalization is not None):
@@ -794,7 +793,7 @@ class Lifecycle:
         self.finalization = ManualFinalization() if enabled else None
 
     def start_finalization(self) -> _Finalizing | None:
-        """Reshard all units, and start reducing pending gradients of units under FULL.
+        """Reshard units that no backward needs, and start reductions of units under FULL.
 
         Returns the units under FULL, for ``finish_finalization``; None if no backward has run yet.
         """
@@ -847,14 +846,14 @@ class Lifecycle:
             self._settle_host()
 
     def _settle_host(self) -> None:
-        """Wait for copies to and from host memory. Put the copied gradients into ``.grad``."""
+        """Wait for copies to and from host memory, and set ``.grad`` to the copied gradients."""
         for group in self.groups():
             group.settle()
 
     # --- failures ---------------------------------------------------------------------
 
     def check_between_steps(self, unit: Unit, caller: str) -> None:
-        """Raise if a forward or backward of the model runs. First clean up after a failed step."""
+        """Clean up if the last step failed. Then raise if a forward or backward is running."""
         self.abort_if_cut_off()
         if not self.is_idle:
             raise RuntimeError(
@@ -877,12 +876,12 @@ class Lifecycle:
             self.abort()
 
     def abort(self, *, keeps_window: bool = False) -> None:
-        """Reset every unit to idle: resharded, no collective in flight, no window open.
+        """Clean up after a step that was cut off: reshard all units, and end all collectives.
 
-        The gradients of all units are dropped if a backward or a reduction has failed, if a
-        reduction is in flight, if a window is open, or if gradients have come that are not reduced:
-        some gradients are missing then. With ``keeps_window``, unless a backward or a reduction has
-        failed, reductions in flight are finished, and an open window stays open.
+        Drop all gradients, ``.grad`` too, if some of this step are missing: if a backward or a
+        reduction has failed, a reduction is in flight, or gradients of a backward were not reduced,
+        or not by all microbatches. ``keeps_window`` (an evaluation was cut off): finish reductions
+        and keep all gradients, unless a backward or a reduction has failed.
         """
         is_void = self.failure.has_happened()
         if keeps_window and not is_void:
@@ -891,7 +890,7 @@ class Lifecycle:
         else:
             every = [group.gradients for group in self.groups()]
             is_void |= any(g.is_in_flight or g.window.is_open or g.arrived for g in every)
-        self.failure.is_dirty = True  # if this method is interrupted, the next use aborts again
+        self.failure.is_dirty = True  # if an interrupt ends this method, the next use cleans up
         self.failure.generation += is_void
         self.running, self.backward, self.failure.end = [], None, None
         self._prefetched.clear()

@@ -1,4 +1,4 @@
-"""The parameters of one unit, and the lookup of the group that a tensor belongs to."""
+"""The parameters of one unit, and functions that find the ``ParamGroup`` of a given tensor."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from meshard._torch.private import graph_task_id, is_in_transform
 from meshard._torch.user_line import listed, warn_user
 
 _VERSION = attrgetter("unsharded._version")
-_UNKNOWN = -1  # the version of an unsharded copy that later forwards must not reuse
+_UNKNOWN = -1  # version of unsharded parameters that the next forward must gather again
 
 
 class AwaitedStep(Protocol):
-    """The methods that the engine calls of ``optim.overlap.UnitStepper``, in a layer above."""
+    """What the engine calls of an optimizer step in backward: ``optim.overlap.UnitStepper``."""
 
     def before_gather(self) -> None: ...
     def finish(self) -> None: ...
@@ -52,14 +52,14 @@ class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
     GATHERING = enum.auto()
     UNSHARDED = enum.auto()  # gathered; modules hold the sharded parameters
     INSTALLED = enum.auto()  # gathered; modules hold the unsharded parameters
-    # Modules hold the parameters of a ``SummonedUnit``. With rank0_only, other ranks hold shards.
+    # Inside a block of ``unsharded_params``, which has put parameters of its own into the modules.
     SUMMONED = enum.auto()
 
 
 _ALLOWED = {
     ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
     ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
-    # UNSHARDED to itself: ``finish_unshard`` was interrupted after ``_move``, and runs again.
+    # UNSHARDED to itself: Ctrl-C came in ``finish_unshard`` after ``_move``, and it runs again.
     ParamState.UNSHARDED: (ParamState.UNSHARDED, ParamState.INSTALLED, ParamState.SHARDED),
     ParamState.INSTALLED: (ParamState.UNSHARDED,),
     ParamState.SUMMONED: (ParamState.SHARDED,),
@@ -67,29 +67,29 @@ _ALLOWED = {
 
 
 class Lease:
-    """Why a unit is unsharded. The unit is resharded when no lease is left."""
+    """The reasons for which a unit stays unsharded. When none is left, it is resharded."""
 
     # Plain ints: a step combines them often, and enum.IntFlag takes ten times as long.
     RUNS = 1  # a forward of the unit runs
-    BACKWARD = 2  # its backward runs: from BEGIN to OVER
-    KEPT = 4  # a forward has left it unsharded for its backward
-    GRAPH = 8  # a create_graph backward has left it unsharded, for a backward through the new graph
-    # HIDDEN keeps memory only. The unit is resharded, but the unsharded values stay in memory for a
-    # backward that no hook announces.
+    BACKWARD = 2  # a backward of the unit runs
+    KEPT = 4  # a forward has left the unit unsharded for the backward
+    GRAPH = 8  # a create_graph=True backward has left it unsharded, for a backward of the new graph
+    # HIDDEN: modules hold the shards, but the unsharded values stay in memory, because a backward
+    # may read them without a hook that could gather them.
     HIDDEN = 64
     LATER = KEPT | GRAPH | HIDDEN
-    USER = 16  # from unshard() until reshard(), or until the end of a use that reshards
-    AHEAD = 32  # the unit was gathered ahead of its use
-    LENT = KEPT | USER  # users may read and edit the unsharded parameters
+    USER = 16  # from the user's unshard() to reshard(), or a forward or backward that reshards
+    AHEAD = 32  # prefetched: a unit that runs before this one has started the gather
+    LENT = KEPT | USER  # outside of forwards too, users may read and edit unsharded parameters
     ALL = 127
 
 
 @dataclass(frozen=True, slots=True)
 class PostForwardShard:
-    """The rows that this rank keeps until backward under ``reshard_after_forward=n``."""
+    """What this rank keeps of the parameters until backward under ``reshard_after_forward=n``."""
 
-    rows: torch.Tensor
-    group: dist.ProcessGroup  # n ranks, which together keep all rows
+    rows: torch.Tensor  # the shards of several ranks, one per row
+    group: dist.ProcessGroup  # n ranks, which together keep the shards of all ranks
 
 
 @dataclass(slots=True)
@@ -97,14 +97,14 @@ class _Gather:
     """A gather in flight."""
 
     in_flight: GatherInFlight
-    is_post_forward: bool  # True: it gathers post-forward shards
+    is_post_forward: bool  # whether each rank sends its ``PostForwardShard``, not its shard
 
 
 @dataclass(frozen=True, slots=True)
 class SummonOptions:
-    """The options of the public function that summons a unit: see ``weights.SummonedUnit``."""
+    """The user's arguments to the public function ``caller``, such as ``unsharded_params``."""
 
-    caller: str  # the name of that public function
+    caller: str
     writeback: bool
     rank0_only: bool = False
     offload_to_cpu: bool = False
@@ -121,7 +121,7 @@ class SummonOptions:
             )
 
     def unshards_here(self, group: ParamGroup) -> bool:
-        """Whether the parameters are unsharded on this rank (``rank0_only``: on the first only)."""
+        """Whether this rank gets unsharded parameters. ``rank0_only``: the first rank gets them."""
         return not self.rank0_only or group.spec.mesh_info.is_first_rank
 
     def check_may_run(self, group: ParamGroup) -> None:
@@ -134,7 +134,7 @@ class SummonOptions:
 
 
 def refuse_transforms(label: str, error: RuntimeError) -> None:
-    """Raise a clearer error than ``error`` if a transform of torch.func runs around a unit."""
+    """If a transform of torch.func is active, raise a clearer error than ``error``."""
     if is_in_transform():
         raise RuntimeError(
             f"torch.func (grad, vjp, jacrev, hessian) cannot go through unit {label!r}, whose "
@@ -146,7 +146,7 @@ def refuse_transforms(label: str, error: RuntimeError) -> None:
 class ParamGroup:
     """The parameters of one unit, with their gradients.
 
-    The lifecycle decides when they are gathered, resharded and reduced; this class does it.
+    ``Lifecycle`` decides when the parameters are gathered and resharded; this class does it.
     """
 
     def __init__(self, unit_params: UnitParams, gradients: Gradients) -> None:
@@ -155,36 +155,36 @@ class ParamGroup:
         self.spec = unit_params.spec
         self.gradients = gradients
         self.num_trainable = 0
-        # Optimizer steps so far. Version counters do not show all of them: torch's foreach kernels
-        # edit a DTensor without raising its version.
+        # Optimizer steps so far. Version counters of shards do not show all steps: torch's foreach
+        # kernels edit a DTensor without raising its version.
         self.num_steps = 0
-        self.num_rebuilds = 0  # how often the unsharded parameters were rebuilt
-        self.was_resharded_between = False  # a forward since the last step has resharded the unit
+        self.num_rebuilds = 0  # how often users have replaced parameters, as by module.to()
+        self.was_resharded_between = False  # by a forward since the last optimizer step
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
-        self.failure: Failure  # shared by all units of a root; ``Root`` sets it
-        self.modules: list[weakref.ref[nn.Module]] = []  # of the unit; ``Root`` sets it
-        self.leases = 0  # see ``Lease``
+        self.failure: Failure  # one object for all units of a root; ``Root`` sets it
+        self.modules: list[weakref.ref[nn.Module]] = []  # the unit's modules; ``Root`` sets them
+        self.leases = 0  # bits of ``Lease``: why the unit stays unsharded
         self._num_given_back = 0  # how often the user's unshard() has ended
-        self.pending_step: AwaitedStep | None = None  # the next gather waits for this step
+        self.pending_step: AwaitedStep | None = None  # optimizer step; the next gather awaits it
         self.state = ParamState.SHARDED  # written by _move only
-        self.summoned_by: SummonOptions  # set while the state is SUMMONED
+        self.summoned_by: SummonOptions  # valid while the state is SUMMONED
         self._gather: _Gather | None = None
         self._post_forward_shard: PostForwardShard | None = None
-        # Two sums over a few elements of the initial weights. Ranks compare the first, over
-        # unsharded weights. The second, over this rank's shards, shows whether the shards were
-        # written to since. None: nothing was recorded.
+        # Two sums over a few elements of the initial weights: one of the unsharded weights, which
+        # ranks compare, and one of this rank's shards, to tell whether these were written to since,
+        # as by load_state_dict. None: no sum was recorded.
         self._first: tuple[FirstValues, torch.Tensor] | None = None
         # The optimizers of ``overlap_optimizer`` that step these parameters.
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        # From the id of a sharded parameter to its index. Ids of replaced parameters are not
-        # removed, and may belong to other tensors by now. So ``owner_of`` compares tensors too.
+        # From the id() of a sharded parameter to its index in ``params``. Ids of parameters that
+        # users have replaced stay here, and other tensors may have got these ids since.
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN
-        self._steps_of_copy = 0  # ``num_steps`` when the unsharded parameters were filled last
-        self._versions: list[int] = []  # of unsharded parameters, after the engine's last write
-        self._has_warned = False  # of edits of unsharded parameters
-        # For each parameter, the ``requires_grad`` that both of its tensors had when the engine
-        # last made them equal. If one of the two has another value now, the user has set it.
+        self._steps_of_copy = 0  # ``num_steps`` when a forward or backward last used the parameters
+        self._versions: list[int] = []  # ``_version`` of unsharded parameters after our last write
+        self._has_warned = False  # that the user's edits of unsharded parameters are lost
+        # ``requires_grad`` of each parameter, when the sharded and the unsharded tensor were last
+        # made to agree. If one of the two has another value now, the user has set it.
         self._flags: list[bool] = []
         register_owner(self)
 
@@ -202,7 +202,7 @@ class ParamGroup:
 
     @property
     def holds_shards(self) -> bool:
-        """Whether modules hold the sharded parameters. False while the unit is summoned."""
+        """Whether modules hold the sharded parameters. False inside ``unsharded_params``."""
         return self.state not in (ParamState.INSTALLED, ParamState.SUMMONED)
 
     @property
@@ -226,20 +226,20 @@ class ParamGroup:
     # --- edits from outside -----------------------------------------------------------
 
     def adopt_edits(self) -> int:
-        """Adopt parameters that the user has replaced since the last use. Return ``version``."""
+        """Take over parameters that users have replaced, as by module.to(). Return ``version``."""
         version = self.unit_params.version_unless_replaced()
         if version is not None:
             return self.num_steps + version
         self.check_not_summoned("stepped, moved or gathered")
         before = [param.sharded for param in self.params]
-        # This may run in an evaluation in inference mode, and the module may train later. So the
-        # tensors made here must not be inference tensors.
+        # An evaluation under torch.inference_mode() may call this, and the module may train later.
+        # So the tensors made here must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             if self.unit_params.take_replacements():
                 pairs = enumerate(zip(self.params, before, strict=True))
                 gone = frozenset(index for index, (param, old) in pairs if param.sharded is not old)
                 if gone:
-                    self.gradients.clear(gone)  # pending gradients are of the old parameters
+                    self.gradients.clear(gone)  # accumulated for parameters that are replaced now
                 self._versions = list(map(_VERSION, self.params))
                 self.reshard()
                 self.unit_params.rebuild()
@@ -251,14 +251,14 @@ class ParamGroup:
 
     @property
     def version(self) -> int:
-        """A number that grows with each step and edit: see ``UnitParams.version``."""
+        """A number that grows with each optimizer step, and as edits raise version counters."""
         return self.num_steps + self.unit_params.version
 
     def forget_version(self) -> None:
         self._unsharded_version = _UNKNOWN
 
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
-        """Record a sample of ``unsharded`` and one of the shards. Meta tensors are left out."""
+        """Record a sum over a few elements of ``unsharded`` and one of the shards; skip meta."""
         which = tuple(index for index, each in enumerate(unsharded) if not each.is_meta)
         total = sum_of_samples([unsharded[index] for index in which])
         sharded = sum_of_samples(self._shards(which))
@@ -266,7 +266,7 @@ class ParamGroup:
             self._first = FirstValues(which, total), sharded
 
     def first_values(self) -> FirstValues | None:
-        """Return the recorded sample, if any, and whether the shards were written to since."""
+        """Return the sum over initial weights, and whether shards were written to since then."""
         if self._first is None:
             return None
         values, sharded = self._first
@@ -329,9 +329,9 @@ class ParamGroup:
             self.unit_params.host_copies.wait()
 
     def _steps_everything(self) -> bool:
-        """Whether a pending step has taken all gradients. It waits for their copies itself.
+        """Whether an optimizer step in backward has taken all gradients, and waits for copies.
 
-        If another optimizer has some, this finishes the pending step.
+        If one is left in ``.grad``, for another optimizer, finish that step and return False.
         """
         if self.pending_step is None:
             return False
@@ -347,7 +347,7 @@ class ParamGroup:
     def record_step(self) -> None:
         log_event("step", self.unit_params.label)
         if not self.leases & Lease.USER:
-            self.install_sharded()  # the unsharded copy is stale now
+            self.install_sharded()  # the unsharded values are those from before the step
         self.num_steps += 1
         self.was_resharded_between = False
         self.gradients.end_window()
@@ -360,9 +360,9 @@ class ParamGroup:
     # --- leases -------------------------------------------------------------------------
 
     def take(self, why: int, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Take the lease ``why``: gather the parameters if they are sharded, and install them.
+        """Gather if need be, put the unsharded parameters into modules, and record why.
 
-        **Collective:** as ``start_unshard``, if the parameters are sharded.
+        **Collective:** the ranks named in ``start_unshard``, if no gather has begun.
         """
         self.finish_unshard(post_forward_group)
         self.leases = (self.leases | why) & ~Lease.AHEAD
@@ -371,9 +371,9 @@ class ParamGroup:
         self._install_unsharded()
 
     def keep(self, why: int = Lease.KEPT) -> None:
-        """Take the lease ``why`` on unsharded parameters, for a backward that will read them."""
+        """Keep the unit unsharded for the reason ``why``: a later backward will read parameters."""
         if self._unsharded_version == _UNKNOWN:
-            self._unsharded_version = self.version  # so that a forward may use them too
+            self._unsharded_version = self.version  # so that the next forward need not gather
         self.leases |= why
         if why == Lease.KEPT:
             pending_holders.add(self)
@@ -381,9 +381,9 @@ class ParamGroup:
     def release(
         self, why: int, *, keep_post_forward: bool = False, keeps_copy: bool = False
     ) -> None:
-        """End the leases ``why``. If no lease is left, reshard.
+        """End the reasons ``why`` to stay unsharded. If none but HIDDEN is left, reshard.
 
-        With ``keeps_copy``, only install the shards: the unsharded copy stays for the next use.
+        With ``keeps_copy``, only put shards into modules, and do not free the unsharded parameters.
         """
         if why & self.leases & Lease.LENT:
             self._carry_flags()
@@ -410,17 +410,17 @@ class ParamGroup:
         return self._num_given_back
 
     def finish_for_user(self, number: int) -> None:
-        """Install the gathered parameters, unless the ``unshard()`` that gathered has ended."""
+        """Put the gathered parameters into modules, unless that ``unshard()`` has ended since."""
         if self.leases & Lease.USER and self._num_given_back == number:
             self.take(Lease.USER)
             self.void_graphs_of_older_steps()
             self.read_flags()
 
     def end_unshard(self, *, voids_graphs: bool = False) -> None:
-        """End the user's ``unshard()``. The caller takes another lease, or reshards.
+        """End the user's ``unshard()``. The caller reshards, or keeps the unit for another reason.
 
-        With ``voids_graphs``, autograd refuses a backward through any graph that has saved the
-        unsharded parameters, because no hook would gather them again.
+        With ``voids_graphs``, autograd will refuse a backward through any graph that has saved the
+        unsharded parameters: once they are freed, no hook would gather them for that backward.
         """
         if not self.leases & Lease.USER:
             return
@@ -437,7 +437,7 @@ class ParamGroup:
 
         With ``only_for_backward``, do not look for edits of the shards: the unit is resharded after
         the backward, so the next forward gathers it again.
-        **Collective:** the shard group, or the group of the post-forward shard if one is kept.
+        **Collective:** the shard group, or ``PostForwardShard.group`` if this rank keeps such rows.
         """
         if self.state is not ParamState.SHARDED:
             return
@@ -466,8 +466,8 @@ class ParamGroup:
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Gather the parameters if need be, and wait. On a device only the current stream waits.
 
-        With a ``post_forward_group``, also keep this rank's post-forward shard. The next gather is
-        then among the ranks of that group only.
+        With a ``post_forward_group``, also keep this rank's ``PostForwardShard``, so that the
+        gather of the backward is among the ranks of that group only.
         """
         if self.state is ParamState.SHARDED:
             self.start_unshard()
@@ -481,7 +481,7 @@ class ParamGroup:
             raise
         if gather.is_post_forward:
             rows = [block.view(shard_count // len(rows), -1) for block in rows]
-        # torch.no_grad() is not needed: nothing here requires grad, or the method disables it.
+        # No torch.no_grad() here: the rows do not require grad, or all_gather_copy_out disables it.
         self.unit_params.all_gather_copy_out(rows)
         if post_forward_group is not None:
             count = shard_count // post_forward_group.size()
@@ -493,13 +493,13 @@ class ParamGroup:
         self._versions = list(map(_VERSION, self.params))
         self._gather = None
         log_event("unsharded", self.unit_params.label)
-        gather.in_flight.release()  # the rows were copied, or are parameters' memory
+        gather.in_flight.release()  # the rows were copied, or parameters are views of them
 
     def void_graphs_of_older_steps(self) -> None:
         """Make autograd refuse a backward through graphs from before the last optimizer step.
 
-        A step raises the version of an ordinary parameter, and autograd compares versions. Here a
-        step edits shards, and a gather raises no versions of unsharded parameters. So raise them.
+        Autograd compares versions, and a step raises those of the tensors that it edits: here of
+        shards. A gather raises no versions of unsharded parameters, so this method raises them.
         """
         if self._steps_of_copy != self.num_steps:
             self._steps_of_copy = self.num_steps
@@ -513,7 +513,7 @@ class ParamGroup:
         self._versions = list(map(_VERSION, self.params))
 
     def drop_if_stale(self) -> None:
-        """Drop the post-forward shard; also the unsharded copy, if shards were edited since."""
+        """Before a forward: reshard if shards were edited; always drop the ``PostForwardShard``."""
         self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return
@@ -522,9 +522,9 @@ class ParamGroup:
             self.reshard()
 
     def reshard(self, *, keep_post_forward: bool = False) -> None:
-        """Install the shards, and free the unsharded copy unless ``keeps_storage`` or HIDDEN.
+        """Put shards into modules. Free unsharded memory unless ``keeps_storage`` or HIDDEN is set.
 
-        The post-forward shard is dropped too, unless ``keep_post_forward``.
+        Drop the ``PostForwardShard`` too, except at the end of a forward (``keep_post_forward``).
         """
         if self._gather is not None:
             # The gather may still write to the memory that is freed below, so end it first.
@@ -563,7 +563,7 @@ class ParamGroup:
             )
 
     def _differs(self, param: UnitParam) -> bool:
-        """Whether this rank's part of an unsharded parameter differs from the shard."""
+        """Whether an unsharded parameter differs from this rank's shard; False if incomparable."""
         shard, unsharded = plain_of(param.sharded).detach(), plain_of(param.unsharded).detach()
         if (
             param.unsharded is param.sharded
@@ -582,21 +582,21 @@ class ParamGroup:
     # --- what modules hold ------------------------------------------------------------
 
     def read_flags(self) -> None:
-        """Before a forward: adopt the ``requires_grad`` that users have set on either copy."""
+        """Before a forward: copy ``requires_grad``, if users set it, between shard and unsharded."""
         self._flags = take_flags(self.params, self._flags)
         self.num_trainable = sum(self._flags)
 
     def count_out_frozen(self) -> None:
-        """In a backward: freeze unsharded parameters whose shards were frozen since the forward.
+        """In a backward: freeze unsharded parameters whose shards users froze since the forward.
 
-        Skipped while modules hold the unsharded parameters: users freeze these directly.
+        Skipped while modules hold the unsharded parameters: then users freeze these directly.
         """
         if self.state is not ParamState.INSTALLED:
             self.num_trainable -= take_frozen(self.params)
 
     def _install_unsharded(self) -> None:
         if self.state is not ParamState.INSTALLED:
-            # The state changes first, so that a clean-up after an interrupt knows what to undo.
+            # Change the state first, so that a clean-up after Ctrl-C knows what to undo.
             self._move(ParamState.INSTALLED)
             install_unsharded(self.params)
 
@@ -609,29 +609,28 @@ class ParamGroup:
             pending_holders.discard(self)
 
     def _carry_flags(self) -> None:
-        """Copy the ``requires_grad`` that users have set on unsharded parameters to the shards."""
+        """Copy ``requires_grad`` to the shards from unsharded parameters on which users set it."""
         if self.leases & Lease.LENT and self.state is not ParamState.SUMMONED:
             self._flags = take_flags(self.params, self._flags)
 
 
 def sharded_params(group: ParamGroup) -> list[ShardedParam]:
-    """Return the sharded parameters of a group: all of them, or none under ``replicate``."""
+    """Return all parameters of a group with type ``ShardedParam``; none under ``replicate``."""
     return [param for param in group.params if isinstance(param, ShardedParam)]
 
 
 # --- which group a tensor belongs to, for optimizers and for gradient clipping ----------------
 
 # The keys are ids of tensors. Tensors as keys would stay alive, and torch's ``Module.to`` cannot
-# swap a tensor that has a weak reference. A freed id may belong to another tensor later, so
-# ``owner_of`` and ``sharded_params_of`` check what they find. ``has_been_sharded`` does not: it
-# only decides about a warning.
+# swap a tensor that has a weak reference. Python may give a freed tensor's id to another one, so
+# ``owner_of`` and ``sharded_params_of`` check what they find; ``has_been_sharded`` may be wrong.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _copies: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-_latest = object()  # a token for caches: see ``latest_registration``
+_latest = object()  # another object after each change of the two dicts, as a key for caches
 
 
 def register_owner(owner: ParamGroup) -> None:
-    """Record ``owner`` as the group of its sharded parameters, which may be new tensors."""
+    """Record ``owner`` as the group of its present sharded and unsharded parameters."""
     global _latest
     for index, param in enumerate(owner.params):
         owner.indices[id(param.sharded)] = index
@@ -642,12 +641,12 @@ def register_owner(owner: ParamGroup) -> None:
 
 
 def latest_registration() -> object:
-    """Return a token for caches, which changes with the parameters that optimizers may hold."""
+    """Return an object to use in cache keys: a new one once parameters of any group change."""
     return _latest
 
 
 def owner_of(param: torch.Tensor) -> ParamGroup | None:
-    """Return the group that has ``param`` itself as a sharded parameter, if there is one."""
+    """Return the group that has ``param`` as a sharded parameter; None if no group has it."""
     owner = _owners.get(id(param))
     is_own = owner is not None and owner.params[owner.indices[id(param)]].sharded is param
     return owner if is_own else None
@@ -669,36 +668,36 @@ def has_been_sharded(param: torch.Tensor) -> bool:
 
 
 def register_summoned(owner: ParamGroup) -> None:
-    """Record the parameters that modules hold while their unit is summoned."""
+    """Record the parameters that modules hold inside ``unsharded_params``."""
     for held, _ in _unsharded_of(owner):
         _copies[id(held)] = owner
-    # torch's module.zero_grad() clears only what modules hold. Our patch of it clears the sharded
-    # parameters too, but only while ``pending_holders`` is not empty.
+    # torch's module.zero_grad() clears ``.grad`` of what modules hold. meshard's patch of it clears
+    # that of sharded parameters too, but only while ``pending_holders`` is not empty.
     pending_holders.add(owner)
 
 
 def forget_summoned(owner: ParamGroup) -> None:
     """Undo ``register_summoned``."""
     global _latest
-    _latest = object()  # optimizers cannot hold those parameters any more
+    _latest = object()  # caches must not find the parameters of that block any more
     for held, _ in _unsharded_of(owner):
         _copies.pop(id(held), None)
     pending_holders.discard(owner)
 
 
 def _unsharded_of(owner: ParamGroup) -> Iterator[tuple[torch.Tensor | None, torch.Tensor]]:
-    """Iterate over the unsharded tensors that modules may hold, each with its sharded parameter."""
+    """Yield each unsharded tensor that modules may hold, with its sharded parameter."""
     for param in owner.params:
         for held in param.installed() if owner.is_summoned else (param.unsharded,):
             yield held, param.sharded
 
 
 def sharded_params_of(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return ``params`` with each unsharded parameter replaced by its sharded one."""
+    """Return a copy of ``params`` with sharded parameters in place of unsharded ones."""
     if not _copies:
         return list(params)
     given = list(params)
     owners = {owner for param in given if (owner := _copies.get(id(param))) is not None}
-    # An id may be that of a freed tensor. So compare with the tensors that are alive.
+    # ``_copies`` may have found the id of a freed tensor. So look up ids of tensors that are alive.
     sharded = {id(held): param for owner in owners for held, param in _unsharded_of(owner)}
     return [sharded.get(id(param), param) for param in given]

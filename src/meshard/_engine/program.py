@@ -1,21 +1,21 @@
 """The record of a forward, and the program that its backward executes.
 
-A unit is identified by its number (``Unit.number``). A *pass* is one forward of a root, or of a
-part that the user called directly. It records two lists: ``exits`` has all calls in the order in
-which they end, and ``firsts`` has the first call of each unit in the order in which they begin.
-Ranks that run the same units record equal lists. The backward of the pass executes two kinds of
-events, by descending index:
+A *pass* is one forward of a root, or of a part that the user called directly; a *call* is the
+forward of one unit in it. A pass records two lists: ``exits`` has all calls in the order in which
+they end, and ``firsts`` has the first call of each unit in the order in which they begin. Ranks
+that run the same units record equal lists. The backward executes two kinds of events, by
+descending index:
 
     BEGIN(call)   index: call.exit     gather the unit, and start the next gather
     OVER(call)    index: call.opens    reshard the unit of this first call, then reduce it
 
-``opens`` is ``len(exits)`` when the call began. If a BEGIN and an OVER have the same index, the
-BEGIN comes first. So the OVER of a unit comes after the BEGIN of all its calls and of all calls
-inside them, and after the OVER of every unit that began later.
+``exit`` is the index in ``exits``, and ``opens`` is ``len(exits)`` when the call began. At equal
+indices BEGIN comes first. For a root R that runs A, then B: BEGIN R, BEGIN B, OVER B, BEGIN A,
+OVER A, OVER R.
 
-Hooks on outputs fire, checkpoint nodes run a forward again, the backward ends: each of these means
-*advance to an index*. The engine then executes every event at or above the index, even for units
-that this rank does not use. So all ranks issue the same collectives in the same order.
+When a hook on an output fires, a checkpoint runs a forward again, or the backward ends, the engine
+*advances to an index*: it executes all events at or above that index, even for units that this
+rank's loss does not use. So all ranks issue the same collectives in the same order.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from operator import attrgetter
 class Call:
     """One run of one unit's forward."""
 
-    unit: int
-    began_at: int  # ``next_node()`` when it began; older autograd nodes have lower numbers
-    opens: int  # len(Pass.exits) when it began
+    unit: int  # ``Unit.number``
+    began_at: int  # autograd numbers nodes as they are made; nodes made since have this or higher
+    opens: int  # len(Pass.exits) when the call began
     has_graph: bool  # grad was enabled, so a backward may come
-    exit: int = -1  # index in Pass.exits; -1: it has not ended
-    reached_in: int = -1  # number of the last backward that reached it
+    exit: int = -1  # index in Pass.exits; -1: the forward has not ended
+    reached_in: int = -1  # number of the last backward that went through this call
 
 
 class Event(enum.Enum):
-    """The kinds of events in the backward of a pass."""
+    """What a backward does to a unit: gather it (BEGIN), or reshard and reduce it (OVER)."""
 
     BEGIN = enum.auto()
     OVER = enum.auto()
@@ -50,25 +50,25 @@ class Event(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Pass:
-    """The record of one forward, and the cursor of the present backward in its program."""
+    """The record of one forward, and which events the present backward has executed."""
 
-    number: int  # passes are numbered as they begin
+    number: int  # the forwards of a root are numbered as they begin
     exits: list[Call] = field(default_factory=list)
     firsts: list[Call] = field(default_factory=list)
     begun: list[Call] = field(default_factory=list)  # all calls, in the order in which they begin
-    calls: dict[int, list[Call]] = field(default_factory=dict)  # the same, per unit
+    calls: dict[int, list[Call]] = field(default_factory=dict)  # from Unit.number to its calls
     is_watched: bool = False  # an output has a hook that fires when a backward reaches it
-    # The cursor. A backward that reaches the pass sets it to the end of both lists (``rewind``).
-    # By now the BEGIN of ``exits[begin:]`` and the OVER of ``firsts[over:]`` are executed.
+    # In the present backward, BEGIN of ``exits[begin:]`` and OVER of ``firsts[over:]`` are done.
+    # A backward executes events from the end of both lists.
     begin: int = 0
     over: int = 0
 
     def rewind(self) -> None:
-        """Set the cursor to the beginning of the program."""
+        """Begin a backward, in which no event is executed yet."""
         self.begin, self.over = len(self.exits), len(self.firsts)
 
     def next_event(self) -> tuple[Event, Call, int] | None:
-        """Return the next event with its call and index; None at the end of the program."""
+        """Return the next event of the backward, with its call and index; None if all are done."""
         call = self.exits[self.begin - 1] if self.begin else None
         first = self.firsts[self.over - 1] if self.over else None
         if first is not None and (call is None or first.opens > call.exit):
@@ -79,50 +79,50 @@ class Pass:
         """Return the index to advance to when autograd runs ``node`` in backward ``backward``.
 
         Autograd runs newer nodes first. So the backward of every call that began after ``node`` was
-        made is over, and the index is ``opens`` of the first such call. It is above all indices if
-        there is none. A call without a graph counts only if ``backward`` has reached it. Otherwise
-        ``node`` may be the reentrant checkpoint around the call, and is about to run it again.
+        made is over. Return ``opens`` of the first such call, or a number above all indices. A call
+        that ran under no_grad is skipped, unless this backward has reached it: ``node`` may be a
+        reentrant checkpoint, which ran the call under no_grad and is about to run it again.
         """
         start = bisect.bisect_right(self.begun, node, key=attrgetter("began_at"))
         for call in itertools.islice(self.begun, start, None):
             if call.has_graph or call.reached_in == backward:
-                return call.opens  # later calls also end at or above this index
+                return call.opens  # calls that began later have no lower ``opens``
         return sys.maxsize
 
     def next_in_backward(self, call: Call) -> int | None:
-        """Return the unit whose backward is expected to begin next; None if none is expected."""
+        """Return the number of the unit whose backward is expected after that of ``call``."""
         before = (self.exits[index] for index in range(call.exit - 1, -1, -1))
         return next((each.unit for each in before if each.has_graph), None)
 
 
 _Entry = tuple[int, int, int]
-# The most open passes to remember per unit. Forwards with grad may pile up without a backward.
+# How many passes per unit to remember as awaiting a backward: it may never come (forwards only).
 _MAX_OPEN = 2**16
 
 
 class Recorder:
-    """The passes of one root, and a prediction of which unit comes next in a forward.
+    """Records the forwards of one root, and predicts which unit comes next in a forward.
 
     A forward is expected to repeat the order of the last forward that began with the same unit.
-    A backward needs no prediction: its program gives the order.
+    A backward needs no such prediction: it reverses the order of its recorded forward.
     """
 
     def __init__(self) -> None:
         self.current = Pass(0)
-        # Key: the first unit of a pass (users may call a part of a model directly), a unit, and how
-        # often it had run before in the pass. Value: the unit that began next; None if none did.
+        # Key: the first unit of a forward (users may call a part of a model directly), a unit, and
+        # how many calls of it came before in that forward. Value: the unit that began next, if any.
         self._following: dict[_Entry, int | None] = {}
-        # Per unit: the numbers of its open passes (a backward may still come), oldest first.
+        # For each unit: the numbers of passes whose backward may still come, oldest first.
         self._open: dict[int, dict[int, None]] = {}
         self._num_steps = 0
 
     def begin(self, num_steps: int) -> bool:
         """Begin a pass. Return whether an optimizer has stepped since the last pass began.
 
-        ``num_steps`` is the number of all steps so far. A step closes all open passes.
+        ``num_steps`` counts all optimizer steps. After one, no backward of older passes is awaited.
         """
-        # Learn the order of the last pass only now. If it was interrupted, ``forget`` has dropped
-        # it, because ranks may have come to different points.
+        # Learn the order of units in the last pass only now. If that pass was interrupted, perhaps
+        # at another unit on each rank, ``forget`` has dropped it, and nothing is learned from it.
         begun, counts = self.current.begun, collections.Counter[int]()
         for call, after in itertools.zip_longest(begun, begun[1:]):
             entry = begun[0].unit, call.unit, counts[call.unit]
@@ -136,7 +136,7 @@ class Recorder:
         return has_stepped
 
     def enter(self, unit: int, *, node: int, with_graph: bool) -> Call:
-        """Record that a call of ``unit`` begins. ``node``: the number of the next autograd node."""
+        """Record that ``unit`` begins a forward. Autograd will number its next node ``node``."""
         now = self.current
         call = Call(unit, node, len(now.exits), with_graph)
         calls = now.calls.setdefault(unit, [])
@@ -156,7 +156,7 @@ class Recorder:
         self.current.exits.append(call)
 
     def next_in_forward(self) -> int | None:
-        """Return the unit that is expected to run next; None if no unit is expected."""
+        """Return the number of the unit that is expected to run next; None if none is expected."""
         begun = self.current.begun
         if not begun:
             return None
@@ -164,19 +164,19 @@ class Recorder:
         return self._following.get((begun[0].unit, unit, len(self.current.calls[unit]) - 1))
 
     def is_open(self, unit: int, but: Pass | None = None) -> bool:
-        """Whether ``unit`` has an open pass, other than ``but``."""
+        """Whether a backward of ``unit`` may still come from a pass other than ``but``."""
         numbers = self._open.get(unit, {})
         return bool(numbers) and (but is None or len(numbers) > 1 or but.number not in numbers)
 
     def is_open_before(self, unit: int, this: Pass) -> bool:
-        """Whether ``unit`` has an open pass that began before ``this``."""
+        """Whether a backward of ``unit`` may still come from a pass that began before ``this``."""
         return next(iter(self._open.get(unit, ())), this.number) < this.number
 
     def close(self, passes: list[Pass]) -> None:
-        """Close ``passes`` for the units that are over in them: no other backward will come.
+        """Await no other backward of ``passes``, for units whose backward in them is over.
 
-        A unit whose forward still runs stays open. That forward has called the present backward,
-        and the backward of the unit itself comes later.
+        A unit whose forward still runs is left out: that forward itself has called the present
+        backward, and the unit's own backward comes later.
         """
         for each in passes:
             for call in each.firsts[each.over :]:
@@ -184,13 +184,13 @@ class Recorder:
                     self._open.get(call.unit, {}).pop(each.number, None)
 
     def close_all(self) -> None:
-        """Close all open passes: no backward of an earlier pass will come."""
+        """Await no backward of any pass so far."""
         self._open.clear()
 
     def forget(self) -> None:
-        """Drop the last pass, and close all earlier ones.
+        """Drop the record of the last pass, and await no backward of any pass so far.
 
-        Its order is not learned even if it is complete, because other ranks may have been cut off.
+        The order in that pass is not learned, as other ranks may have cut it off at another unit.
         """
         self.current = Pass(self.current.number)
         self.close_all()

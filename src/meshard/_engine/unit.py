@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 class UnitSettings(ReduceSettings):
     """The settings of a unit, which setters of ``FSDPModule`` can change."""
 
-    reshard_after_forward: bool | int | None = None  # None: see ``Unit.reshards_after_forward``
+    reshard_after_forward: bool | int | None = None  # None: True, except for a root with grad
     # If reshard_after_forward is an int, parameters are sharded over this group between forward and
     # backward.
     post_forward_group: dist.ProcessGroup | None = None
     reshard_after_backward: bool = True
     unshard_in_backward: bool = True
     comm: CommSettings = field(default_factory=CommSettings)
-    unshard_on_access: bool = False  # it is unsharded with the unit around it
+    unshard_on_access: bool = False  # unshard it with the unit around it, which reads its weights
     forward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
     backward_prefetch: list[weakref.ref[Unit]] = field(default_factory=list)
 
@@ -55,11 +55,11 @@ class UnitSettings(ReduceSettings):
 class UnitStep:
     """The progress of a unit in the present step."""
 
-    # Its gradients must be reduced (under NONE, added up), even if this rank has none. Set by a
-    # forward with grad, by its backward, and by a gradient.
+    # The unit must be reduced (under GradientSync.NONE: add up gradients), even if this rank has no
+    # gradient. Set by a forward with grad, by its backward, and by a gradient.
     is_due: bool = False
-    lost_unshard: bool = False  # a forward has ended the user's unshard()
-    # The ids of its modules that have run. The unit is resharded when all of them have.
+    lost_unshard: bool = False  # the user called unshard(), and a forward has resharded since
+    # The ids of the unit's modules that have run. When all have, the unit's forward has ended.
     modules_run: set[int] = field(default_factory=set)
 
     def record_taken(self) -> None:
@@ -70,8 +70,7 @@ class Unit:
     """One parameter group with the modules passed to ``fully_shard`` or ``replicate``.
 
     A module owns its unit, the unit its parameter group, and the group its parameters. References
-    in the other direction are weak, so deleting a model frees its memory without the garbage
-    collector.
+    in the other direction are weak, so ``del model`` frees memory without the garbage collector.
     """
 
     def __init__(
@@ -87,12 +86,12 @@ class Unit:
         self.fqn = ""  # dotted name from the root; "" for the root itself
         self.number = 0  # position among the units of its root, in module order
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
-        self.siblings: list[Unit] = []  # the other units of the same modules: see ``nest``
+        self.siblings: list[Unit] = []  # in the outermost unit of some modules: their other units
         self.sibling_of: weakref.ref[Unit] | None = None
-        self.mesh_name = ""  # suffix of the label of a sibling
+        self.mesh_name = ""  # suffix of ``label`` for a unit in ``siblings`` of another
         # Called with this unit once per window (the microbatches of one optimizer step), after the
-        # unit's last reduction, in the same order on all ranks. By then ``.grad`` of its parameters
-        # are set. If they live in host memory, call ``Gradients.settle`` before reading them.
+        # unit's last reduction, in the same order on all ranks. By then ``.grad`` is set. But if
+        # gradients live in host memory, call ``Gradients.settle`` before you read ``.grad``.
         self.on_reduced: list[Callable[[Unit], None]] = []
         self.reduced_in = -1  # number of the last backward that called ``on_reduced``
         self.params: Sequence[UnitParam]  # ``set_params`` sets this and the next two
@@ -101,7 +100,7 @@ class Unit:
         self.root: Root
 
     def set_params(self, unit_params: UnitParams) -> None:
-        """Make ``unit_params`` the parameters of this unit, without gradients."""
+        """Give this unit the parameters ``unit_params``, which have no gradients yet."""
         rules = GradientRules(unit_params, self._reduce_dtype, self._accumulate_dtype)
         self.params = unit_params.params
         if isinstance(unit_params, ReplicatedParams):
@@ -113,7 +112,7 @@ class Unit:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """The lifecycle of the root of this unit, made when a unit of that root is first used."""
+        """The ``Lifecycle`` that all units of the root share, made when one of them is first used."""
         lifecycle = self.root.lifecycle
         return lifecycle if lifecycle is not None else self.root.make_lifecycle()
 
@@ -132,7 +131,7 @@ class Unit:
     def reshards_after_forward(self) -> bool:
         """Whether the unit is resharded when its forward ends.
 
-        By default the root stays unsharded if grad is enabled, because its backward comes first.
+        By default the root stays unsharded if grad is enabled: the backward begins with the root.
         """
         is_default = self.settings.reshard_after_forward is None
         return self.reshards_before_backward or (is_default and not torch.is_grad_enabled())
@@ -151,27 +150,27 @@ class Unit:
 class Root:
     """The outermost unit, its siblings, and all units inside. They share one lifecycle.
 
-    A later ``fully_shard`` of a module around them puts all of these units under a new root.
+    A later ``fully_shard`` of a module around this root makes a new ``Root`` with all these units.
     """
 
-    _first_use = threading.RLock()  # reentrant: a signal handler may use a unit meanwhile
+    _first_use = threading.RLock()  # reentrant, for signal handlers that call a model meanwhile
 
     def __init__(
         self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
     ) -> None:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
-        self.names = names  # the number of this root in each process group: see ``name_root``
+        self.names = names  # in each process group, a name that tells this root from others
         self.failure = Failure()
         self.lifecycle: Lifecycle | None = None  # None: no unit has been used yet
         self._make = make
         for number, unit in enumerate(units):
             unit.root, unit.number = self, number
-            unit.reduced_in = unit.gradients.backward = -1  # a root counts its own backwards
+            unit.reduced_in = unit.gradients.backward = -1  # a new root counts backwards anew
             unit.group.unit_params.label, unit.group.failure = unit.label, self.failure
             unit.group.modules = unit.modules
 
     def make_lifecycle(self) -> Lifecycle:
-        """Return the lifecycle; make it if there is none. Two threads get the same one."""
+        """Return the lifecycle; make it if there is none. All threads get the same one."""
         with self._first_use:
             if self.lifecycle is None:
                 self.lifecycle = self._make(self)
@@ -210,7 +209,7 @@ def units_in(module: nn.Module) -> Iterator[Unit]:
 def outside_units(
     prefix: str, module: nn.Module, seen: set[nn.Module]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Iterate over ``module`` and its submodules, but not into submodules that have a unit."""
+    """Yield ``module`` and its submodules, with names; do not enter submodules that have a unit."""
     seen.add(module)
     yield prefix, module
     for name, child in module.named_children():
@@ -219,7 +218,7 @@ def outside_units(
 
 
 def require_units(module: nn.Module, *, recurse: bool = True) -> list[Unit]:
-    """Return the units of ``module``, and with ``recurse`` those inside. Raise if there is none."""
+    """Return the units of ``module`` (``recurse``: and of its submodules). Raise if it has none."""
     check_bool("recurse", recurse)
     _check_module(module)
     units = list(units_in(module)) if recurse else units_of(module)
@@ -244,20 +243,20 @@ def joined(prefix: str, name: str) -> str:
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that ``module`` had before it was sharded or replicated."""
     classes = type(module).__mro__
-    # Skip the class that ``adopt_module`` has made for a module with a unit. The next subclass of
-    # nn.Module is the original class, since FSDPModule and ReplicateModule are not subclasses.
+    # A module with a unit has a class that ``adopt_module`` has made; skip that one. The next
+    # subclass of nn.Module is the original class: FSDPModule and ReplicateModule are no subclasses.
     first = 0 if unit_of(module) is None else 1
     return next(each for each in classes[first:] if issubclass(each, nn.Module))
 
 
 def without_compile(module: nn.Module) -> nn.Module:
-    """Return the module inside what ``torch.compile(module)`` returns, or ``module`` itself."""
+    """Return the module that was passed to torch.compile(); ``module`` itself if none was."""
     inner = module._modules.get("_orig_mod")
     return module if inner is None else inner
 
 
 def nest(units: list[Unit]) -> Unit:
-    """Put each unit inside the one before it, as a sibling of the first. Return the first."""
+    """Put each unit inside the one before it. All are of the same modules. Return the first."""
     outer, *siblings = units
     around = outer
     for unit in siblings:
