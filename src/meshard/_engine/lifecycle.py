@@ -11,8 +11,9 @@ A *window* is all microbatches of one optimizer step.
 
 If shards live in host memory, they are copied to the device, and gradients are copied back.
 ``Lifecycle`` waits for these copies at the end of the last backward of a window, at the end of an
-evaluation, in ``finalize_gradients``, and when it cleans up an interrupted step. At any other time,
-code on the host must wait itself before it touches shards or gradients (``ParamGroup.settle``).
+evaluation, in ``finalize_gradients`` and ``finalize_backward``, and when it cleans up an
+interrupted step. At any other time, code on the host must wait itself before it touches shards or
+gradients (``ParamGroup.settle``, ``ParamGroup.finish_copies``).
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ _NOT_COMPILED = (
 )
 
 
-# Some pipeline schedules compute gradients of parameters later: they search the graph for what the
-# modules then hold. After a reshard these are the shards, which the graph does not have.
+# Some pipeline schedules compute gradients of parameters later: they search the graph for the
+# parameters that modules then hold. After a reshard those are shards, which no graph has.
 _FINDS_NO_PARAMETERS = (
     "unit {!r} would get no gradients from this schedule, which computes those of parameters apart "
     "from those of inputs: the unit was resharded after its forward. Call fully_shard(..., "
@@ -199,7 +200,7 @@ class Lifecycle:
         if not group.params:
             return call
         # Take over the user's edits of shards and of requires_grad. Skip this in a second call of
-        # the unit in one forward of the root, if modules still hold the unsharded parameters.
+        # the unit in one forward of the root, if the first has left the unit unsharded.
         is_first = self.present_pass.calls[unit.number][0] is call
         if is_first or group.state is not ParamState.INSTALLED or group.leases & Lease.USER:
             group.drop_if_stale()
@@ -439,15 +440,15 @@ class Lifecycle:
             self._advance(run, other, 0)
         this.rewind()
         run.reached.append(this)
-        # The forward has set ``is_due``. But an earlier backward through the same graph, with
-        # retain_graph=True, may have reduced the units, and this one brings new gradients.
+        # The forward has set ``is_due``. An earlier backward through the same graph, with
+        # retain_graph=True, may have reset it by reducing, but this one brings new gradients.
         for call in this.exits if run.accumulates else ():
             unit = self._units[call.unit]()
             if unit is not None and call.has_graph and unit.group.num_trainable:
                 unit.step.is_due = True
 
     def _ended_passes(self, passes: list[Pass]) -> list[Pass]:
-        """Return ``passes`` without the one whose forward still runs and has called backward()."""
+        """Return ``passes`` without the one whose forward still runs, and has called backward()."""
         return [each for each in passes if not self.running or each is not self.recorder.current]
 
     def _advance(self, run: BackwardRun, this: Pass, first: int) -> None:
@@ -542,8 +543,8 @@ class Lifecycle:
         """Take the gradient of a replicated parameter, and send the buckets that are complete.
 
         Buckets are sent in order: a complete one waits for those before it. If the root has other
-        units, buckets are sent when the unit's backward is over. So they are once a reentrant
-        checkpoint has run a backward inside this one: each may bring a gradient of a parameter.
+        units, buckets are sent when the unit's backward is over. The same holds if a reentrant
+        checkpoint runs a backward inside this one: both may bring a gradient of a parameter.
         """
         run, gradients, settings = self._ensure_backward(unit), unit.gradients, unit.settings
         assert isinstance(gradients, BucketedGradients)
@@ -561,7 +562,7 @@ class Lifecycle:
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record that a parameter that ``unsharded_params`` has put in place has got a gradient.
 
-        The hooks of ``unit`` do not see this backward, so the end of the backward reduces it.
+        Inside that block no hook begins a backward of ``unit``: the end of this backward reduces.
         """
         self._ensure_backward(unit).accumulates = True
         unit.step.is_due = True
@@ -652,7 +653,7 @@ class Lifecycle:
         sync, gradients = unit.settings.sync, unit.gradients
         # A pipeline schedule may compute gradients of inputs now, and those of parameters later.
         # ``_take_split_gradients`` will look for gradients of parameters only in units that hold
-        # unreduced ones. So call ``accumulate`` now, which makes zeros if no gradient has come.
+        # unreduced ones. So accumulate now; if no gradient has come, the unit will hold zeros.
         is_split = run.keeps_graph and not sync.reduces
         if is_split and unit.step.lost_unshard and not (run.makes_graph or gradients.arrived):
             raise RuntimeError(_FINDS_NO_PARAMETERS.format(unit.label))
@@ -705,7 +706,7 @@ class Lifecycle:
         self._has_compared = True
 
     def notify_reduced(self, unit: Unit) -> None:
-        """Tell the subscribers of ``unit``, at most once per backward, that ``.grad`` is set."""
+        """Tell subscribers, at most once per backward, that ``.grad`` of ``unit`` is set."""
         if unit.on_reduced and unit.reduced_in != self._num_backwards:
             unit.reduced_in = self._num_backwards
             for subscriber in tuple(unit.on_reduced):
@@ -846,7 +847,7 @@ class Lifecycle:
             self._settle_host()
 
     def _settle_host(self) -> None:
-        """Wait for copies to and from host memory, and set ``.grad`` to the copied gradients."""
+        """Wait for copies to and from host memory, and put the copied gradients into ``.grad``."""
         for group in self.groups():
             group.settle()
 
@@ -878,9 +879,9 @@ class Lifecycle:
     def abort(self, *, keeps_window: bool = False) -> None:
         """Clean up after a step that was cut off: reshard all units, and end all collectives.
 
-        Drop all gradients, ``.grad`` too, if some of this step are missing: if a backward or a
-        reduction has failed, a reduction is in flight, or gradients of a backward were not reduced,
-        or not by all microbatches. ``keeps_window`` (an evaluation was cut off): finish reductions
+        Drop all gradients, ``.grad`` too, if some are missing or not reduced: if a backward or a
+        reduction has failed, a reduction is in flight, or some microbatches of an optimizer step
+        have run, but not the last. ``keeps_window`` (an evaluation was cut off): finish reductions
         and keep all gradients, unless a backward or a reduction has failed.
         """
         is_void = self.failure.has_happened()

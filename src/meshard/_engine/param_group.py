@@ -181,7 +181,7 @@ class ParamGroup:
         self.indices: dict[int, int] = {}
         self._unsharded_version = _UNKNOWN
         self._steps_of_copy = 0  # ``num_steps`` when a forward or backward last used the parameters
-        self._versions: list[int] = []  # ``_version`` of unsharded parameters after our last write
+        self._versions: list[int] = []  # of unsharded parameters, after meshard's last write
         self._has_warned = False  # that the user's edits of unsharded parameters are lost
         # ``requires_grad`` of each parameter, when the sharded and the unsharded tensor were last
         # made to agree. If one of the two has another value now, the user has set it.
@@ -582,7 +582,7 @@ class ParamGroup:
     # --- what modules hold ------------------------------------------------------------
 
     def read_flags(self) -> None:
-        """Before a forward: copy ``requires_grad``, if users set it, between shard and unsharded."""
+        """Before a forward: make shards and unsharded parameters agree on ``requires_grad``."""
         self._flags = take_flags(self.params, self._flags)
         self.num_trainable = sum(self._flags)
 

@@ -58,8 +58,8 @@ class Pass:
     begun: list[Call] = field(default_factory=list)  # all calls, in the order in which they begin
     calls: dict[int, list[Call]] = field(default_factory=dict)  # from Unit.number to its calls
     is_watched: bool = False  # an output has a hook that fires when a backward reaches it
-    # In the present backward, BEGIN of ``exits[begin:]`` and OVER of ``firsts[over:]`` are done.
-    # A backward executes events from the end of both lists.
+    # In the present backward, the gathers for ``exits[begin:]`` and the reductions for
+    # ``firsts[over:]`` are done. A backward works through both lists from their ends.
     begin: int = 0
     over: int = 0
 
@@ -96,7 +96,7 @@ class Pass:
 
 
 _Entry = tuple[int, int, int]
-# How many passes per unit to remember as awaiting a backward: it may never come (forwards only).
+# Per unit, the most forwards to remember as awaiting a backward, which users may never call.
 _MAX_OPEN = 2**16
 
 

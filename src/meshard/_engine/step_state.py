@@ -23,7 +23,7 @@ class BackwardRun:
     makes_graph: bool = False  # create_graph=True
     accumulates: bool = True  # the backward adds to .grad; that of torch.autograd.grad does not
     has_nested: bool = False  # a reentrant checkpoint has run a graph task inside this one
-    reached: list[Pass] = field(default_factory=list)  # forwards it has come to; now the last one
+    reached: list[Pass] = field(default_factory=list)  # forwards it went through; now in the last
 
 
 class ManualFinalization:

@@ -112,7 +112,7 @@ class Unit:
 
     @property
     def lifecycle(self) -> Lifecycle:
-        """The ``Lifecycle`` that all units of the root share, made when one of them is first used."""
+        """The ``Lifecycle`` that all units of the root share. It is made when one is first used."""
         lifecycle = self.root.lifecycle
         return lifecycle if lifecycle is not None else self.root.make_lifecycle()
 
@@ -256,7 +256,7 @@ def without_compile(module: nn.Module) -> nn.Module:
 
 
 def nest(units: list[Unit]) -> Unit:
-    """Put each unit inside the one before it. All are of the same modules. Return the first."""
+    """Nest the units of one module, each inside the one before it. Return the outermost."""
     outer, *siblings = units
     around = outer
     for unit in siblings:
