@@ -647,7 +647,7 @@ class Lifecycle:
     # --- reductions -------------------------------------------------------------------
 
     def _reduce(self, run: BackwardRun, unit: Unit) -> None:
-        """If ``unit`` must be reduced, start that; under GradientSync.NONE only add up gradients."""
+        """If ``unit`` must be reduced, start it; under GradientSync.NONE only add up gradients."""
         if not unit.step.is_due:
             return
         sync, gradients = unit.settings.sync, unit.gradients

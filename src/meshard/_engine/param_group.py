@@ -331,7 +331,7 @@ class ParamGroup:
     def _steps_everything(self) -> bool:
         """Whether an optimizer step in backward has taken all gradients, and waits for copies.
 
-        If one is left in ``.grad``, for another optimizer, finish that step and return False.
+        If a gradient is left in ``.grad``, for another optimizer, finish that step; return False.
         """
         if self.pending_step is None:
             return False
@@ -360,9 +360,9 @@ class ParamGroup:
     # --- leases -------------------------------------------------------------------------
 
     def take(self, why: int, post_forward_group: dist.ProcessGroup | None = None) -> None:
-        """Gather if need be, put the unsharded parameters into modules, and record why.
+        """Gather if need be, put unsharded parameters into modules, and record the lease ``why``.
 
-        **Collective:** the ranks named in ``start_unshard``, if no gather has begun.
+        **Collective:** the shard group (or that of a ``PostForwardShard``), if no gather has begun.
         """
         self.finish_unshard(post_forward_group)
         self.leases = (self.leases | why) & ~Lease.AHEAD
@@ -437,7 +437,7 @@ class ParamGroup:
 
         With ``only_for_backward``, do not look for edits of the shards: the unit is resharded after
         the backward, so the next forward gathers it again.
-        **Collective:** the shard group, or ``PostForwardShard.group`` if this rank keeps such rows.
+        **Collective:** the shard group; if this rank has a ``PostForwardShard``, its group instead.
         """
         if self.state is not ParamState.SHARDED:
             return
@@ -626,7 +626,7 @@ def sharded_params(group: ParamGroup) -> list[ShardedParam]:
 # ``owner_of`` and ``sharded_params_of`` check what they find; ``has_been_sharded`` may be wrong.
 _owners: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
 _copies: weakref.WeakValueDictionary[int, ParamGroup] = weakref.WeakValueDictionary()
-_latest = object()  # another object after each change of the two dicts, as a key for caches
+_latest = object()  # part of cache keys: replaced when what caches hold may have become wrong
 
 
 def register_owner(owner: ParamGroup) -> None:
@@ -641,7 +641,7 @@ def register_owner(owner: ParamGroup) -> None:
 
 
 def latest_registration() -> object:
-    """Return an object to use in cache keys: a new one once parameters of any group change."""
+    """Return an object for cache keys: a new one when what caches hold may have become wrong."""
     return _latest
 
 
