@@ -34,7 +34,7 @@ class Call:
     """One run of one unit's forward."""
 
     unit: int  # ``Unit.number``
-    began_at: int  # autograd numbers nodes as they are made; nodes made since have this or higher
+    began_at: int  # the number that autograd gives to the next node that is made in the call
     opens: int  # len(Pass.exits) when the call began
     has_graph: bool  # grad was enabled, so a backward may come
     exit: int = -1  # index in Pass.exits; -1: the forward has not ended

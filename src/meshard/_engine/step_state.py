@@ -19,7 +19,7 @@ class BackwardRun:
 
     number: int  # backwards of a root are numbered as they begin
     graph_task: int = -1  # autograd's id of the graph task (engine run) that began it
-    keeps_graph: bool = False  # retain_graph=True (create_graph implies it)
+    keeps_graph: bool = False  # retain_graph=True, which is the default with create_graph=True
     makes_graph: bool = False  # create_graph=True
     accumulates: bool = True  # the backward adds to .grad; that of torch.autograd.grad does not
     has_nested: bool = False  # a reentrant checkpoint has run a graph task inside this one

@@ -88,7 +88,7 @@ class Unit:
         self.parent: weakref.ref[Unit] | None = None  # the innermost unit around this one
         self.siblings: list[Unit] = []  # in the outermost unit of some modules: their other units
         self.sibling_of: weakref.ref[Unit] | None = None
-        self.mesh_name = ""  # suffix of ``label`` for a unit in ``siblings`` of another
+        self.mesh_name = ""  # suffix of ``label`` that tells apart the units of one module
         # Called with this unit once per window (the microbatches of one optimizer step), after the
         # unit's last reduction, in the same order on all ranks. By then ``.grad`` is set. But if
         # gradients live in host memory, call ``Gradients.settle`` before you read ``.grad``.
@@ -159,7 +159,7 @@ class Root:
         self, units: Sequence[Unit], names: RootNames, make: Callable[[Root], Lifecycle]
     ) -> None:
         self.units = [weakref.ref(unit) for unit in units]  # in module order, outermost first
-        self.names = names  # in each process group, a name that tells this root from others
+        self.names = names  # for each process group: this root's name, which only its copies share
         self.failure = Failure()
         self.lifecycle: Lifecycle | None = None  # None: no unit has been used yet
         self._make = make
