@@ -1,8 +1,8 @@
 """Construction of units, in four steps.
 
-``collect`` lists parameters, ``plan`` assigns them to units, ``allocate`` makes the units, and
-``commit`` changes the modules. All checks come before ``commit``. Until then the user's modules
-stay as they are, except that their buffers are moved to the device.
+``collect`` lists parameters, ``plan`` assigns them to units, ``allocate`` makes the units with
+their shards, and ``commit`` changes the modules. All checks come before ``commit``. Until then the
+user's modules stay as they are, except that their buffers are moved to the device.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class Collected(NamedTuple):
 
     fqn: str
     param: nn.Parameter
-    owners: list[tuple[nn.Module, str]]
+    owners: list[tuple[nn.Module, str]]  # all modules that hold it, and the attribute in each
 
 
 def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collected]:
-    """List the parameters for a unit of ``modules``, tied parameters once.
+    """List the parameters for a unit of ``modules``, a tied parameter once.
 
-    Submodules that have a unit, and ignored parameters, are left out. Raises a ValueError if
-    another unit has one of the others.
+    Leaves out submodules to which ``fully_shard`` was applied before, and ``ignored`` parameters.
+    Raises a ValueError if a parameter in the list belongs to another unit (as a tied one may).
     """
     found: dict[nn.Parameter, Collected] = {}
     for position, root in enumerate(modules):
@@ -101,7 +101,7 @@ def collect(modules: list[nn.Module], ignored: set[nn.Parameter]) -> list[Collec
 
 
 def _prefix(position: int, modules: list[nn.Module]) -> str:
-    """Return the prefix for names in ``modules[position]``; "" if there is only one module."""
+    """Return the prefix of parameter names in ``modules[position]``: "" if it is the only one."""
     return str(position) if len(modules) > 1 else ""
 
 
@@ -116,7 +116,7 @@ def _spoken(fqn: str, modules: list[nn.Module]) -> str:
 
 
 def check_free(fqn: str, param: nn.Parameter, modules: list[nn.Module]) -> None:
-    """Raise a ValueError if the parameter is in a unit already."""
+    """Raise a ValueError if ``param`` is a shard of a unit, or a unit has replaced it by one."""
     tag, tagged_fqn = tag_of(param)
     if tag is TensorTag.ORIGINAL:
         raise ValueError(
@@ -137,8 +137,8 @@ def check_free(fqn: str, param: nn.Parameter, modules: list[nn.Module]) -> None:
 def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -> None:
     """Raise a ValueError if two parameters share memory: sharding would cut them apart.
 
-    Parameters of units inside ``modules`` are compared too, by the memory that they had originally.
-    Some overlaps with a parameter that has gaps, such as a column of a matrix, are not found.
+    Parameters that are sharded already, in submodules, are compared by the memory that they had
+    before. Some overlaps with a parameter that has gaps, such as a column of a matrix, are missed.
     """
     extents = [(extent_of(param), fqn) for fqn, param, _ in found]
     names = {
@@ -157,8 +157,8 @@ def refuse_shared_memory(found: Iterable[Collected], modules: list[nn.Module]) -
     for sharing in by_storage.values():
         sharing.sort(key=lambda each: each[0].first)
         for (one, fqn), (other, other_fqn) in itertools.pairwise(sharing):
-            # If ``one`` has gaps, ``other`` may begin inside it and share no element with it. For
-            # example, they are two columns of one matrix.
+            # If ``one`` has gaps, ``other`` may begin between two of its elements and share none
+            # of them. For example, both are columns of one matrix.
             if other.first == one.first or (other.first < one.end and not one.has_gaps):
                 raise ValueError(
                     f"parameters {_spoken(fqn, modules)!r} and {_spoken(other_fqn, modules)!r} "
@@ -173,7 +173,7 @@ _hoisted: dict[nn.Parameter, nn.Module] = {}
 
 @contextlib.contextmanager
 def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
-    """Reserve each parameter in ``hoisted`` for the unit of the module ``hoisted[param]``."""
+    """In this context, put each parameter in ``hoisted`` into the unit of ``hoisted[param]``."""
     _hoisted.update(hoisted)
     try:
         yield
@@ -183,7 +183,7 @@ def hoisting(hoisted: dict[nn.Parameter, nn.Module]) -> Iterator[None]:
 
 
 def _collect_hoisted(modules: list[nn.Module], found: dict[nn.Parameter, Collected]) -> None:
-    """Add the parameters that ``hoisting`` reserves for ``modules``, even from inner units."""
+    """Add parameters that ``hoisting`` reserves for ``modules``, even from sharded submodules."""
     for position, root in enumerate(modules if _hoisted else ()):
         for prefix, module in root.named_modules(prefix=_prefix(position, modules)):
             for name, param in module._parameters.items():
@@ -214,11 +214,11 @@ def plan(
     placement_fn: PlacementFn | None,
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> list[UnitPlan]:
-    """Return one plan for each mesh and kind of parameter that occurs.
+    """Return one plan for each combination of mesh and kind of parameter in ``found``.
 
     The kind says whether a parameter is sharded or ``Replicate()``, and whether it has a custom
-    all-gather. Parameters that are sharded over ``mesh_info`` without a custom all-gather come
-    first. Their plan is left out if it is empty, unless there is no other plan.
+    all-gather. The plan of parameters that are sharded over ``mesh_info`` without a custom
+    all-gather comes first. If it is empty, it is left out, unless there is no other plan.
     """
     plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
     # Plans are keyed by MeshInfo, which compares by identity. These dicts give all parameters on
@@ -276,7 +276,6 @@ def check_parameters(found: Iterable[Collected], device: torch.device) -> None:
 
 
 def check_dtype(fqn: str, param: torch.Tensor) -> None:
-    """Raise if a parameter is complex."""
     if param.is_complex():
         raise ValueError(
             f"parameter {fqn!r} is {param.dtype}; complex parameters are not supported, "
@@ -285,7 +284,7 @@ def check_dtype(fqn: str, param: torch.Tensor) -> None:
 
 
 def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> MeshInfo:
-    """Return which axes shard and which replicate, of the mesh passed to ``fully_shard``."""
+    """Return which axes of ``mesh``, which the user gave to ``fully_shard``, shard or replicate."""
     if dims is None:
         return MeshInfo.of(mesh)
     shard, replicate = (
@@ -300,12 +299,12 @@ def _chosen_mesh_info(
 ) -> tuple[MeshInfo, Any]:
     """Return the mesh that ``placement_fn`` chose, and the placement on it.
 
-    ``sharding`` has the ``MeshInfo`` of each mesh that was chosen before. A new one is added to it.
+    ``sharding`` has the ``MeshInfo`` of each mesh that was chosen before; a new mesh is added.
     """
     if chosen is None or isinstance(chosen, (Shard, Replicate)):
         return default, chosen
-    # The user may also return FSDP2's private class for a placement on another mesh. An object of
-    # that class has the mesh in ``mesh_info``.
+    # The user may also return FSDP2's own class ShardPlacementResult, which has the mesh in
+    # ``mesh_info.mesh``.
     is_ours = isinstance(chosen, ShardPlacementResult)
     mesh = getattr(chosen if is_ours else getattr(chosen, "mesh_info", None), "mesh", None)
     if not isinstance(mesh, DeviceMesh):
@@ -324,7 +323,7 @@ def _chosen_mesh_info(
 
 
 def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
-    """Check the all-gather methods of a parameter. Return whether its class has any."""
+    """Return whether a parameter's class has fsdp_pre_all_gather and fsdp_post_all_gather."""
     if is_plain(local) and has_own_methods(local):
         raise ValueError(
             f"parameter {fqn!r} has fsdp_pre_all_gather or fsdp_post_all_gather set on the tensor "
@@ -337,7 +336,7 @@ def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
 def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
     if placement is None:
         return 0
-    # isinstance would accept a subclass of Shard, which may cut a tensor in another way.
+    # Not isinstance: a subclass of Shard may cut a tensor in another way.
     if type(placement) is not Shard:
         raise ValueError(
             f"shard_placement_fn returned {placement!r} for parameter {fqn!r}; return "
@@ -363,10 +362,10 @@ def allocate(
     settings: UnitSettings,
     host: MemoryLocation | None = None,
 ) -> Unit:
-    """Return a new unit for ``modules``, with shards of its own. No module refers to it yet.
+    """Return a new unit for ``modules``, with new memory for its shards. Modules do not change.
 
-    Shards are in ``host``, or on the device of the mesh if ``host`` is None. Shards of parameters
-    on the meta device are on the meta device.
+    Shards are in ``host``, or on the device of the mesh if ``host`` is None. But the shard of a
+    parameter on the meta device is on the meta device.
     """
     unit, params, mesh_info = Unit(modules, settings, policy), unit_plan.params, unit_plan.mesh_info
     spec = GroupSpec(mesh_info, device_of(mesh_info.mesh), host)
@@ -400,9 +399,9 @@ def allocate(
 
 
 def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Copy this rank's rows, using only operations that FSDP2 uses on shards.
+    """Copy this rank's chunk of ``local`` along dim 0, by operations that FSDP2 uses on shards.
 
-    A tensor subclass may not support any others.
+    A tensor subclass may support no other operations.
     """
     chunks = local.chunk(mesh_info.shard_count)
     has_any = mesh_info.shard_rank < len(chunks)
@@ -420,28 +419,28 @@ def commit(
 ) -> None:
     """Make ``units`` the units of ``modules``, and put the units of submodules inside them.
 
-    ``plans`` has one plan for each unit. ``base`` and ``prefix`` are passed to ``adopt_module``.
+    ``plans`` has one plan for each unit. ``adopt_module`` says what ``base`` and ``prefix`` are.
     """
     for sibling in units[1:]:
         sibling.mesh_name = _name_of_sibling(sibling)
     unit = nest(units)
     for each, unit_plan in zip(units, plans, strict=True):
         for fqn, original, _ in unit_plan.found:
-            # A module outside of ``modules`` may hold the original parameter too. It keeps that
-            # parameter, and is no longer tied. The tag makes a later fully_shard of it raise.
+            # A module outside of ``modules`` may also hold this parameter. It keeps the original,
+            # which is not tied to the shard. So the tag makes fully_shard of that module raise.
             tag_tensor(original, TensorTag.ORIGINAL, _spoken(fqn, modules))
         for param in each.params:
             param.install(param.sharded)
     for module in modules:
         adopt_module(module, unit, base, prefix)
-    for each in reversed(units):  # outermost last, because pre-hooks are prepended
+    for each in reversed(units):  # outermost last: the pre-hook registered last runs first
         register_hooks(each)
         register_load_hooks(each)
     adopt_inner_units(unit, modules)
 
 
 def _name_of_sibling(unit: Unit) -> str:
-    """Return the suffix of a sibling's label: its mesh, and whether it has tensor subclasses."""
+    """Return a label suffix that tells apart units of one module: mesh, and tensor subclasses."""
     mesh_info = unit.group.spec.mesh_info
     names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
     if names is None:
@@ -453,27 +452,27 @@ def _name_of_sibling(unit: Unit) -> str:
     return f" {how} {axes}{' (tensor subclasses)' if is_subclass else ''}"
 
 
-_classes: dict[tuple[type, type], type] = {}  # made by ``adopt_module``: (base, original) -> class
+_classes: dict[tuple[type, type], type] = {}  # (base, class of a module) -> subclass of both
 
 
 def adopt_module(module: nn.Module, unit: Unit, base: type, prefix: str) -> None:
     """Make ``module`` an instance of ``base`` too, and ``unit`` its unit.
 
-    The name of its new class is ``prefix`` followed by the name of the old class.
+    The name of the module's new class is ``prefix`` followed by the name of its old class.
     """
     original = type(module)
     if (base, original) not in _classes:
         _classes[base, original] = type(prefix + original.__name__, (base, original), {})
     module.__class__ = _classes[base, original]
-    # Module.__setattr__ is slow, and has nothing to register for a unit.
+    # Not by Module.__setattr__, which is slow: it first looks for parameters and modules.
     module.__dict__["_meshard_unit"] = unit
 
 
 def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
-    """Make a root of ``unit`` and the units inside, and name these after their modules.
+    """Put ``unit`` and all units inside under a new root; name inner units after their modules.
 
-    If units inside were used before, the new root gets its lifecycle here, not at its first use.
-    The lifecycle takes over the modes of the old ones.
+    If inner units were used before, the new lifecycle is made here, not at the first use. It takes
+    over what ``set_is_last_backward`` and ``set_manual_backward_finalization`` have set on them.
     """
     own, inside = with_siblings(unit), _units_inside(unit, modules)
     roots = dict.fromkeys(inner.root for inner in inside)
@@ -497,12 +496,12 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
             unit.lifecycle.finalization = ManualFinalization()
         unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
     for inner in inside if used else ():
-        inner.step = UnitStep()  # drops its progress under the former root
+        inner.step = UnitStep()  # forget the unit's progress in a step of its old root
         inner.group.release(Lease.KEPT)
 
 
 def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:
-    """Return the units inside the modules of ``unit``, in module order, with their names."""
+    """Return the units inside the modules of ``unit``, in module order, with their dotted names."""
     inside: dict[Unit, str] = {}
     for position, module in enumerate(modules):
         for fqn, each in module.named_modules(prefix=_prefix(position, modules)):

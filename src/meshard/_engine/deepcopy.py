@@ -1,9 +1,9 @@
 """Deep copies of modules with units.
 
-A copy has its own units, with their own shards, hooks, settings and steps, on the same mesh. The
-units are copied first. Then the modules are copied as instances of their original classes. Their
-hooks and parameters find the copied units and shards in the memo of ``copy.deepcopy``. At the end,
-the copied units are connected with their modules and with one another.
+A copy has its own units on the same mesh, with their own shards, hooks and settings. The units are
+copied first. Then ``copy.deepcopy`` copies the modules, as instances of their original classes. In
+its memo, their hooks and parameters find the copied units and shards. At the end, the copied units
+are connected with the copied modules and with one another.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from meshard._engine.unit import (
 def copy_with_units(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a deep copy of ``module``, with copies of all units in it.
 
-    Neither gradients nor unsharded parameters are copied. Nothing is communicated, except by a
-    pending optimizer step, which is finished first.
+    Neither gradients nor unsharded parameters are copied. Nothing is communicated, unless an
+    optimizer step waits for the next forward: that step is done first.
     """
-    is_grad_enabled = torch.is_grad_enabled()  # inference_mode(False) alone enables grad
+    is_grad_enabled = torch.is_grad_enabled()  # inference_mode(False) would enable grad
     with torch.inference_mode(False), torch.set_grad_enabled(is_grad_enabled):
         return _copy_with_units(module, memo)
 
@@ -83,7 +83,7 @@ def _copy_module(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 def _reached_from(module: nn.Module) -> list[Unit]:
-    """List the units in ``module``, and those in all other modules of these units."""
+    """List the units in ``module``, and those in other modules that share a unit with them."""
     found: dict[Unit, None] = {}
     modules = [module]
     while modules:
@@ -111,7 +111,7 @@ def _copy_unit(unit: Unit, memo: dict[int, Any]) -> Unit:
 
 
 def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
-    """Connect the copies with their modules and with one another, under a root of their own."""
+    """Connect the copied units with the copied modules and with one another, under a new root."""
     copies = [memo[id(unit)] for unit in units]
     root_fqn = units[0].fqn
     for unit, copied in zip(units, copies, strict=True):
@@ -142,7 +142,7 @@ def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings
 
     return dataclasses.replace(
         settings,
-        # The hooks are shared: a hook may hold a stream, which cannot be copied.
+        # Hooks are shared with the original: a hook may hold a stream, which cannot be copied.
         reduce_hooks=list(settings.reduce_hooks),
         forward_prefetch=copies(settings.forward_prefetch),
         backward_prefetch=copies(settings.backward_prefetch),

@@ -1,9 +1,9 @@
 """Explanations that meshard adds to two errors of torch.
 
 "got mixed torch.Tensor and DTensor": a parameter was read while its module held a shard. "storage
-of size 0": a backward has read a parameter of a unit that is resharded. torch raises both in C++,
-before it calls any code of meshard. So the explanation is added when the error ends the program.
-For the first error it is also added when the error leaves the forward of a unit.
+of size 0": a backward has read a parameter after its memory was freed. torch raises both where no
+code of meshard runs. So the explanation is added when the error ends the program. For the first
+error it is also added when the error leaves the forward of a unit.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _RETURNS = (
 
 
 def explain(error: BaseException | None, unit: Unit) -> None:
-    """Add to an error that has left ``unit`` which units are sharded, and what helps."""
+    """If ``error`` is about mixed tensors and DTensors, add which units are sharded, and help."""
     units = [each for each in unit.lifecycle.units() if each.params and each.group.holds_shards]
     if units:
         _add(error, f"Units that are sharded now: {listed([each.label for each in units])}. ")
@@ -45,7 +45,7 @@ def explain(error: BaseException | None, unit: Unit) -> None:
 
 @functools.cache
 def explain_uncaught() -> None:
-    """Install an excepthook that explains both errors when they end the program."""
+    """Install an excepthook that explains the two errors above when they end the program."""
     previous = sys.excepthook
 
     def explain_first(
@@ -60,6 +60,6 @@ def explain_uncaught() -> None:
 
 
 def _add(error: BaseException | None, which: str) -> None:
-    # Not with add_note(), which needs Python 3.11, and which logs of str(error) leave out.
+    # Not with add_note(), which needs Python 3.11. Also, str(error) in a log leaves out notes.
     if error is not None and _OF_TORCH in str(error) and _REMEDIES not in str(error):
         error.args = (f"{error}\n\n{which}{_REMEDIES}", *error.args[1:])

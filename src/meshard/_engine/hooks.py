@@ -1,12 +1,12 @@
 """Hooks on modules, on autograd and on ``load_state_dict``.
 
-A hook holds its unit weakly and gets the lifecycle from the unit at each call. It cannot keep the
-lifecycle: there is none before the first use, and an outer ``fully_shard`` replaces it.
+A hook refers weakly to its unit and reads ``unit.lifecycle`` at each call. Hooks do not store the
+lifecycle: it is made at the first use of the model, and ``fully_shard`` of an outer module replaces
+it.
 
-``load_state_dict`` copies or assigns tensors to sharded parameters. These are DTensors, so torch
-refuses an ordinary tensor there. Before a module loads, a hook therefore replaces each unsharded
-tensor in the state dict by this rank's shard of it. This takes no communication, since every rank
-has the unsharded tensor. (A DTensor with other placements is gathered first.)
+``load_state_dict`` cannot copy an ordinary tensor to a sharded parameter, which is a DTensor. So
+before a module loads, a hook replaces each unsharded tensor in the state dict by this rank's shard
+of that tensor, without communication. (A DTensor with other placements is gathered first.)
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ from meshard._torch.user_line import warn_user
 def gradient_hook_maker(
     unit: Unit, *, is_replicated: bool = False
 ) -> Callable[[int], GradientHook]:
-    """Return a function that makes the gradient hook of the parameter with a given index."""
+    """Return a function that takes a parameter's index in ``unit`` and makes its gradient hook."""
     unit_ref, hook = weakref.ref(unit), _arrival_hook if is_replicated else _gradient_hook
     return lambda index: partial(hook, unit_ref, index)
 
@@ -71,7 +71,7 @@ def gradient_hook_maker(
 @skip_dynamo
 def _gradient_hook(unit_ref: weakref.ref[Unit], index: int, param: torch.Tensor) -> None:
     unit = unit_ref()
-    # torch also calls this for a parameter frozen since the forward, but adds no gradient then.
+    # torch calls this even if the parameter was frozen after the forward, but sets no .grad then.
     if unit is not None and param.requires_grad:
         unit.lifecycle.on_gradient(unit, index)
 
@@ -87,7 +87,7 @@ def _arrival_hook(unit_ref: weakref.ref[Unit], index: int, gradient: torch.Tenso
 def register_hooks(unit: Unit) -> None:
     """Register hooks that tell the lifecycle when a module of ``unit`` runs.
 
-    Also register hooks on ``state_dict``, and cast buffers to ``buffer_dtype``, if it is set.
+    If several units share modules, only the first also hooks ``state_dict`` and casts buffers.
     """
     explain_uncaught()
     for module in alive(unit.modules):
@@ -101,15 +101,15 @@ def register_hooks(unit: Unit) -> None:
 
 
 def register_forward_hooks(unit: Unit, module: nn.Module, *, is_around: bool = False) -> None:
-    """Make each forward of ``module`` a forward of ``unit`` too.
+    """Make each forward of ``module`` begin and end a forward of ``unit``.
 
-    Hooks of ``unit`` run outside of those that ``module`` has already. With ``is_around`` they run
-    inside: ``module`` then belongs to the unit around ``unit`` (``unshard_on_access``).
+    The new hooks run before and after all hooks that ``module`` has now. With ``is_around`` they
+    run between those and the forward. ``module`` then is an outer module whose forward may read
+    parameters of ``unit`` directly (the user has passed ``unshard_on_access=True``).
     """
     hooks = ModuleHooks(unit, casts=not is_around)
     module.register_forward_pre_hook(hooks.pre_forward, prepend=not is_around, with_kwargs=True)
-    # With always_call, torch calls this hook even if forward raises an Exception, so that the unit
-    # is resharded.
+    # always_call: the hook must reshard the unit even if the forward raises an Exception.
     module.register_forward_hook(
         hooks.post_forward, prepend=is_around, with_kwargs=True, always_call=True
     )
@@ -131,21 +131,21 @@ def _cast_buffers(module: nn.Module, _: Any = None) -> None:
 
 
 def _before_state_dict(module: nn.Module, prefix: str, keep_vars: bool) -> None:
-    """Raise while gradients are pending: a checkpoint would lose them. Finish pending steps.
+    """Raise if gradients are not in ``.grad`` yet, because a checkpoint would lose them.
 
-    Gradients of a failed backward are dropped, and are no reason to raise. Parameters that a
-    running forward has unsharded stay unsharded, and ``_put_shards`` replaces them in the result.
+    Optimizer steps that wait for the next forward are done now. While a forward runs, modules keep
+    its unsharded parameters, and ``_put_shards`` replaces these in the finished state dict.
     """
     for unit in units_of(module):
         unit.lifecycle.abort_if_cut_off()
         if unit.lifecycle.is_idle:
-            unit.group.install_sharded()  # a forward may have left unsharded parameters installed
+            unit.group.install_sharded()  # modules may still hold unsharded parameters
         unit.group.check_nothing_is_pending()
         unit.group.finish_pending_step()
 
 
 class _ShardsOnly:
-    """An entry in the metadata of a state dict that warns when rank 0 pickles the state dict."""
+    """An object in the metadata of a state dict, which warns when rank 0 pickles the state dict."""
 
     def __init__(self, state_dict: OrderedDict[str, Any]) -> None:
         self._state_dict = weakref.ref(state_dict)
@@ -155,7 +155,7 @@ class _ShardsOnly:
         return self if state_dict is None else _ShardsOnly(memo.get(id(state_dict), state_dict))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickle as an empty OrderedDict, so that loading does not need meshard."""
+        """Pickle as an empty OrderedDict, so that ``torch.load`` does not need meshard."""
         state_dict = self._state_dict() or OrderedDict[str, Any]()
         # Do not warn if the user has replaced all shards, or destroyed the process group.
         has_shards = any(isinstance(value, DTensor) for value in state_dict.values())
@@ -184,11 +184,11 @@ def _after_state_dict(
 
 
 def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: str) -> None:
-    """Put shards into the state dict of ``module``, such that its units notice edits of them.
+    """Make every parameter in the state dict of ``module`` a shard.
 
-    A state dict made inside a forward or after ``unshard()`` has unsharded parameters, which will
-    be freed. They are found by comparing tensors. What modules hold now does not tell: another
-    thread may have resharded the unit meanwhile.
+    A state dict made inside a forward, or after ``unshard()``, has unsharded parameters, whose
+    memory will be freed. ``_is_same`` recognises these tensors. To look at the modules would not
+    do: another thread may have resharded the unit after the state dict was filled.
     """
     params = [param for unit in units_of(module) for param in sharded_params(unit.group)]
     if not params:
@@ -210,21 +210,21 @@ def _put_shards(module: nn.Module, state_dict: OrderedDict[str, Any], prefix: st
                 if value is param.sharded or not isinstance(value, DTensor):
                     continue
                 if is_alias(local_of(value), shard):
-                    # A write to this local tensor, as by torch.distributed.checkpoint.load, must
-                    # raise the version of the shard. After detach() of a DTensor it has a version
-                    # counter of its own; after detach() of the plain shard it shares the counter.
+                    # torch.distributed.checkpoint.load writes to this local tensor, which after
+                    # DTensor.detach() has a version counter of its own. A detach() of the plain
+                    # shard shares the shard's counter, by which the next forward notices the write.
                     set_local(value, shard.detach())
 
 
 def _is_same(value: Any, unsharded: torch.Tensor) -> bool:
     """Whether ``value`` is ``unsharded`` or a result of ``unsharded.detach()``.
 
-    If ``unsharded`` is a tensor subclass, every tensor of the same class counts.
+    If ``unsharded`` is a tensor subclass, return True for every tensor of its class.
     """
     one, other = plain_of(value), plain_of(unsharded)
     if is_plain(other):
         return is_alias(one, other)
-    return type(one) is type(other)  # a subclass, such as float8, has its memory in inner tensors
+    return type(one) is type(other)  # a subclass, such as float8, holds its values in inner tensors
 
 
 class UnitHook:
@@ -234,7 +234,7 @@ class UnitHook:
         self._unit = weakref.ref(unit)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> UnitHook:
-        """Return a hook for the copy of the unit, or for the same unit if that is not copied."""
+        """Return a hook for the copy of the unit, or for the same unit if that was not copied."""
         copied = object.__new__(type(self))
         vars(copied).update(vars(self))
         unit = self._unit()
@@ -244,11 +244,11 @@ class UnitHook:
 
 
 class ModuleHooks(UnitHook):
-    """The forward pre-hook and the forward hook of the modules of a unit."""
+    """The forward pre-hook and the forward hook on each module of a unit."""
 
     def __init__(self, unit: Unit, *, casts: bool = True) -> None:
         super().__init__(unit)
-        self._casts = casts  # inputs and outputs
+        self._casts = casts  # whether to move inputs, and to cast inputs and outputs
 
     @skip_dynamo
     def pre_forward(
@@ -287,7 +287,7 @@ class ModuleHooks(UnitHook):
         if unit.group.is_summoned or (failed and _was_refused(unit)):
             return None
         if failed:
-            # To end the call may raise a second error, which torch would show as a warning.
+            # ``end_forward`` may raise a second error, which torch would show as a warning.
             with contextlib.suppress(RuntimeError):
                 end_forward(unit, module, output, (args, kwargs), failed=True)
             return None
@@ -300,14 +300,14 @@ class ModuleHooks(UnitHook):
             result = detached_from_others(result, arguments, watched.call.began_at)
             watch_outputs(result, watched)
             if not watched.this.is_watched and unit.lifecycle.is_idle:
-                unit.lifecycle.recorder.close([watched.this])  # no hook reports a backward
+                unit.lifecycle.recorder.close([watched.this])  # no output requires grad
         return None if result is output else result
 
     @skip_dynamo_once
     def run(
         self, module: nn.Module, method: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> Any:
-        """Call ``method`` between the two hooks, like ``forward`` in ``module(...)``."""
+        """Call ``method`` between the two hooks, as ``module(...)`` calls ``forward``."""
         output = None
         try:
             changed = self.pre_forward(module, args, kwargs)
@@ -327,7 +327,7 @@ call_codes[ModuleHooks.run.__code__] = "module"
 
 @skip_dynamo_once
 def run_in_units(module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call ``method`` with the units of ``module`` unsharded, like forward in ``module(...)``."""
+    """Call ``method`` as ``module(...)`` calls forward: unshard the module's units around it."""
     hooks = (getattr(each, "__self__", None) for each in module._forward_pre_hooks.values())
     for each in reversed([each for each in hooks if isinstance(each, ModuleHooks)]):
         method = partial(each.run, module, method)
@@ -335,22 +335,22 @@ def run_in_units(module: nn.Module, method: Callable[..., Any], args: Any, kwarg
 
 
 class Watched(NamedTuple):
-    """A call that has ended, for the hooks on its outputs, which begin its backward."""
+    """A finished forward of a unit. The hooks on its outputs hold this, to begin its backward."""
 
     unit: weakref.ref[Unit]
     this: Pass
     call: Call
-    num_rebuilds: int  # ``ParamGroup.num_rebuilds`` when the call ended
+    num_rebuilds: int  # ``ParamGroup.num_rebuilds`` when the forward ended
 
 
 def end_forward(
     unit: Unit, module: nn.Module, output: Any, inputs: Any, *, failed: bool
 ) -> Watched | None:
-    """End a call of ``unit`` when ``module`` has run. Returns None if the outputs need no hooks."""
+    """Record that ``module`` of ``unit`` ran or raised. Return None if outputs need no hooks."""
     lifecycle = unit.lifecycle
     this = lifecycle.present_pass
-    # A root gets hooks on its outputs even if it has no parameters. Units inside that do not run in
-    # this microbatch may hold gradients of earlier ones, which the root's backward must reduce.
+    # The root needs hooks even without parameters: inner units that do not run in this microbatch
+    # may hold gradients of earlier microbatches, which the backward of the root must reduce.
     is_watched = bool(unit.params) or unit.is_root
     records = is_watched and not failed and torch.is_grad_enabled()
     is_hidden = False
@@ -359,7 +359,7 @@ def end_forward(
     try:
         call = without_modes(lifecycle.end_call, unit, module, failed=failed, is_hidden=is_hidden)
     except BaseException:
-        lifecycle.failure.is_dirty = True  # an interrupt may leave the unit half resharded
+        lifecycle.failure.is_dirty = True  # an interrupt may have left the unit half resharded
         raise
     if not records or call is None:
         return None
@@ -372,7 +372,7 @@ def _output_hook(watched: Watched, may_be_dtensor: bool, gradient: torch.Tensor)
     if unit is None:
         return
     if isinstance(gradient, DTensor) and not may_be_dtensor:
-        raise RuntimeError(  # torch would raise later, about some operator in the unit's backward
+        raise RuntimeError(  # without this, torch would raise in an operator of the unit's backward
             f"backward reached the output of unit {unit.label!r}, an ordinary tensor, with a "
             "gradient that is a DTensor. Was a penalty on sharded weights added to the loss as a "
             "DTensor? Add its full_tensor(): loss + weight.square().sum().full_tensor()."
@@ -387,7 +387,7 @@ def _output_hook(watched: Watched, may_be_dtensor: bool, gradient: torch.Tensor)
 
 
 def watch_outputs(output: Any, watched: Watched) -> None:
-    """Register hooks on outputs that begin the call's backward before their gradients are used."""
+    """Register hooks on the tensors in ``output``, which unshard the unit for its backward."""
     found = (output,) if isinstance(output, torch.Tensor) else tensors_in(output)
     for each in (*found, *tangents_of(found)):
         tensor = outside_of_transforms(each)
@@ -396,8 +396,8 @@ def watch_outputs(output: Any, watched: Watched) -> None:
             watched.this.is_watched = True
             tensor.register_hook(partial(_output_hook, watched, isinstance(tensor, DTensor)))
             # A linear layer may return a view. If the caller adds to the view in place (`x =
-            # layer(x); x += y`), autograd drops the hook above. The node that made the base of the
-            # view stays in the graph, so it gets a hook too.
+            # layer(x); x += y`), autograd drops the hook above. But the node that made the base of
+            # the view stays in the graph, so that node gets a hook too.
             base = base_of(tensor)
             node = None if base is None else base.grad_fn
             # A base that is older than this forward gets no hook: its node belongs to other code.
@@ -414,7 +414,7 @@ def _base_hook(watched: Watched, index: int, gradients: tuple[Any, ...]) -> None
 
 
 def _is_hidden(output: Any, unit: Unit, inputs: Any) -> bool:
-    """Whether a backward may come, but ``output`` has no tensor on which to register a hook."""
+    """Whether a backward may come, but no tensor was found in ``output`` that requires grad."""
     if not unit.params or (isinstance(output, torch.Tensor) and output.requires_grad):
         return False
     found = tensors_in(output)
@@ -442,21 +442,21 @@ _warned: weakref.WeakSet[Unit] = weakref.WeakSet()
 def has_raised(module: nn.Module) -> bool:
     """Whether a hook of ``module`` is called because the forward of ``module`` raised.
 
-    ``sys.exc_info()`` may have an older exception, if the user calls the module inside an
-    ``except`` block. But the traceback of that one begins outside of the call.
+    If the user calls the module inside an ``except`` block, ``sys.exc_info()`` may have an older
+    exception. But the traceback of the older exception does not begin in this call of ``module``.
     """
     trace = sys.exc_info()[2]
     return trace is not None and called_in(trace.tb_frame) is module
 
 
 def _was_refused(unit: Unit) -> bool:
-    """Whether this forward was refused, because another thread runs the root of ``unit``."""
+    """Whether meshard refused this forward, because another thread runs the model of ``unit``."""
     is_other = unit.lifecycle.failure.thread != threading.get_ident()
     return is_other and isinstance(sys.exc_info()[1], OtherThreadError)
 
 
 def register_load_hooks(unit: Unit) -> None:
-    """Register hooks that let ``load_state_dict`` put unsharded tensors into ``unit``."""
+    """Register hooks that let ``load_state_dict`` load unsharded tensors into the unit's shards."""
     owned: dict[nn.Module, list[tuple[str, int]]] = {}
     for index, param in enumerate(unit.params):
         for owner, name in param.owners:
@@ -468,10 +468,10 @@ def register_load_hooks(unit: Unit) -> None:
 
 
 def _adopt_loaded(module: nn.Module, _: Any) -> None:
-    """Adopt parameters that ``load_state_dict(assign=True)`` has assigned.
+    """Make tensors that ``load_state_dict(assign=True)`` has assigned the units' parameters.
 
-    This does not wait for the next use: the user may list parameters right after the load, and tied
-    parameters must be one tensor by then.
+    This happens here and not in the next forward: the user may call ``parameters()`` right after
+    the load, and tied parameters must be one tensor by then.
     """
     for unit in units_of(module):
         if unit.group.holds_shards:
@@ -483,7 +483,7 @@ class _LoadHook(UnitHook):
 
     def __init__(self, unit: Unit, names: list[tuple[str, int]]) -> None:
         super().__init__(unit)
-        # For each parameter: its attribute name in the module, and its index in the unit.
+        # For each parameter of the module: its attribute name, and its index in the unit.
         self._names = names
 
     def __call__(
@@ -491,14 +491,14 @@ class _LoadHook(UnitHook):
     ) -> None:
         """Replace tensors in ``state_dict``, which is torch's copy, by tensors that fit the module.
 
-        If the module holds the sharded parameter, put a shard. If it holds the unsharded parameter,
-        put an unsharded tensor, and also write its values to the shard.
+        If the module holds a sharded parameter, put this rank's shard. If the module holds an
+        unsharded parameter, put an unsharded tensor, and also write its values to the shard.
         """
         unit = self._unit()
         if unit is None:
             return
         if unit.lifecycle.is_idle:
-            unit.group.install_sharded()  # the load makes an unsharded copy stale
+            unit.group.install_sharded()  # so that the load goes to the shards
         unit.group.finish_copies()
         unit.group.finish_pending_step()
         is_assigned = metadata.get("assign_to_params_buffers", False)
@@ -508,7 +508,7 @@ class _LoadHook(UnitHook):
             param = unit.group.params[index]
             assert isinstance(param, ShardedParam)
             if not isinstance(given, torch.Tensor) or given.shape != param.sharded.shape:
-                continue  # torch reports the mismatch
+                continue  # torch reports a missing name or another shape
             held = module._parameters.get(name)
             if held is param.sharded:
                 own = local_of(held)
@@ -516,8 +516,7 @@ class _LoadHook(UnitHook):
                 state_dict[prefix + name] = _fitting(param, given, device if is_assigned else None)
             elif held is param.unsharded:
                 state_dict[prefix + name] = _to_plain(param, given)
-                # torch fills or replaces only the unsharded copy, which is dropped later. So write
-                # to the shard too.
+                # torch loads only into the unsharded copy, which is dropped later.
                 with torch.no_grad():
                     shard = _fitting(param, given)
                     local_of(param.sharded).copy_(local_of(shard))
@@ -528,15 +527,15 @@ def _fitting(
 ) -> torch.Tensor:
     """Return ``given`` as a shard with the mesh and placements of ``param``.
 
-    ``assigned_on``: the device to copy the shard to, if torch will assign it to the module. None:
-    torch will only copy its values.
+    ``assigned_on``: the device to copy the shard to, if torch will assign the result to the module.
+    None: torch will only copy its values.
 
     **Collective:** on the mesh of ``given``, if that is a DTensor with other placements.
     """
     if is_placed_like(given, param.sharded):
         return given
-    # A result that torch assigns must be on the shard's device. It must also be a copy: a tensor
-    # subclass becomes the shard as it is, and a view would keep all of ``given`` alive.
+    # A result that torch assigns must be on the device of the old shard. It must also be a copy: a
+    # tensor subclass is used as the shard itself, and a view would keep all of ``given`` alive.
     return param.shard_of(_to_plain(param, given), copied_to=assigned_on)
 
 

@@ -19,12 +19,12 @@ from torch.distributed.tensor import DTensor
 
 from meshard._torch.private import number_of, tree_flatten, tree_unflatten
 
-WATCHED = "_meshard_watched"  # attribute of an output that has the hook of a unit
+WATCHED = "_meshard_watched"  # attribute of an output on which a unit has registered a hook
 _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``value``. The docstring of this module says what is searched."""
+    """Return the tensors in ``value``, including those in containers (see the top of this file)."""
     found: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,8 +40,8 @@ def map_tensors(
 ) -> Any:
     """Return ``value`` with ``function`` applied to every tensor in it.
 
-    A container in which nothing changes is returned as it is; others are copied. ``around`` has the
-    ids of the objects that contain ``value``, in case ``value`` refers back to one of them.
+    A container in which ``function`` changes nothing is not copied. ``around`` has the ids of the
+    objects that contain ``value``, because ``value`` may refer back to one of them.
     """
     if isinstance(value, torch.Tensor):
         return function(value)
@@ -65,7 +65,7 @@ def map_tensors(
 def _map_fields(
     function: Callable[[torch.Tensor], torch.Tensor], value: Any, around: tuple[int, ...]
 ) -> Any:
-    """Map a container that pytree treats as a leaf: a dataclass, or a subclass of a container."""
+    """Map the fields of a dataclass, dict or named tuple that pytree does not flatten."""
     if id(value) in around or isinstance(value, (type, nn.Module)):
         return value
     if isinstance(value, tuple) and hasattr(value, "_asdict"):  # such as rnn.PackedSequence
@@ -85,7 +85,7 @@ def _map_fields(
     if isinstance(value, tuple):
         # mypy does not narrow a tuple by hasattr.
         return value._replace(**changes)  # type: ignore[attr-defined]
-    # Not dataclasses.replace: it calls __init__, which may have effects, or not take all fields.
+    # Not dataclasses.replace: it calls __init__, which may have side effects or lack some fields.
     changed = copy.copy(value)
     for name, new in changes.items():
         if isinstance(changed, dict):
@@ -109,7 +109,7 @@ def cast_floats(value: Any, dtype: torch.dtype) -> Any:
 def moved_from_host(value: Any, device: torch.device) -> Any:
     """Return ``value`` with every tensor in host memory copied to ``device``.
 
-    DTensors stay as they are: their meshes say where they belong.
+    A DTensor stays as it is, because its mesh says on which device it belongs.
     """
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -119,10 +119,10 @@ def moved_from_host(value: Any, device: torch.device) -> Any:
 
 
 class _Alias(torch.autograd.Function):
-    """An alias with an autograd node of its own.
+    """Return a tensor with the same memory, but with an autograd node of its own.
 
-    It is not a view, because pipeline schedules that split backwards detach the outputs of their
-    stages in place, which torch refuses for views.
+    The result is not a view, because pipeline schedules that split the backward call ``detach_()``
+    on the outputs of a stage, and torch refuses that for a view.
     """
 
     generate_vmap_rule = True
@@ -144,18 +144,17 @@ class _Alias(torch.autograd.Function):
 
 
 def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int) -> Any:
-    """Return ``output`` with an alias for each tensor that is older than the forward.
+    """Return ``output`` with an alias for each tensor that this forward may not have made itself.
 
-    Older tensors have autograd nodes with numbers below ``since``, which was ``next_node()`` when
-    the forward began. But each thread counts its own nodes, so an input from another thread may
-    have a higher number. Therefore tensors are compared with ``inputs`` too. Outputs of units
-    inside get an alias as well.
+    These are tensors older than the forward, its ``inputs``, and outputs of inner units. A tensor
+    is older if its autograd node has a number below ``since``, which was ``next_node()`` when the
+    forward began. An input from another thread may have a higher number: threads count separately.
 
-    A module may return one of its inputs (a dropped layer), or the output of a unit inside it.
-    Without an alias, two units would have hooks on one tensor, and it would be unknown whose
-    backward begins first. The order could then differ between ranks, as only some may drop the
-    layer. If code before the forward has also used the tensor, its gradient comes only when the
-    backward of this unit is over.
+    A module may return an input (a dropped layer), or the output of an inner unit. Without an
+    alias, two units would have hooks on one tensor, and which unit's backward begins first could
+    differ between ranks, as only some ranks may drop the layer. Also, if code before the forward
+    has used the tensor too, the hook would fire too late: autograd adds up the gradients of all
+    uses first, and so ends the backward of this unit before it knows the sum.
     A module may also return a leaf, such as its own parameter. A hook on a leaf would stay for all
     later backwards.
     """
@@ -163,7 +162,7 @@ def detached_from_others(output: Any, inputs: tuple[Any, ...], since: int) -> An
     def alias(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.requires_grad:
             return tensor
-        is_old = number_of(tensor) < since or hasattr(tensor, WATCHED)  # a leaf has -1
+        is_old = number_of(tensor) < since or hasattr(tensor, WATCHED)  # a leaf has number -1
         if is_old or any(value is tensor for value in inputs):
             made: torch.Tensor = _Alias.apply(tensor)  # type: ignore[no-untyped-call]  # torch's
             return made
