@@ -1,1 +1,1 @@
-"""Accumulation and publication of gradients."""
+"""Accumulation and reduction of gradients, up to ``.grad``."""

@@ -1,26 +1,26 @@
 """Accumulation of gradients across microbatches.
 
-Each unit has three accumulators. ``U`` holds unsharded gradients that are not reduced. ``Q`` holds
-gradients that are reduced over the shard group but not over the replicas. Both have the accumulate
-dtype. ``A`` is ``.grad`` of the sharded parameters. ``g`` stands for the gradients of one backward,
-``mean_S`` for the mean over the shard group, and ``mean_R`` for the mean over the replicas:
+Each unit has three accumulators. ``U`` holds unsharded gradients that are not reduced. ``Q`` (the
+*partial* sum) holds gradients that are reduced over the shard group but not over the replicas.
+``A`` is ``.grad`` of the sharded parameters. ``g`` stands for the gradients of one backward, and
+``mean_S`` and ``mean_R`` for the means over the shard group and over the replicas:
 
     NONE             U += g
     REDUCE_SCATTER   Q += mean_S(U + g);                   U = 0
     FULL             A += mean_R(Q + mean_S(U + g));       U = 0;  Q = 0
 
-On a mesh without replicas REDUCE_SCATTER does what FULL does, but ends no window. Under
-``replicate`` it does what NONE does.
+On a mesh without replicas REDUCE_SCATTER does what FULL does, but ends no window (the microbatches
+of one optimizer step). Under ``replicate``, REDUCE_SCATTER does what NONE does.
 
 A gradient may lack a sum over mesh axes of another parallelism. Under sequence parallelism, for
 example, each tensor-parallel rank has the gradient of a norm for its own part of the sequence.
-Under NONE each rank adds up its own terms in ``U``, and the sum over those axes is taken once, of
-``U``, before ``U`` is reduced. But if there are hooks on arrived gradients, the sum of each
-gradient is taken before they run.
+Under NONE each rank adds up its own terms in ``U``, and ``U`` is summed over those axes once,
+before it is reduced. But if the user has ``arrived`` hooks, which see the gradients of each
+backward, the gradients of each backward are summed over those axes before the hooks run.
 
-Note: Each rank decides by the placements of its own gradients whether to take that sum. The ranks
-    of one sum decide alike, because DTensor requires them to run the same operations. Only
-    data-parallel ranks may use different parameters, and they are not in the same sum.
+Note: Each rank decides by the placements of its own gradients whether to take that sum. Ranks that
+    sum together decide alike, because DTensor requires them to run the same operations. Only
+    data-parallel ranks may use different parameters, and they do not sum together.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class GradientRules:
     def __init__(
         self,
         unit_params: UnitParams,
-        reduce_dtype: torch.dtype | None,  # None: see ``wire_dtype``
-        accumulate_dtype: torch.dtype | None,  # None: see the method of this name
+        reduce_dtype: torch.dtype | None,  # None: the widest dtype in which parameters compute
+        accumulate_dtype: torch.dtype | None,  # None: the widest of shards, at least float32
     ) -> None:
         self._unit_params = unit_params
         self.reduce_dtype = reduce_dtype
@@ -69,7 +69,7 @@ class GradientRules:
         """Return the layout of all parameters that may have a gradient on some rank.
 
         ``used``: the parameters that got a gradient on this rank in this backward.
-        ``accumulated``: the gradients of earlier backwards of the window.
+        ``accumulated``: gradients of earlier backwards that are still to be reduced.
         """
         indices = self._all
         if used is not self.everything:
@@ -78,12 +78,12 @@ class GradientRules:
                 index
                 for index, param in enumerate(self._unit_params.params)
                 if param.sharded.requires_grad
-                # A gradient still comes if only the sharded parameter was frozen since the forward.
+                # If only the sharded parameter was frozen after the forward, a gradient may come.
                 or param.unsharded.requires_grad
                 or index in present
             )
         if indices not in self._layouts:
-            # Bounded, because users may freeze different parameters in every step.
+            # The cache is bounded, because users may freeze different parameters in every step.
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
             params = self._unit_params
@@ -98,8 +98,8 @@ class GradientRules:
     def accumulate_dtype(self, gradients: GradientLayout) -> torch.dtype:
         """Return the dtype in which ``gradients`` are added up.
 
-        By default it is the widest dtype of their shards, and at least float32. Frozen parameters
-        do not count.
+        By default it is the widest dtype of the sharded parameters that have a place in the layout
+        ``gradients`` (frozen ones mostly have none), and at least float32.
         """
         if self.chosen_dtype is not None:
             return self.chosen_dtype
@@ -122,8 +122,8 @@ class GradientRules:
 class Window:
     """The microbatches whose gradients are added up before an optimizer step, for one unit."""
 
-    is_open: bool = False  # gradients were added to it, and it has not ended
-    is_in_loop: bool = False  # a loop over ``microbatches`` is under way
+    is_open: bool = False  # gradients of it were added up or reduced, and it has not ended
+    is_in_loop: bool = False  # the user's loop over ``meshard.microbatches`` is under way
     _has_divided: bool = False
     _factor: float | None = None
 
@@ -140,7 +140,7 @@ class Window:
         self._has_divided, self._factor = True, factor
 
     def forget_factor(self) -> None:
-        """Allow another divide factor: all gradients that were divided have been dropped."""
+        """Allow another divide factor, because all gradients that were divided were dropped."""
         self._has_divided = False
 
     def close(self) -> None:
@@ -148,27 +148,27 @@ class Window:
 
 
 class Gradients(abc.ABC):
-    """The gradients of one unit that are not in ``.grad`` yet, and the window they belong to."""
+    """The gradients of one unit that are not in ``.grad`` yet, and their window of microbatches."""
 
     is_replicated = False
 
     def __init__(self, unit_params: UnitParams, rules: GradientRules) -> None:
         self.unit_params = unit_params
         self.rules = rules
-        self.arrived = set[int]()  # parameters with a new gradient, not taken yet
+        self.arrived = set[int]()  # parameters whose new gradient is not yet added up or reduced
         self.is_in_flight = False  # whether a reduction was started and has not finished
-        self.reduction: Reduction | None = None  # that reduction, in a sharded unit
-        self.publishes = True  # its result goes to .grad; False: it becomes the partial, Q
-        self.backward = -1  # number of the last backward that began to fill buckets
-        # Parameters whose gradients were cleared since gradients were last added.
+        self.reduction: Reduction | None = None  # the one in flight; always None in ``replicate``
+        self.publishes = True  # whether that reduction's result goes to .grad; else it becomes Q
+        self.backward = -1  # in ``replicate``: number of the last backward that filled buckets
+        # Parameters that the user has cleared since gradients were last added up or reduced.
         self._cleared_since_add: frozenset[int] = frozenset()
         self.window = Window()
 
-    # --- moves, see the docstring of this file ------------------------------------------
+    # --- NONE, REDUCE_SCATTER and FULL; ``U`` and ``Q`` are explained at the top ---------
 
     @abc.abstractmethod
     def accumulate(self, settings: ReduceSettings) -> None:
-        """Run hooks on the arrived gradients, and add these to ``U``."""
+        """Run ``arrived`` hooks on this backward's gradients. Add these to the unreduced ``U``."""
 
     @abc.abstractmethod
     def start_reduce(
@@ -179,34 +179,34 @@ class Gradients(abc.ABC):
         ends_window: bool,
         divide_factor: float | None,
     ) -> bool:
-        """Start reducing ``U`` and the arrived gradients.
+        """Start reducing the unreduced sum ``U`` plus the gradients of this backward.
 
-        Returns False if no parameter can have a gradient. **Collective:** the ranks of missing sums
-        (TP), then the shard group, then the replica group if ``over_replicas``.
+        Returns False if no parameter can have a gradient. **Collective:** the ranks of sums over
+        other mesh axes (TP), then the shard group, then the replica group if ``over_replicas``.
         """
 
     @abc.abstractmethod
     def finish_reduce(self) -> InFlight | None:
-        """Run hooks on the result and publish it in ``.grad``, or keep it as ``Q``.
+        """Run ``after`` hooks on the result and add it to ``.grad``, or keep it as a partial sum.
 
-        If gradients live in host memory, return the copy to the host. The caller waits for it.
+        If ``.grad`` live in host memory, return the copy to the host. The caller must wait for it.
         """
 
-    # --- pending gradients --------------------------------------------------------------
+    # --- gradients that are not in .grad yet --------------------------------------------
 
     @property
     @abc.abstractmethod
     def is_pending(self) -> bool:
-        """Whether gradients are accumulated that are not in ``.grad``."""
+        """Whether gradients of earlier backwards must still be reduced to go to ``.grad``."""
 
     @property
     @abc.abstractmethod
     def is_unreduced(self) -> bool:
-        """Whether gradients are accumulated that no collective has reduced."""
+        """Whether gradients of earlier backwards have been in no reduction at all."""
 
     @property
     def pending(self) -> str:
-        """Why gradients are not fully reduced yet, for an error message; empty if all are."""
+        """For an error message: why gradients are not in ``.grad`` yet. Empty if all are."""
         if self.is_unreduced:
             return "not reduced yet (GradientSync.NONE)"
         if self.is_pending:
@@ -222,17 +222,16 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def pending_of_params(self) -> dict[int, DTensor | None]:
-        """Return the partial of each parameter with pending gradients, by parameter index.
+        """Return, by index, each parameter with gradients that must still be reduced for ``.grad``.
 
-        It is None for a parameter with gradients that are not reduced at all (``U``).
+        The value is the sum over the shard group (``Q``), or None if some are in no reduction yet.
         """
 
     def clear(self, gone: frozenset[int]) -> None:
-        """Drop pending gradients of some parameters."""
-        # Two optimizers may each clear half of the parameters, so remember what was cleared. Once
-        # all parameters that may have a gradient are cleared, nothing is pending. Parameters that
-        # this rank did not use must be cleared too: other ranks may have used them, and all ranks
-        # must agree on whether gradients are pending.
+        """Drop the gradients of parameters ``gone`` that are not in ``.grad`` yet."""
+        # Remember what was cleared: two optimizers may each clear half of the parameters. Sums of
+        # gradients are freed only once all parameters in their layout are cleared, even those that
+        # this rank did not use: all ranks must agree on whether gradients are left to reduce.
         self._cleared_since_add |= gone
         self._drop(gone)
         self.arrived -= gone
@@ -241,10 +240,10 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def _drop(self, gone: frozenset[int]) -> None:
-        """Drop gradients that are accumulated, have arrived, or are on their way to ``.grad``."""
+        """Drop gradients, whether accumulated, of this backward, or being copied to ``.grad``."""
 
     def _end_window_if_cleared(self) -> None:
-        """End the window if ``clear`` has dropped all of its gradients."""
+        """End the window of microbatches if ``clear`` has dropped all of its gradients."""
         params = self.unit_params.params
         published = (i for i, param in enumerate(params) if param.sharded.grad is not None)
         is_any_left = self.is_in_flight or self.is_pending or not self.are_shown
@@ -252,24 +251,24 @@ class Gradients(abc.ABC):
             self.end_window()
 
     def end_window(self) -> None:
-        """End the window, if one is open. The next gradients open a new one."""
+        """End the window of microbatches, if one is open. The next gradients open a new one."""
         if self.window.is_open:
             self.window.close()
             self._release_if_settled()
 
     def _release_if_settled(self) -> None:
-        # zero_grad() calls ``clear`` only while ``pending_holders`` is not empty. An open window
-        # needs that call even if nothing is pending, because ``clear`` ends the window.
+        # Our patch of zero_grad() calls ``clear`` only while ``pending_holders`` is not empty. An
+        # open window needs that call even if all gradients are in .grad, because the call ends it.
         if not self.window.is_open and not self.is_in_flight and not self.is_pending:
             pending_holders.discard(self)
 
     def settle(self) -> None:
-        """Wait for copies to host memory, and put all published gradients into ``.grad``."""
+        """Wait for copies of gradients to host memory, and put all of these into ``.grad``."""
         self._release_if_settled()
 
     @property
     def are_shown(self) -> bool:
-        """Whether ``.grad`` has, or is a view of, all published gradients. If not, ``settle``."""
+        """False if gradients in a host buffer wait for ``settle`` to add them to ``.grad``."""
         return True
 
     def _open_window(self) -> None:
@@ -278,9 +277,9 @@ class Gradients(abc.ABC):
         pending_holders.add(self)
 
     def abandon(self, *, is_void: bool) -> None:
-        """Drop gradients that have arrived or are in flight.
+        """Drop the gradients of this backward and of a reduction in flight.
 
-        If ``is_void`` (for example, a backward has raised), drop pending ones and ``.grad`` too.
+        If ``is_void`` (as after a backward that raised), drop all earlier ones, even in ``.grad``.
         """
         self._drop_arrived()
         self.arrived.clear()
@@ -293,7 +292,7 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def _drop_arrived(self) -> None:
-        """Drop gradients that have arrived, and buckets in flight."""
+        """Drop gradients that autograd has brought in this backward, and buckets in flight."""
 
     @abc.abstractmethod
     def rebuild(self) -> None:
@@ -306,15 +305,15 @@ class GradientAccumulator(Gradients):
     def __init__(self, unit_params: ShardedUnitParams, rules: GradientRules) -> None:
         super().__init__(unit_params, rules)
         self._params = unit_params.params
-        self._unreduced: FlatGradients | None = None  # U
-        self._partial: FlatGradients | None = None  # Q
+        self._unreduced: FlatGradients | None = None  # U: in no reduction yet
+        self._partial: FlatGradients | None = None  # Q: reduced over the shard group only
         # Of the reduction in flight: its layout, and the ``after`` hooks set when it started.
         self._reducing: tuple[GradientLayout, list[TensorHook]]
-        # Parameters whose gradients were cleared while a reduction was in flight.
+        # Parameters whose gradients the user has cleared while they were in a reduction.
         self._cleared_in_flight: frozenset[int] = frozenset()
         is_on_host = unit_params.host_copies is not None
-        self.published = (HostGrads if is_on_host else ShardedGrads)(unit_params)  # A
-        # From parameter index to the sum over other mesh axes (TP) that is still to be taken of U.
+        self.published = (HostGrads if is_on_host else ShardedGrads)(unit_params)  # A: .grad
+        # From parameter index to the sum over other mesh axes (TP) that its part of ``U`` lacks.
         self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [i for i, param in enumerate(self._params) if param.needs_conversion]
 
@@ -363,12 +362,12 @@ class GradientAccumulator(Gradients):
 
     def rebuild(self) -> None: ...
 
-    # --- arrived gradients ------------------------------------------------------------
+    # --- gradients of the present backward --------------------------------------------
 
     def _take(self, *, may_lack_sums: bool) -> tuple[list[torch.Tensor | None], frozenset[int]]:
-        """Take the arrived gradients. Return one entry per parameter, and which are not None.
+        """Take this backward's gradients: one entry per parameter, and which are not None.
 
-        For ``may_lack_sums`` see ``_as_plain``.
+        With ``may_lack_sums``, some may lack their sum over other mesh axes, such as TP.
         """
         params = self._params
         self.arrived.clear()
@@ -393,9 +392,9 @@ class GradientAccumulator(Gradients):
         """Return a gradient as the plain tensor to be reduced.
 
         A DTensor may be only this rank's term of a sum over other mesh axes, such as TP. Usually
-        this method takes the sum. With ``may_lack_sum`` it returns the term, and the sum of ``U``
-        is taken later, if ``U`` has no gradient of the parameter yet, or one that lacks the same
-        sum.
+        this method takes the sum. With ``may_lack_sum`` it returns the term, to be added to the
+        unreduced sum ``U``, and ``U`` is summed over these axes later. But it takes the sum now if
+        ``U`` already has a gradient of the parameter that does not lack this sum.
         """
         param, unreduced = self._params[index], self._unreduced
         missing = param.missing_sum_of(gradient) if may_lack_sum else None
@@ -405,13 +404,13 @@ class GradientAccumulator(Gradients):
             self._missing_sums[index] = missing
             return gradient.to_local()
         if index in self._missing_sums and unreduced is not None:
-            # plain_gradient() returns a complete gradient, but the one in ``U`` still lacks a sum
-            # over other mesh axes. So take that sum before the two are added.
+            # plain_gradient() returns a complete gradient, but the gradient in ``U`` still lacks a
+            # sum over other mesh axes. So take that sum before the two gradients are added.
             self._add_up(unreduced.layout, unreduced.flat, index)
         return param.plain_gradient(gradient)
 
     def _add_up(self, layout: GradientLayout, flat: torch.Tensor, index: int) -> None:
-        """Take a parameter's missing sum over other mesh axes, in place, in ``flat``."""
+        """Sum a parameter's gradient in ``flat`` over the mesh axes that it lacks, in place."""
         part = layout.range_of(flat, index)
         part.copy_(self._missing_sums.pop(index).add_up(part.contiguous()))
 
@@ -420,14 +419,15 @@ class GradientAccumulator(Gradients):
     def accumulate(self, settings: ReduceSettings) -> None:
         with unrecorded():
             hooks, old = on_arrived(settings), self._unreduced
-            gradients, used = self._take(may_lack_sums=not hooks)  # hooks must see complete sums
+            # Hooks must see gradients that are summed over all mesh axes of other parallelisms.
+            gradients, used = self._take(may_lack_sums=not hooks)
             layout = self.rules.layout_for(used, (old, self._partial))
             if not layout.indices:
                 return
             self._open_window()
             dtype = self.rules.accumulate_dtype(layout)
             if old is not None:
-                # A parameter that was unfrozen in this window may need a wider dtype.
+                # A parameter that was unfrozen since the last backward may need a wider dtype.
                 flat = old.laid_out(layout).to(dtype)
                 if hooks:
                     new = layout.allocate(dtype)
@@ -505,7 +505,7 @@ class GradientAccumulator(Gradients):
         *,
         as_one: bool,
     ) -> Rows:
-        """Return memory for the rows to send: one block if ``as_one``, which hooks need."""
+        """Return memory to send from, a row per rank. ``as_one`` (for hooks): all in one tensor."""
         if is_narrowed_late(gradients, plan.wire_dtype):
             return [layout.allocate(plan.accumulate_dtype)]
         return self.unit_params.comm.send_rows(
@@ -533,34 +533,34 @@ class GradientAccumulator(Gradients):
             self._end_window_if_cleared()
             return None
         if not self.publishes:
-            # Keep the partial even if no rank of this shard group had a gradient. Another replica
-            # may have one, and all ranks must agree on whether there are partials.
+            # Keep the partial sum even if no rank of this shard group had a gradient. Another
+            # replica may have one, and all ranks must agree on whether there is a partial sum.
             self._partial = result
             return None
         # Run hooks even if no rank of the mesh has a gradient: a hook may communicate with ranks
-        # outside of the mesh, which may have some.
+        # outside of the mesh, which may have gradients.
         layout.run_hooks(after, result.flat, result.used)
         copying = self.published.publish(result) if result.used else None
-        # While copies to host memory are in flight, stay in ``pending_holders`` until ``settle``:
-        # zero_grad() waits for copies only while it is not empty.
+        # If .grad live in host memory, stay in ``pending_holders`` until ``settle`` has waited for
+        # the copies: zero_grad() waits for copies only while ``pending_holders`` is not empty.
         if self.unit_params.host_copies is None:
             self._release_if_settled()
         return copying
 
 
 def on_arrived(settings: ReduceSettings) -> list[TensorHook]:
-    """Return the hooks that see the unsharded gradients of one backward."""
+    """Return the user's hooks that see the unsharded gradients of each backward."""
     return [hook.arrived for hook in settings.reduce_hooks if hook.arrived]
 
 
 def _check_agreement(
     plan: ReducePlan, mesh_info: MeshInfo, *, over_replicas: bool, ends_window: bool
 ) -> None:
-    """Raise unless all ranks reduce a unit alike.
+    """Raise unless all ranks reduce a unit over the same groups, by the same divide factor.
 
-    Without this check, ranks could divide by different factors, or run different numbers of
-    microbatches, without an error. In the second case, the last microbatch of one rank would be
-    added to the first microbatch of another rank's next window.
+    They must also agree on whether this is the last reduction before the optimizer step. If one
+    rank ran fewer microbatches than another, then its first microbatch of the next step would be
+    reduced together with the other rank's last microbatch of this step, without an error.
     """
     groups = mesh_info.groups if over_replicas else [mesh_info.shard_group]
     factor = float(plan.divide_factor or mesh_info.shard_count * mesh_info.replicate_count)

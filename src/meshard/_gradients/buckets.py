@@ -1,16 +1,16 @@
 """The gradients of ``replicate``: buckets that are all-reduced while the backward goes on.
 
-Before autograd adds a gradient to ``.grad`` of a parameter, a hook takes the gradient and adds it
-to a bucket. So ``.grad`` does not change until a reduction publishes its result. If the module is
-alone in its root, a bucket is sent when all its gradients have come and the buckets before it are
-sent. All other buckets are sent when the backward of the module is over. So ranks issue the same
-collectives in the same order, even if they use different parameters.
+A hook takes each gradient from autograd and adds it to a bucket. So ``.grad`` of a parameter does
+not change until its bucket is reduced. If the model has no other sharded or replicated module (and
+no reentrant checkpoint), a bucket is sent as soon as all its gradients have come and the buckets
+before it are sent. All other buckets are sent when the backward of the module is over. So ranks
+issue the same collectives in the same order, even if they use different parameters.
 
-A bucket is one tensor: the gradients of its parameters, then for each parameter a *count*, 1 on a
-rank that has used it. The sum of the counts is zero if no rank has. If ``.grad`` is None, it
-becomes a view or a copy of the bucket. If it is set, even by the user, the result is added to it.
+A bucket is one tensor: the gradients of its parameters, then for each parameter a *count*: 1 if
+this rank has used the parameter, else 0. If no rank has, its ``.grad`` does not change. Else the
+result is added to ``.grad``, or ``.grad``, if None, becomes a view or a copy of the bucket.
 
-Under NONE and REDUCE_SCATTER nothing is sent: the buckets are ``U`` of ``accumulator.py``.
+Under NONE and REDUCE_SCATTER nothing is sent: the buckets keep the sum over microbatches.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ from meshard._gradients.settings import ReduceSettings, TensorHook
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard.foreach_reduce import divide_, resolve_divisors
 
-_FIRST_CAP = 2**20  # bytes of the first bucket; small, so that communication starts early
+_FIRST_CAP = 2**20  # most bytes of the first bucket; small, so that communication starts early
 
 
 def partition(params: Sequence[nn.Parameter], cap: int) -> list[list[int]]:
     """Cut ``params`` into buckets of one dtype each. Return each bucket as a list of positions.
 
-    A bucket has at most ``cap`` bytes, and the first one at most ``_FIRST_CAP``. A larger parameter
-    gets a bucket of its own.
+    A bucket has at most ``cap`` bytes, and the first bucket at most ``_FIRST_CAP``. A parameter
+    with more bytes gets a bucket of its own.
     """
     buckets: list[list[int]] = []
     open_buckets: dict[torch.dtype, tuple[list[int], int]] = {}
@@ -68,7 +68,7 @@ class Memory(NamedTuple):
     flat: torch.Tensor  # [numel + number of parameters]: what is sent
     gradients: torch.Tensor  # [numel], the first part of ``flat``
     counts: torch.Tensor  # [number of parameters], the rest of ``flat``
-    views: dict[int, torch.Tensor]  # of ``gradients``, in the shapes of the parameters
+    views: dict[int, torch.Tensor]  # per parameter: its part of ``gradients``, in its shape
 
 
 class Bucket:
@@ -80,7 +80,7 @@ class Bucket:
         params: dict[int, ReplicatedParam],
         rules: GradientRules,
     ) -> None:
-        self.number = number  # position in the order of sending
+        self.number = number  # position among the buckets, in the order in which they are sent
         self.params = params  # by index in the module
         computed = {param.unsharded.dtype for param in params.values()}
         # ``wire``: the dtype in which the bucket is sent, unless a hook sets another. ``wide``: the
@@ -90,7 +90,7 @@ class Bucket:
         widest = functools.reduce(torch.promote_types, held, torch.float32)
         self.wide = rules.chosen_dtype or widest
         self.numels = [param.sharded.numel() for param in params.values()]
-        # Memory to reuse. ``begin`` drops it if a .grad is a view of it.
+        # Memory for the next gradients. ``begin`` drops it if some .grad is still a view of it.
         self.kept: Memory | None = None
         self.forget()
 
@@ -98,20 +98,19 @@ class Bucket:
         """Drop all gradients."""
         self.memory: Memory | None = None
         self.used: set[int] = set()  # the parameters with a gradient in ``memory``
-        self.earlier: tuple[Memory, set[int]] | None = None  # of earlier microbatches
+        self.earlier: tuple[Memory, set[int]] | None = None  # sums of earlier microbatches
         self.awaited = set(self.params)  # parameters whose gradient has not come in this backward
         self.sent: InFlight | None = None  # the all-reduce; the next four are about its result
-        self.counts = torch.empty(0)
-        self.gone = frozenset[int]()  # parameters whose gradients were cleared since
+        self.counts = torch.empty(0)  # per parameter: how many ranks have used it
+        self.gone = frozenset[int]()  # parameters whose gradients were cleared since the sending
         self.divisor = Fraction(1)
-        self.after: list[TensorHook] = []  # hooks to run on it
+        self.after: list[TensorHook] = []  # hooks to run on the result
 
     def wire_dtype(self, settings: ReduceSettings) -> torch.dtype:
-        """Return the dtype in which gradients are sent."""
         return settings.wire_dtype or self.wire
 
     def allocate(self, dtype: torch.dtype) -> Memory:
-        """Provide memory for new gradients: the kept memory, if its dtype fits."""
+        """Set ``memory`` for new gradients: the memory kept for them if ``dtype`` fits, or new."""
         self.memory = self.kept
         if self.memory is None or self.memory.flat.dtype is not dtype:
             device = next(iter(self.params.values())).sharded.device
@@ -139,7 +138,7 @@ class Bucket:
         self.awaited.discard(index)
 
     def complete(self, dtype: torch.dtype, hooks: Sequence[TensorHook]) -> None:
-        """Run hooks on this microbatch, with zeros for unused parameters. Then add earlier ones."""
+        """Run hooks on this microbatch's gradients (0 if unused). Then add earlier microbatches."""
         memory = self.memory or self.allocate(dtype)
         self.run_hooks(hooks)
         if self.earlier is not None:
@@ -149,7 +148,7 @@ class Bucket:
             self.used |= used
 
     def run_hooks(self, hooks: Sequence[TensorHook]) -> None:
-        """Run hooks on the gradients. Those of unused parameters are zero before and after."""
+        """Run hooks on the gradients. Set those of unused parameters to zero before and after."""
         assert self.memory is not None
         self._zero_unused()
         if hooks:
@@ -162,7 +161,7 @@ class Bucket:
             self.memory.views[index].zero_()
 
     def narrow(self, wire: torch.dtype) -> Memory:
-        """Return memory with the gradients in dtype ``wire``, and with the counts filled in."""
+        """Return memory with the gradients in dtype ``wire`` and the counts (1 if used, or 0)."""
         memory, used = self.memory, self.used
         assert memory is not None
         if memory.flat.dtype is not wire:
@@ -177,13 +176,13 @@ class Bucket:
         return memory
 
     def for_hook(self, *, is_last: bool) -> GradBucket:
-        """Return the bucket that a communication hook gets."""
+        """Return the object that the user's communication hook gets for this bucket."""
         assert self.memory is not None
         params = [param.sharded for param in self.params.values()]
         return GradBucket(self.memory.gradients, self.numels, params, self.number, is_last)
 
     def used_anywhere(self) -> set[int]:
-        """Return the parameters that any rank has used. May wait for the device."""
+        """Return the parameters that any rank has used. To read counts, wait for the device."""
         if len(self.used) == len(self.params):
             return self.used
         counts = self.counts.tolist()
@@ -196,9 +195,9 @@ class Bucket:
             self.earlier = self.earlier[0], self.earlier[1] - gone
 
     def publish(self, *, as_views: bool) -> None:
-        """Divide the sums over ranks, and add them to ``.grad``. Where it is None, set it.
+        """Divide the all-reduced sums, and add them to ``.grad``. Set ``.grad`` where it is None.
 
-        ``as_views``: ``.grad`` that is set here is a view of the bucket, and else a copy.
+        With ``as_views`` a new ``.grad`` may be a view of the bucket. Otherwise it is a copy.
         """
         memory, used = self.memory, self.used_anywhere() - self.gone
         assert memory is not None
@@ -253,13 +252,13 @@ class BucketedGradients(Gradients):
         super().__init__(unit_params, rules)
         self._params, self._cap = unit_params.params, unit_params.bucket_cap
         self._are_views = unit_params.are_views
-        self.comm_hook: CommHook | None = None  # replaces the all-reduce
-        # ``order``: the order in which gradients are expected. ``_arrivals``: the order in which
-        # they have come; None once ``order`` is final.
+        self.comm_hook: CommHook | None = None  # the user's; averages gradients, not the counts
+        # Indices of parameters. ``order``: in the order in which autograd is expected to bring
+        # their gradients. ``_arrivals``: in the order they came; None once ``order`` is final.
         self.order = list(reversed(range(len(self._params))))
         self._arrivals: dict[int, None] | None = {}
         self._has_reduced = False  # whether a reduction was started before; equal on all ranks
-        self._holds = False  # whether gradients were accumulated; equal on all ranks
+        self._holds = False  # whether buckets hold microbatches not yet sent; equal on all ranks
         self._in_buckets: set[int] = set()
         self.buckets: list[Bucket] = []
         self.fill()
@@ -275,7 +274,7 @@ class BucketedGradients(Gradients):
         return [[self.order[place] for place in part] for part in partition(params, self._cap)]
 
     def fill(self) -> None:
-        """Build buckets for the parameters that train, with the gradients of the old buckets."""
+        """Build buckets for the parameters that train. Move gradients there from old buckets."""
         self._finish_sent()
         old, self._in_buckets = self.buckets, self._wanted()
         self.buckets, parts = [], self.parts()
@@ -296,12 +295,12 @@ class BucketedGradients(Gradients):
     def rebuild_as_arrived(self) -> None:
         """Rebuild the buckets, once, in the order in which gradients came on the first rank.
 
-        Does nothing while that order is unknown, or while gradients are in the buckets. Parameters
-        without gradients come last. **Collective:** all ranks of the mesh, unless it does nothing.
+        Parameters without gradients come last. Before the first reduction, or while buckets hold
+        gradients, this does nothing. **Collective:** all ranks of the mesh, if it does something.
         """
         # A communication hook may keep state per bucket, as PowerSGD's does. DDP rebuilds its
-        # buckets before the second backward and never again. So once a hook has averaged in two
-        # backwards, it expects the buckets to stay as they are.
+        # buckets before the second backward and never again. So a hook that has averaged in two
+        # backwards expects that buckets do not change any more.
         is_late = self.comm_hook is not None and self.comm_hook.num_windows >= 2
         is_in_use = self.window.is_open or self.is_in_flight
         if self._arrivals is None or not self._has_reduced or is_late or is_in_use:
@@ -317,7 +316,7 @@ class BucketedGradients(Gradients):
 
     def _wanted(self) -> set[int]:
         """Return the parameters that buckets need memory for: they train, or have a gradient."""
-        # A parameter that was frozen after the forward may still get a gradient.
+        # If only ``sharded`` was frozen after the forward, the parameter may still get a gradient.
         trained = {
             index
             for index, param in enumerate(self._params)
@@ -328,7 +327,7 @@ class BucketedGradients(Gradients):
     # --- a backward -------------------------------------------------------------------
 
     def begin(self, settings: ReduceSettings) -> None:
-        """Prepare the buckets for the gradients of a backward. No bucket may be in flight."""
+        """Prepare the buckets for the gradients of a backward. No all-reduce may be in flight."""
         if self._wanted() != self._in_buckets:
             self.fill()
         self._open_window()
@@ -365,9 +364,10 @@ class BucketedGradients(Gradients):
             return not bucket.awaited
 
     def _dtype_of(self, bucket: Bucket, settings: ReduceSettings) -> torch.dtype:
-        """Return the dtype for the memory of a bucket without gradients.
+        """Return the dtype for new memory of a bucket.
 
-        It is the wire dtype if this backward sends the bucket, and else the accumulate dtype.
+        It is the wire dtype if this backward sends the bucket, unless that is float16 or sums of
+        earlier microbatches are to be added. Else it is the dtype in which microbatches are summed.
         """
         is_sent = settings.sync.over_replicas and bucket.earlier is None
         wire = bucket.wire_dtype(settings)
@@ -386,7 +386,7 @@ class BucketedGradients(Gradients):
             self._holds = bool(self.buckets)
 
     def send_complete(self, settings: ReduceSettings, divide_factor: float | None) -> None:
-        """Send buckets in order, up to the first that is not complete."""
+        """Send buckets in order, up to the first that still waits for a gradient."""
         for bucket in self.buckets:
             if bucket.awaited:
                 return
@@ -401,7 +401,7 @@ class BucketedGradients(Gradients):
         ends_window: bool,
         divide_factor: float | None,
     ) -> bool:
-        """Send the buckets that are left. **Collective:** all ranks of the mesh."""
+        """Send the buckets that are not sent yet. **Collective:** all ranks of the mesh."""
         if not self.arrived:
             self.begin(settings)
         for bucket in self.buckets:
@@ -435,8 +435,8 @@ class BucketedGradients(Gradients):
             memory = bucket.narrow(wire)
             sent, bucket.counts = memory.flat, memory.counts
             if self.comm_hook is not None:
-                # Copy the counts, because a hook may write to memory behind its buffer, as batched
-                # PowerSGD does.
+                # All-reduce a copy of the counts. The counts follow the hook's buffer in memory,
+                # and a hook may write beyond the end of its buffer, as batched PowerSGD does.
                 sent = bucket.counts = memory.counts.clone()
             pending = bucket.sent = comm.all_reduce(sent, group=group, label=label)
             self.is_in_flight = True
@@ -469,10 +469,10 @@ class BucketedGradients(Gradients):
         self.is_in_flight = False
 
     def name_of(self, number: int) -> str:
-        """Return the suffix of the label of a bucket."""
+        """Return the suffix by which the label of a bucket differs from the label of its unit."""
         return f" bucket {number}" if self._num_parts > 1 else ""
 
-    # --- pending gradients ------------------------------------------------------------
+    # --- gradients that are not in .grad yet ------------------------------------------
 
     @property
     def is_pending(self) -> bool:

@@ -31,10 +31,10 @@ class GradBucket:
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
-        """Return this rank's gradients ``[n]``, summed over the window; 0 for unused parameters.
+        """Return this rank's gradients ``[n]``, summed over microbatches; 0 for unused parameters.
 
-        A hook takes their mean over ranks. If a divide factor ``c`` is set, the gradients are
-        already multiplied by ``ranks / c``, so that this mean is the sum over ranks divided by
+        A hook takes their mean over ranks. If the user has set a divide factor ``c``, they are
+        already multiplied by ``ranks / c``, so that the mean is the sum over ranks, divided by
         ``c``.
         """
         return self._buffer
@@ -58,18 +58,19 @@ class GradBucket:
 
 @dataclass(eq=False)
 class CommHook:
-    """A hook with its state. The hook averages all buckets of one replicated module."""
+    """The user's hook and its state. The hook averages all buckets of one replicated module."""
 
     state: object
     hook: Callable[[Any, Any], Any]
-    num_windows: int = 0  # backwards in which it has averaged all buckets: mostly one per window
+    num_windows: int = 0  # how often it has averaged all buckets; mostly once per optimizer step
 
     def average(self, bucket: GradBucket) -> None:
         """Run the hook on one bucket, wait for its future, and overwrite the buffer.
 
         Hooks such as PowerSGD's start a second collective from a callback, in a thread of gloo. If
-        the calling thread issued another collective meanwhile, the order of the two might differ
-        between ranks. So this method waits at once (on a device the stream waits, not the host).
+        the thread that runs the backward issued another collective meanwhile, the order of the two
+        might differ between ranks. So this method waits for the future at once (on a device the
+        stream waits, not the host).
         """
         buffer = bucket.buffer()
         future = self.hook(self.state, bucket)

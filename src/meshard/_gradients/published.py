@@ -1,12 +1,12 @@
 """The ``.grad`` of sharded parameters, on the device or in host memory.
 
 A reduction returns one flat tensor per unit in the accumulate dtype. If ``.grad`` is None, it
-becomes a view of the flat tensor, or a copy if its dtype differs (that of the parameter, unless
+becomes a view of the flat tensor, or a copy if its dtype is another (that of the parameter, unless
 ``grad_dtype`` says otherwise). If ``.grad`` is set, even by the user, the result is added to it.
 
-Autograd does not see sharded parameters in the forward of their unit. So this module runs the hooks
-that users register on them (``register_hook``, ``register_post_accumulate_grad_hook``). If a loss
-uses a sharded parameter outside of the forward, autograd runs its hooks too.
+A forward computes with unsharded parameters, so autograd runs no hooks on sharded ones. The code
+here runs the hooks that users register on sharded parameters (``register_hook``,
+``register_post_accumulate_grad_hook``). If a loss itself uses one, autograd runs its hooks too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _NO_CONTEXT = contextlib.nullcontext()
 def unrecorded() -> contextlib.AbstractContextManager[Any]:
     """Return a context without grad and without inference mode.
 
-    If both are off already, it does nothing, because ``torch.no_grad()`` costs a dozen calls.
+    If both are off already, the context does nothing: ``torch.no_grad()`` would cost a dozen calls.
     """
     if torch.is_inference_mode_enabled():
         return _outside_of_inference()
@@ -56,7 +56,7 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 class ShardedGrads:
     """The ``.grad`` of the sharded parameters of one unit."""
 
-    # Whether .grad has, or is a view of, all published gradients. If not, call ``settle``.
+    # False if gradients in a host buffer wait for ``settle`` to add them to ``.grad``.
     are_shown = True
 
     def __init__(self, unit_params: UnitParams) -> None:
@@ -65,16 +65,16 @@ class ShardedGrads:
     def publish(self, new: FlatGradients) -> RecordedWork | None:
         """Add reduced gradients to ``.grad``, which may become views of ``new``.
 
-        Returns the copy to host memory, if any. The caller waits for it.
+        Returns the copy to host memory, if there is one. The caller must wait for the copy.
         """
         self._add(new)
         return None
 
     def settle(self) -> None:
-        """Put all published gradients into ``.grad``."""
+        """Wait until ``.grad`` has all gradients. On the device it has them at once."""
 
     def drop_arriving(self, gone: frozenset[int]) -> None:
-        """Drop the published gradients of some parameters that are not in ``.grad`` yet."""
+        """Drop gradients of some parameters that ``settle`` would add. On the device: none."""
 
     def _add(self, new: FlatGradients) -> None:
         shards, grads, before, after = self._inspect()
@@ -86,7 +86,7 @@ class ShardedGrads:
             if old is None:
                 sharded.grad = wrap_like(sharded, local.to(gradient_dtype(sharded)))
                 continue
-            if not is_placed_like(old, sharded):  # such as that of a loss on shards
+            if not is_placed_like(old, sharded):  # such as from a loss that used the shard itself
                 old = sharded.grad = old.redistribute(sharded.device_mesh, sharded.placements)
             sums.append(local_of(old))
             added.append(local)
@@ -97,9 +97,9 @@ class ShardedGrads:
                 hook(shards[index])
 
     def _add_unread(self, new: FlatGradients) -> bool:
-        """Publish ``new`` while its values are still being copied, if that reads no value.
+        """Make every ``.grad`` a view of ``new``, if possible. Return whether it was.
 
-        So all ``.grad`` must become views of it. Return whether ``new`` was published.
+        The values of ``new`` are still being copied, so no hook, sum or cast may have to read them.
         """
         shards, grads, before, after = self._inspect()
         is_read = any(before) or any(after) or any(grad is not None for grad in grads)
@@ -124,7 +124,7 @@ class ShardedGrads:
     def move(self, location: MemoryLocation) -> list[torch.Tensor]:
         """Start moving every ``.grad`` to ``location``. The ``.grad`` objects stay the same.
 
-        Returns the old memory. The caller keeps it until the copies are over.
+        Returns the old local tensors. The caller must keep them until the copies are over.
         """
         sources = list[torch.Tensor]()
         for param in self._unit_params.params:
@@ -142,7 +142,7 @@ def _run_hooks(
     hooks: tuple[Callable[[Any], Any], ...], sharded: torch.Tensor, local: torch.Tensor
 ) -> None:
     """Run the hooks of ``register_hook``, which may change or replace the gradient ``local``."""
-    # Pass a copy, because a hook may keep it.
+    # Pass a copy, because a hook may keep the tensor that it gets.
     gradient: torch.Tensor = wrap_like(sharded, local.to(gradient_dtype(sharded), copy=True))
     for hook in hooks:
         changed = hook(gradient)
@@ -153,33 +153,33 @@ def _run_hooks(
 class HostGrads(ShardedGrads):
     """The ``.grad`` of the sharded parameters of one unit, in host memory.
 
-    A reduced gradient is copied to a host buffer while backward goes on. If possible, ``.grad``
-    become views of the buffer at once (``_add_unread``), and ``settle`` only waits for the copies.
-    Otherwise ``settle`` also adds the buffer to ``.grad``.
+    Reduced gradients are copied to a host buffer while the backward goes on. If possible, ``.grad``
+    become views of the buffer at once, and ``settle`` only waits for the copies. Otherwise (for
+    example, ``.grad`` is set already) ``settle`` also adds the buffer to ``.grad``.
     """
 
     def __init__(self, unit_params: UnitParams) -> None:
         super().__init__(unit_params)
         assert unit_params.host_copies is not None
         self._host_copies = unit_params.host_copies
-        self._arriving: FlatGradients | None = None  # in a buffer, and not in .grad yet
+        self._arriving: FlatGradients | None = None  # in a host buffer, to be added to .grad
 
     @property
     def are_shown(self) -> bool:  # type: ignore[override]  # of a constant
-        """Whether ``.grad`` will have all gradients as soon as ``HostCopies.wait`` returns."""
+        """Whether ``.grad`` is complete once the copies to host memory are over."""
         return self._arriving is None
 
     def publish(self, new: FlatGradients) -> RecordedWork:
-        """Add reduced gradients to ``.grad``. Their values are valid after ``settle``.
+        """Start copying reduced gradients to the host. ``.grad`` is valid after ``settle``.
 
         **Stream:** ``CommStream.HOST``. **Lifetime:** the result keeps ``new`` alive until its
         wait.
         """
         comm, label = self._unit_params.comm, self._unit_params.label
         if self._arriving is not None:
-            self.settle()  # so that buffers of several backwards do not pile up
-        # New memory each time, because the user may still hold the last gradient. torch caches
-        # pinned memory, so later steps make no driver calls.
+            self.settle()  # so that host buffers of several backwards do not pile up
+        # New memory each time, because the user may still hold the last ``.grad``. torch caches
+        # pinned memory, so later steps mostly make no driver calls.
         host = self._unit_params.spec.location.empty_like(new.flat)
         copying = self._host_copies.store(host, new.flat, comm, label=label)
         arriving = new._replace(flat=host)
@@ -188,7 +188,7 @@ class HostGrads(ShardedGrads):
         return copying
 
     def settle(self) -> None:
-        """Wait for all copies, and put the gradients into ``.grad``. Blocks the host."""
+        """Wait for all copies, and add what they brought to ``.grad``. Blocks the host."""
         self._host_copies.wait()
         if self._arriving is not None:
             arrived, self._arriving = self._arriving, None
@@ -196,7 +196,7 @@ class HostGrads(ShardedGrads):
                 self._add(arrived)
 
     def drop_arriving(self, gone: frozenset[int]) -> None:
-        """Wait for copies in flight, and drop the copied gradients of some parameters."""
+        """Wait for copies in flight. Drop what ``settle`` would add to ``.grad`` of ``gone``."""
         self._host_copies.wait()
         if self._arriving is not None:
             self._arriving = self._arriving.without(gone)

@@ -2,9 +2,9 @@
 
 A reduction has one or two stages: the reduce-scatter, and with replicas the all-reduce. On a device
 both are queued at once, and the stream waits for the result later. On CPU a wait blocks the host.
-So a reduction advances by one stage when a later one starts, and the compute between two starts
-hides the communication. The order of stages depends only on the order of starts, so it is the same
-on all ranks.
+There a reduction ends a stage and starts the next when the reduction of a later unit starts, and
+the compute between two such starts hides the communication. The order of stages depends only on the
+order in which reductions start, so it is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from meshard._gradients.published import unrecorded
 from meshard._gradients.settings import ReduceSettings, check_divide_factor
 from meshard.foreach_reduce import Reduction
 
-_MOST = 3  # reductions in flight
+_MOST = 3  # at most so many reductions in flight, unless the user sets a limit on CPU
 
 
 class _Queued(NamedTuple):
     gradients: Gradients
-    on_reduced: Callable[[], None] | None  # called once the result is published
+    on_reduced: Callable[[], None] | None  # called once the result is added to .grad
 
 
 class ReduceQueue:
-    """The reductions of all units of a root, oldest first."""
+    """The reductions in flight of all units of a model (one root), oldest first."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
@@ -36,12 +36,12 @@ class ReduceQueue:
         # Key: the id of a tensor or callable that the user has set as a divide factor. Value: the
         # object itself, kept alive so that its id stays unique, and the number read from it.
         self._factors: dict[int, tuple[object, float]] = {}
-        self._leaving: InFlight = DONE  # the last copy of a gradient to the host
+        self._leaving: InFlight = DONE  # the copy of the last result to host memory
 
     def begin_backward(self) -> None:
-        """Forget the divide factors that were read; free communication memory of the forward.
+        """Read divide factors anew from now on; free communication memory of the forward.
 
-        Also finish the reductions of replicated modules, because the backward reuses their buckets.
+        First finish reductions of replicated modules, because the backward reuses their buckets.
         """
         self.finish_while(lambda of: of.is_replicated)
         self._factors.clear()
@@ -69,20 +69,20 @@ class ReduceQueue:
         ends_window: bool,
         on_reduced: Callable[[], None] | None,
     ) -> None:
-        """Start reducing what a unit has accumulated. On CPU, first advance the other reductions.
+        """Start reducing the gradients of a unit. On CPU, first advance the earlier reductions.
 
         **Collective:** the ranks of earlier reductions, for their next stages; then the ranks of
-        missing sums (TP), and the unit's shard group. With ``over_replicas`` the replica group
-        follows: on a device at once, on CPU as this reduction advances.
+        sums over other mesh axes (TP), and the unit's shard group. With ``over_replicas`` the
+        replica group follows: on a device at once, on CPU as this reduction advances.
         """
         if gradients.is_in_flight:
-            # The earlier reduction may produce the partial that this one adds.
+            # The earlier reduction of this unit may return a sum over shards that this one adds.
             self.finish_while(lambda of: of is gradients)
         is_cpu, chosen = self._comm.waits_block_host, settings.max_input_buffers
         if not is_cpu:
-            # This reduction allocates a send buffer, so free older ones beyond the limit. The
-            # stream waits for their reduce-scatters, which the backward of this unit has mostly
-            # hidden. Their all-reduces go on.
+            # This reduction allocates a send buffer, so free older buffers beyond the limit. The
+            # stream waits for the reduce-scatters that read these, which the backward of this unit
+            # has mostly hidden. It does not wait for the all-reduces that follow them.
             sending = [each for each in self._reductions() if each.holds_rows]
             for each in sending[: len(sending) + 1 - (chosen or 1)]:
                 each.free_rows()
@@ -90,7 +90,7 @@ class ReduceQueue:
             self._finish_oldest()
         divide_factor = self.divide_factor(settings)
         if is_cpu:
-            # Advance the earlier reductions first, so that the new one can use memory that they
+            # First advance the earlier reductions, so that the new one can use memory that they
             # free. They were sending during the backward of this unit, so the wait is mostly short.
             self._advance()
         with unrecorded():
@@ -108,7 +108,7 @@ class ReduceQueue:
         return [of.reduction for of, _ in self._queue if of.reduction is not None]
 
     def _advance(self) -> None:
-        """Advance all reductions by a stage. Then finish the oldest that have no stage left."""
+        """Advance each reduction by a stage. Finish the oldest ones that have no stage left."""
         for each in self._reductions():
             if each.has_more:
                 each.advance()
@@ -124,14 +124,14 @@ class ReduceQueue:
             leaving = gradients.finish_reduce()
         self._queue.popleft()
         log_event("reduced", gradients.unit_params.label)
-        # Wait for the previous copy to the host: until the wait, it keeps memory of the device.
+        # Wait for the copy of the previous result to the host. It keeps device memory until then.
         self._leaving.wait()
         self._leaving = leaving or DONE
         if on_reduced is not None:
             on_reduced()
 
     def finish_while(self, is_waited_for: Callable[[Gradients], bool]) -> None:
-        """Finish reductions, oldest first, while the function is true for any of the queue."""
+        """Finish reductions, oldest first, until the function is true for none that is left."""
         while any(is_waited_for(of) for of, _ in self._queue):
             self._finish_oldest()
 
@@ -142,7 +142,7 @@ class ReduceQueue:
         self._leaving = DONE
 
     def abandon(self) -> None:
-        """Drop all reductions, without communication, because only some ranks may have failed."""
+        """Drop all reductions. Communicate nothing, because only some ranks may have failed."""
         for each in self._reductions():
             each.abandon()
         self._queue.clear()

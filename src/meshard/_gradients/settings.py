@@ -17,7 +17,7 @@ DivideFactor = float | torch.Tensor | Callable[[], "float | torch.Tensor"]
 
 
 def check_divide_factor(factor: object) -> float:
-    """Return a divide factor as a float. A 0-d tensor is read, which waits for its device."""
+    """Return a divide factor as a float. To read a 0-d tensor, the host waits for its device."""
     if isinstance(factor, torch.Tensor) and factor.dim() == 0:
         factor = factor.item()
     if isinstance(factor, bool) or not isinstance(factor, numbers.Real):
@@ -34,23 +34,23 @@ def check_divide_factor(factor: object) -> float:
 class ReduceHook:
     """One registration of a hook on gradients: ``meshard.register_reduce_hook``."""
 
-    arrived: TensorHook | None = None  # sees the unsharded gradients of one backward
-    before: TensorHook | None = None  # sees the unsharded gradients that are about to be reduced
+    arrived: TensorHook | None = None  # sees the unsharded gradients of each backward
+    before: TensorHook | None = None  # sees their sum over microbatches, before it is reduced
     after: TensorHook | None = None  # sees the shard that is about to be added to .grad
     wire_dtype: torch.dtype | None = None  # None: as the policy says
-    is_all_reduce: bool = False  # by set_all_reduce_hook, whose next call replaces this hook
+    is_all_reduce: bool = False  # set_all_reduce_hook made it, and its next call replaces it
 
 
 @dataclass(slots=True)
 class ReduceSettings:
-    """The settings that the reductions of a unit read. They may change between steps."""
+    """The settings that the reductions of a unit read. The user may change them between steps."""
 
     sync: GradientSync = GradientSync.FULL
     divide_factor: DivideFactor | None = None  # None: the number of ranks
-    zero_unused: bool = False  # publish a gradient of zero for parameters that no rank used
+    zero_unused: bool = False  # give parameters that no rank used a .grad of zeros, not None
     # How many units may have unsharded gradients in flight; None: 1 on a device, 3 on CPU.
     max_input_buffers: int | None = None
-    scatter_group: dist.ProcessGroup | None = None  # None: the group of the all-gathers
+    scatter_group: dist.ProcessGroup | None = None  # for reduce-scatters; None: the shard group
     reduce_hooks: list[ReduceHook] = field(default_factory=list)
 
     @property
