@@ -419,7 +419,8 @@ def commit(
 ) -> None:
     """Make ``units`` the units of ``modules``, and put the units of submodules inside them.
 
-    ``plans`` has one plan for each unit. ``adopt_module`` says what ``base`` and ``prefix`` are.
+    ``plans`` has a plan per unit. Each module gets a class that is also a subclass of ``base``,
+    named by ``prefix`` and its old class.
     """
     for sibling in units[1:]:
         sibling.mesh_name = _name_of_sibling(sibling)

@@ -24,7 +24,7 @@ _PLAIN = (int, float, str, bool, bytes, type(None), torch.dtype, torch.device)
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """Return the tensors in ``value``, including those in containers (see the top of this file)."""
+    """Return the tensors in ``value``, also those inside of lists, dicts, dataclasses and so on."""
     found: list[torch.Tensor] = []
 
     def collect(tensor: torch.Tensor) -> torch.Tensor:
