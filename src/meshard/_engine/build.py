@@ -221,9 +221,9 @@ def plan(
     all-gather comes first. If it is empty, it is left out, unless there is no other plan.
     """
     plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
-    # Plans are keyed by MeshInfo, which compares by identity. These dicts give all parameters on
-    # one mesh the same MeshInfo, and so one plan: the first dict for sharded parameters, the second
-    # for replicated ones.
+    # ``plans`` compares MeshInfo objects by identity. ``sharding`` and ``replicating`` keep one
+    # object for each mesh, so that all its sharded parameters, and all its replicated ones, get
+    # into the same plan.
     sharding = {mesh_info.mesh: mesh_info}
     replicating: dict[MeshInfo, MeshInfo] = {}
     for each in found:
@@ -297,9 +297,9 @@ def resolve_mesh_info(mesh: DeviceMesh, dims: DataParallelMeshDims | None) -> Me
 def _chosen_mesh_info(
     fqn: str, chosen: Any, sharding: dict[DeviceMesh, MeshInfo], default: MeshInfo
 ) -> tuple[MeshInfo, Any]:
-    """Return the mesh that ``placement_fn`` chose, and the placement on it.
+    """Return the mesh (``default`` if it names none) and the placement that ``chosen`` names.
 
-    ``sharding`` has the ``MeshInfo`` of each mesh that was chosen before; a new mesh is added.
+    ``sharding`` has the ``MeshInfo`` of each mesh that has occurred; a new mesh is added.
     """
     if chosen is None or isinstance(chosen, (Shard, Replicate)):
         return default, chosen

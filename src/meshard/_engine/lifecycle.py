@@ -110,7 +110,10 @@ class OtherThreadError(RuntimeError):
 
 
 def _is_on_stack(unit: Unit, inside: Unit | None = None) -> bool:
-    """Whether this thread runs a forward of ``unit``, besides one of ``inside`` that just began."""
+    """Whether this thread's stack has a forward of ``unit``.
+
+    If ``inside`` is ``unit``, the forward that has just begun does not count.
+    """
     return calls_on_stack(alive(unit.modules)) > (inside is unit)
 
 
@@ -374,8 +377,8 @@ class Lifecycle:
         group = unit.group
         if group.state is ParamState.SHARDED:
             self._start_unshard(unit, in_forward=in_forward)
-            # Compute now waits for this gather, which no earlier unit has started ahead. Start the
-            # gathers of ``following`` before that wait (in take()), so that they run during it.
+            # No earlier unit has started this gather ahead, so ``take`` will wait for it. Start the
+            # gathers of ``following`` now: they would otherwise start only after that wait.
             self._gather_ahead(following, in_forward=in_forward)
             group.take(why, post_forward_group)
         else:

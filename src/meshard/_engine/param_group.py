@@ -381,9 +381,10 @@ class ParamGroup:
     def release(
         self, why: int, *, keep_post_forward: bool = False, keeps_copy: bool = False
     ) -> None:
-        """End the reasons ``why`` to stay unsharded. If none but HIDDEN is left, reshard.
+        """End the leases in ``why``. If no lease but HIDDEN is left, reshard.
 
         With ``keeps_copy``, only put shards into modules, and do not free the unsharded parameters.
+        ``keep_post_forward``: see ``reshard``.
         """
         if why & self.leases & Lease.LENT:
             self._carry_flags()
@@ -582,7 +583,10 @@ class ParamGroup:
     # --- what modules hold ------------------------------------------------------------
 
     def read_flags(self) -> None:
-        """Before a forward: make shards and unsharded parameters agree on ``requires_grad``."""
+        """Make shards and unsharded parameters agree on ``requires_grad``, and count trained ones.
+
+        Called before a forward, and when the user's ``unshard()`` is over.
+        """
         self._flags = take_flags(self.params, self._flags)
         self.num_trainable = sum(self._flags)
 

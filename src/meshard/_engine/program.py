@@ -173,7 +173,7 @@ class Recorder:
         return next(iter(self._open.get(unit, ())), this.number) < this.number
 
     def close(self, passes: list[Pass]) -> None:
-        """Await no other backward of ``passes``, for units whose backward in them is over.
+        """Expect no further backward through ``passes``, for the units that are over in them.
 
         A unit whose forward still runs is left out: that forward itself has called the present
         backward, and the unit's own backward comes later.

@@ -222,9 +222,9 @@ class Gradients(abc.ABC):
 
     @abc.abstractmethod
     def pending_of_params(self) -> dict[int, DTensor | None]:
-        """Return, by index, each parameter with gradients that must still be reduced for ``.grad``.
+        """Map the index of each parameter whose gradients are not all in ``.grad`` to the rest.
 
-        The value is the sum over the shard group (``Q``), or None if some are in no reduction yet.
+        The rest is the mean over the shard group (``Q``), or None if a part of it is unreduced.
         """
 
     def clear(self, gone: frozenset[int]) -> None:
