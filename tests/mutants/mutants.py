@@ -83,10 +83,10 @@ def divided_twice_in_groups_of_one(patch):
 @found_by("partials_are_wide", (256.0, 4.0))
 def partial_in_the_reduce_dtype(patch):
     @instead(patch, GradientAccumulator, "finish_reduce")
-    def round_partial(finish, self, *args, **kwargs):
-        finish(self, *args, **kwargs)
+    def round_partial(finish, self):
+        finish(self)
         if self._partial is not None:
-            wire = self.rules.wire_dtype(args[0].layout)
+            wire = self.rules.wire_dtype(self._partial.layout)
             flat = self._partial.flat.to(wire).to(self._partial.flat.dtype)
             self._partial = self._partial._replace(flat=flat)
 
