@@ -183,7 +183,7 @@ class GatherPlan:
         ]
 
     def _copies_from(self, rows: torch.Tensor) -> _Copies:
-        """Return views to copy between."""
+        """Return the views to copy to, and those to copy from: parts of the gathered ``rows``."""
         segments = self.on_wire.split(rows) if self.on_wire.is_of_bytes else [rows]
         starts = [int(segment.storage_offset()) for segment in segments]
         # as_strided is one call; narrow, view and transpose would take several times as long.

@@ -565,7 +565,8 @@ class Lifecycle:
     def gradient_from_outside(self, unit: Unit) -> None:
         """Record that a parameter that ``unsharded_params`` has put in place has got a gradient.
 
-        Inside that block no hook begins a backward of ``unit``: the end of this backward reduces.
+        No hook of ``unit`` begins its backward inside that block, so ``unit`` is reduced when the
+        whole backward ends.
         """
         self._ensure_backward(unit).accumulates = True
         unit.step.is_due = True
@@ -650,7 +651,7 @@ class Lifecycle:
     # --- reductions -------------------------------------------------------------------
 
     def _reduce(self, run: BackwardRun, unit: Unit) -> None:
-        """If ``unit`` must be reduced, start it; under GradientSync.NONE only add up gradients."""
+        """Start the reduction of ``unit`` if due; under GradientSync.NONE only add up gradients."""
         if not unit.step.is_due:
             return
         sync, gradients = unit.settings.sync, unit.gradients

@@ -1,4 +1,4 @@
-"""Methods of torch that meshard replaces: ``zero_grad`` of optimizers and of modules.
+"""What meshard replaces in torch: ``zero_grad``, and for ``overlap_optimizer`` reads and clipping.
 
 Gradients that are accumulated and not reduced yet (*pending* ones) are in no ``.grad``. Users
 expect ``zero_grad`` to drop them, and torch has no hook for it. While the process has no pending
@@ -50,9 +50,11 @@ def patch_reads_and_clipping(
     before_read: Callable[[torch.Tensor], None],
     before_clipping: Callable[[Iterable[torch.Tensor]], None],
 ) -> None:
-    """Let torch call these functions with the DTensor that is read, and the parameters.
+    """Replace the methods that read a DTensor, and what torch's ``clip_grad_norm_`` calls.
 
-    torch's ``clip_grad_norm_`` finds no gradient if all were stepped in backward, and returns 0.
+    ``before_read`` gets each DTensor before it is read. ``before_clipping`` gets the parameters
+    before they are clipped: if backward has stepped them, none has a gradient, and torch would
+    return a norm of 0.
     """
     _call_before(DTensor, "to_local", before_read)
     _call_before(DTensor, "redistribute", before_read)  # full_tensor calls it
