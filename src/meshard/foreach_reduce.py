@@ -19,15 +19,15 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommStream, Communicator, InFlight, Rows
-from meshard._comm.gradient_buffer import GradientLayout, UnusedParamMarks
+from meshard._comm.communicator import CommStream, Communicator, Handle
+from meshard._comm.gradient_buffer import GradientLayout
 from meshard._communicators import make_communicator
 from meshard._mesh.layout import ParamLayout
 
@@ -74,8 +74,7 @@ def foreach_reduce(
 
     Returns:
         This rank's shard ``[rows of its chunk, ...]`` of each parameter, in ``accumulate_dtype``.
-        None where no rank has used the parameter, in this call or in the partial; but a parameter
-        without elements counts as used.
+        None where no rank has used the parameter, in this call or in the partial.
 
     Raises:
         TypeError: A dtype is not of floating point.
@@ -109,15 +108,15 @@ def foreach_reduce(
         divide_factor=divide_factor,
         label="(foreach_reduce)",
     )
-    buffer = layout.allocate(
-        accumulate_dtype if is_narrowed_late(gradients, reduce_dtype) else reduce_dtype
-    )
-    layout.reduce_scatter_copy_in([buffer], list(gradients))
-    used = frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
+    used = frozenset(index for index, each in enumerate(gradients) if each is not None)
+    narrows = is_narrowed_late(gradients, reduce_dtype)
+    buffer = layout.allocate(accumulate_dtype if narrows else reduce_dtype)
+    layout.reduce_scatter_copy_in(buffer, list(gradients), used)
     laid_out = _laid_out(partial, layout, shard_group.rank(), accumulate_dtype)
-    reduced = Reduction(plan, [buffer], layout.marks_for(used), laid_out, comm).finish()
+    reduced = Reduction(plan, layout, buffer, laid_out, comm).finish()
     shards: list[torch.Tensor | None] = [None] * len(params)
-    for index, shard in layout.shards(reduced.shard, shard_group.rank(), reduced.used):
+    used = layout.used_anywhere(reduced, used)
+    for index, shard in layout.shards(reduced, shard_group.rank(), used):
         shards[index] = shard
     return shards
 
@@ -157,7 +156,7 @@ def _laid_out(
     shard_rank: int,
     dtype: torch.dtype,
 ) -> torch.Tensor | None:
-    """Return the shards of ``partial`` as a flat tensor, with the marks of unused parameters."""
+    """Return the shards of ``partial`` as a row of ``layout``."""
     if partial is None:
         return None
     if len(partial) != len(layout.params):
@@ -165,19 +164,19 @@ def _laid_out(
             f"partial has {len(partial)} entries for {len(layout.params)} gradients; pass what "
             "foreach_reduce(..., all_reduce=False) returned for the same parameters."
         )
-    flat = torch.full((layout.shard_numel,), -0.0, dtype=dtype, device=layout.device)
+    flat = torch.zeros(1, layout.row_numel, dtype=dtype, device=layout.device)
     used = frozenset(index for index, shard in enumerate(partial) if shard is not None)
-    for index, target in layout.shards(flat, shard_rank, used):
-        shard, param_range = partial[index], layout.ranges[index]
+    layout.write_counts(flat, used)
+    for index, target in layout.shards(flat[0], shard_rank, used):
+        shard = partial[index]
         assert shard is not None
         if shard.shape != target.shape:
             raise ValueError(
                 f"partial {index} has shape {tuple(shard.shape)}; this rank's shard has "
                 f"{tuple(target.shape)}."
             )
-        flat.narrow(0, param_range.offset, param_range.numel).zero_()
-        target.copy_(shard).add_(0.0)  # a -0.0 would mark the parameter as unused
-    return flat
+        target.copy_(shard)
+    return flat[0]
 
 
 class Divisors(NamedTuple):
@@ -279,182 +278,125 @@ def is_narrowed_late(gradients: Sequence[torch.Tensor | None], wire_dtype: torch
     )
 
 
-class Reduced(NamedTuple):
-    """The result of a reduction."""
-
-    shard: torch.Tensor  # [shard_numel], in the accumulate dtype
-    # The parameters of which any rank of this reduction had a gradient, in what it sent or in its
-    # partial. Parameters without elements always count.
-    used: frozenset[int]
-
-
 class Reduction:
-    """A reduction in flight.
+    """A reduction in flight, which reads top to bottom in ``_run``.
 
-    The stages are the reduce-scatter and, over replicas, the all-reduce. On CPU, where waits block
-    the host, ``__init__`` starts the first stage. ``advance`` ends a stage and starts the next. On
-    a device ``__init__`` queues all stages. ``rows`` are one block ``[shard_count, shard_numel]``,
-    or from ``Communicator.send_rows``. They are cast to the wire dtype before they are sent, and
-    the caller must not use them again.
+    On CPU, where waits block the host, ``__init__`` starts the reduce-scatter. ``advance`` waits
+    for the collective under way and starts the next. On a device ``__init__`` queues everything.
+    ``rows`` are packed by ``layout``. The caller must not use them again.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
-    **Stream:** stages are queued on the scatter and all-reduce streams; ``finish`` makes the
-    caller's stream wait for all of them.
+    **Stream:** the scatter and all-reduce streams; ``finish`` makes the caller's stream wait.
     **Lifetime:** the object keeps all tensors in use alive until ``finish``.
     """
 
     def __init__(
         self,
         plan: ReducePlan,
-        rows: Rows,
-        marks: UnusedParamMarks,  # which parameters this rank has used
-        partial: torch.Tensor | None,  # of earlier microbatches, [shard_numel], accumulate dtype
+        layout: GradientLayout,
+        rows: torch.Tensor,  # [shard_count, row_numel]
+        partial: torch.Tensor | None,  # of earlier microbatches, [row_numel], accumulate dtype
         comm: Communicator,
     ) -> None:
         self._plan = plan
-        self._marks = marks
-        self._partial = partial
         self._comm = comm
-        self._divisors = plan.divisors
-        # Sums have the wider of the two dtypes, because marks are read from them. In the narrower
-        # one, a small negative sum might be rounded to -0.0, which is the mark.
-        self._sum_dtype = _wider(plan.wire_dtype, plan.accumulate_dtype)
-        self._ends: list[InFlight] = []  # the last work of the scatter, and of the all-reduce
-        self._unused: torch.Tensor | None = None
-        self._stages_left = 0
-        rows = self._made_ready(rows)
-        if comm.waits_block_host:
-            self._start_scatter(rows)
-            self._stages_left = 1 if plan.replicate_group is None else 2
-        else:
-            self._queue_all(rows)
+        self.sent: torch.Tensor | None = None  # until its memory is freed
+        self._ends: list[Handle] = []  # of the work on each stream
+        self._result: torch.Tensor
+        self._stages = self._run(layout, rows, partial)
+        self._in_flight = next(self._stages, None)
+        if not comm.waits_block_host:
+            self._in_flight = None
+            for _ in self._stages:
+                """Each stage is queued behind the one before it."""
 
-    def _made_ready(self, rows: Rows) -> Rows:
-        """Return the rows as they are sent: divided by ``before_scatter``, cast, with marks.
+    def _run(
+        self, layout: GradientLayout, rows: torch.Tensor, partial: torch.Tensor | None
+    ) -> Iterator[Handle]:
+        """Yield each collective that the host must wait for before the next stage begins."""
+        plan, comm, numel = self._plan, self._comm, layout.shard_numel
+        wire, group = plan.wire_dtype, plan.shard_group
+        divisors = plan.divisors
 
-        In a group of one rank, which sends nothing, they keep their dtype.
-        """
-        plan, marks = self._plan, self._marks
-        for block in rows:
-            divide_(block, self._divisors.before_scatter)
-        if rows[0].dtype != plan.wire_dtype and plan.shard_group.size() > 1:
-            rows = self._narrowed(rows)
-        if self._comm.is_alone(plan.shard_group) and marks.all_used:
-            return rows  # nothing is sent; ``marks.write`` sets the marks before they are read
-        for block in rows:
-            marks.mark_sent(block)
-        return rows
+        # What is sent is divided first only in float16, which would overflow.
+        _divide(rows, numel, divisors.before_scatter)
+        if rows.dtype != wire and group.size() > 1:
+            narrow = comm.send_memory(rows.size(1), wire, device=rows.device, group=group)
+            rows = narrow.copy_(rows)
+        self.sent = rows
+        with comm.on_stream(CommStream.SCATTER):
+            # CPU ranks add up in the wider dtype, and divide before they round to the narrower.
+            sum_dtype = _wider(wire, plan.accumulate_dtype)
+            scatter = comm.reduce_scatter(
+                rows, sum_dtype, group=group, label=plan.label, num_counts=layout.num_counts
+            )
+            del rows
+            yield scatter
+            scatter.wait()
+            if comm.waits_block_host:
+                self.sent = None  # free it before the all-reduce takes memory
+            total = scatter.result
+            _divide(total, numel, divisors.after_scatter)
+            if partial is not None:
+                total.add_(partial)  # the counts too
+            total = total.to(plan.accumulate_dtype)
+            scattered = comm.record(total, after=scatter)
+            self._ends.append(scattered)
+        self._result = total
+        if plan.replicate_group is None:
+            return  # a sum over all ranks, or a partial
 
-    def _narrowed(self, rows: Rows) -> Rows:
-        """Return the rows, which are one block, in the wire dtype."""
-        (wide,), wire, group = rows, self._plan.wire_dtype, self._plan.shard_group
-        (narrow,) = self._comm.send_rows(
-            wide.size(1), wire, device=wide.device, group=group, as_one=True
-        )
-        return [narrow.copy_(wide)]
-
-    def _queue_all(self, rows: Rows) -> None:
-        """Queue all stages on streams, each of which is entered only once.
-
-        To enter a stream takes the host as long as to launch several kernels.
-        """
-        with self._comm.on_stream(CommStream.SCATTER):
-            self._start_scatter(rows)
-            self._after_scatter()
-        if self._plan.replicate_group is not None:
-            with self._comm.on_stream(CommStream.ALL_REDUCE):
-                self._start_all_reduce()
-                self._after_all_reduce()
+        with comm.on_stream(CommStream.ALL_REDUCE):
+            scattered.wait()
+            _divide(total, numel, divisors.before_all_reduce)
+            across = comm.all_reduce(
+                total.to(wire),
+                group=plan.replicate_group,
+                label=plan.label,
+                num_counts=layout.num_counts,
+            )
+            yield across
+            across.wait()
+            total = across.result.to(plan.accumulate_dtype)
+            _divide(total, numel, divisors.after_all_reduce)
+            self._ends.append(comm.record(total, after=across))
+        self._result = total
 
     @property
     def has_more(self) -> bool:
-        """Whether ``advance`` has a stage to end."""
-        return self._stages_left > 0
+        """Whether ``advance`` has a collective to wait for."""
+        return self._in_flight is not None
 
     def advance(self) -> None:
-        """End the stage that is under way, for which the host waits. Start the next, if any."""
-        self._stages_left -= 1
-        if self._ends:  # the scatter is over, so the all-reduce has been started
-            self._after_all_reduce()
-            return
-        self._after_scatter()
-        if self._plan.replicate_group is not None:
-            self._start_all_reduce()
+        """On CPU, wait for the collective under way, and start the next, if any."""
+        assert self._in_flight is not None
+        self._in_flight.wait()
+        self._in_flight = next(self._stages, None)
 
-    def _start_scatter(self, rows: Rows) -> None:
-        plan = self._plan
-        self._scattered = self._comm.reduce_scatter(
-            rows,
-            self._sum_dtype,
-            group=plan.shard_group,
-            label=plan.label,
-            keep_signs=not self._marks.all_used,
-        )
-        self._result = self._scattered.sum
-        self._pending = self._scattered.pending
-
-    def _after_scatter(self) -> None:
-        plan, marks = self._plan, self._marks
-        self._pending.wait()
-        self._scattered.free_if_sent()  # on CPU, before the all-reduce takes memory
-        self._unused = marks.read(self._result)
-        divide_(self._result, self._divisors.after_scatter)
-        if self._partial is not None:
-            if self._unused is not None:
-                self._unused = self._unused & marks.is_marked(self._partial)
-            self._result.add_(self._partial)
-        if self._sum_dtype != plan.accumulate_dtype:
-            self._result = self._result.to(plan.accumulate_dtype)
-        if plan.replicate_group is None and plan.replicate_count > 1:
-            # The result is a partial: a later reduction reads these marks from it.
-            marks.write(self._result, self._unused)
-        self._pending = self._comm.record(self._result, after=self._pending)
-        self._ends.append(self._pending)
-
-    def _start_all_reduce(self) -> None:
-        plan = self._plan
-        assert plan.replicate_group is not None
-        self._pending.wait()
-        divide_(self._result, self._divisors.before_all_reduce)
-        self._wire = self._result.to(plan.wire_dtype)
-        self._marks.write(self._wire, self._unused)
-        self._pending = self._comm.all_reduce(
-            self._wire, group=plan.replicate_group, label=plan.label
-        )
-
-    def _after_all_reduce(self) -> None:
-        self._pending.wait()
-        # The result gets a name of its own, so that ``self._unused`` lives until ``finish``. The
-        # scatter stream allocated it, and ``_start_all_reduce`` reads it on the all-reduce stream
-        # (rule 4 of _comm/streams.py).
-        self._unused_anywhere = self._marks.read(self._wire)
-        self._reduced = self._wire.to(self._plan.accumulate_dtype)
-        divide_(self._reduced, self._divisors.after_all_reduce)
-        self._ends.append(self._comm.record(self._reduced, after=self._pending))
-
-    @property
-    def holds_rows(self) -> bool:
-        """Whether what was sent is kept."""
-        return bool(self._scattered.rows)
-
-    def free_rows(self) -> None:
-        """On a device, let the current stream wait for the scatter, and free what was sent."""
+    def free_sent(self) -> None:
+        """On a device, free what was sent: the current stream waits for the reduce-scatter."""
         self._ends[0].wait()
-        self._scattered.rows.clear()
+        self.sent = None
 
-    def finish(self) -> Reduced:
-        """End the stages that are left. Return the result, usable on the current stream."""
+    def finish(self) -> torch.Tensor:
+        """Return the result ``[row_numel]``, in the accumulate dtype, for the current stream."""
         while self.has_more:
             self.advance()
         for end in self._ends:
             end.wait()
         # On a device inputs are freed only now, when the current stream waits for all uses of them.
-        del self._scattered, self._partial
-        if self._plan.replicate_group is None:
-            return Reduced(self._result, self._marks.used_after(self._unused))
-        return Reduced(self._reduced, self._marks.used_after(self._unused_anywhere))
+        self.sent = None
+        del self._stages
+        return self._result
 
-    def abandon(self) -> None:
+    def abort(self) -> None:
         """Give up the collectives that were started, and start no other one."""
-        for each in (self._pending, *self._ends):
-            each.abandon()
+        for each in (self._in_flight, *self._ends):
+            if each is not None:
+                each.release()
+
+
+def _divide(buffer: torch.Tensor, numel: int, divisor: Fraction) -> None:
+    """Divide the first ``numel`` columns: the gradients, and not the counts."""
+    if divisor != 1:
+        divide_(buffer.narrow(-1, 0, numel), divisor)

@@ -1,9 +1,9 @@
 """The communicator: starts collectives and orders their results.
 
-One call starts a collective, and returns an object for it, such as ``GatherInFlight``. The
-collective runs beside compute until the caller waits for this object (``wait`` or ``rows``). Just
-before a collective is issued, ``announced`` reports it to the check of ``MESHARD_DEBUG=1``, which
-raises if the ranks differ, and to observers such as ``CommLedger``.
+One call starts a collective and returns a ``Handle``. The collective runs beside compute until the
+caller waits for the handle. A collective takes one contiguous tensor and gives one. Just before it
+is issued, ``announced`` reports it to the check of ``MESHARD_DEBUG=1``, which raises if the ranks
+differ, and to observers such as ``CommLedger``.
 """
 
 from __future__ import annotations
@@ -11,12 +11,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import enum
-import functools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,22 +24,9 @@ from meshard._comm import spans
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
 from meshard._comm.spans import Clock, clock_of, profiled
 from meshard._comm.stalls import Collective, spoken
+from meshard._mesh.layout import ROW_BYTES, padded
 from meshard._torch.private import backend_of, is_profiling
 from meshard.policies import AllGather, Comm, ReduceScatter
-
-# A matrix with one row per rank, in rank order, as a list of blocks. A block [k, n] has k rows.
-# Usually one block has all rows. With shared memory each row may be a block of its own: gathered
-# rows stay in the memory of their ranks, and of rows to be sent, only those for other ranks lie in
-# shared memory.
-Rows = list[torch.Tensor]
-
-
-class StepPhase(enum.Enum):
-    """A part of a training step. Each part needs different memory for its collectives."""
-
-    FORWARD = "forward"
-    BACKWARD = "backward"
-    STEP = "step"  # of an optimizer
 
 
 class CommStream(enum.Enum):
@@ -53,119 +39,47 @@ class CommStream(enum.Enum):
     OPTIMIZER = "optimizer"
 
 
-# --- what is in flight -----------------------------------------------------------------------
+# --- handles ---------------------------------------------------------------------------------
 
 
-class Pending(Protocol):
-    """Work that has been started."""
+class Handle(Protocol):
+    """A collective, or local work, that has been started. It keeps alive what the work uses."""
+
+    result: torch.Tensor  # of a collective; valid after ``wait`` and before ``release``
 
     def wait(self) -> None:
-        """Make all that the caller does next run after this work. May be called repeatedly."""
+        """Make all that the caller does next run after the work. May be called repeatedly.
 
-    def poll(self) -> bool:
-        """Return whether the work is known to be done, without blocking.
-
-        If so, also do what ``wait`` does.
+        On CPU the host waits, on a device the current stream.
         """
 
-
-class InFlight(Pending, Protocol):
-    """A collective that has been started."""
-
-    def abandon(self) -> None:
-        """Give up the result after an error, so that input and output can be freed.
-
-        Raises nothing. Waits only if the backend may still use the memory of input or output.
-        """
-
-
-class GatherInFlight(Protocol):
-    """An all-gather that has been started. It keeps the tensors alive that the gather uses."""
-
-    def rows(self) -> Rows:
-        """Wait, and return what the ranks sent. The caller must not write to the rows."""
+    def done(self) -> bool:
+        """Return whether the work is known to be done. Never blocks."""
 
     def release(self) -> None:
-        """Release the rows, which must not be read afterwards.
+        """Give up the result, whether or not the collective has ended. Raises nothing.
 
-        With shared memory the rows lie in memory of other ranks, which may reuse it only after
-        that.
+        Waits only if the backend may still use the memory. Other ranks may reuse the memory of a
+        gather's result only after its release.
         """
-
-    def abandon(self) -> None:
-        """Give up the gather after an error, as ``InFlight.abandon`` does."""
-
-
-class ReceiveMemory(NamedTuple):
-    """Memory for the result of a unit's gathers. Reusing it is faster than allocating each time."""
-
-    flat: torch.Tensor
-    rows: torch.Tensor  # the same memory as [ranks, n]
-    free: Callable[[], None] | None = None
-
-
-# Returns the memory for a gather, given its source and the number of ranks.
-Receive = Callable[[torch.Tensor, int], ReceiveMemory]
-
-
-class Gathered(NamedTuple):
-    """An all-gather whose result is in memory of this rank."""
-
-    gathered: Rows
-    pending: InFlight
-    source: torch.Tensor | None = None  # kept alive: the collective reads it
-    free: Callable[[], None] | None = None  # frees ``gathered``
-
-    def rows(self) -> Rows:
-        self.pending.wait()
-        return self.gathered
-
-    def release(self) -> None:
-        if self.free is not None:
-            self.free()
-
-    def abandon(self) -> None:
-        self.pending.abandon()
-        self.release()
-
-
-class Reducing(NamedTuple):
-    """A reduce-scatter that has been started. It keeps the tensors alive that it uses."""
-
-    pending: InFlight
-    rows: Rows  # the send buffer; ``free_if_sent`` empties the list
-    sum: torch.Tensor  # of this rank's row over all ranks, [n]; valid after ``pending.wait()``
-
-    def free_if_sent(self) -> bool:
-        """Free the send buffer if the collective is done. Return whether it has been freed."""
-        if self.rows and self.pending.poll():
-            self.rows.clear()
-        return not self.rows
-
-
-class Exchanging(NamedTuple):
-    """An all-to-all that has been started. It keeps the tensors alive that it uses."""
-
-    pending: InFlight
-    received: torch.Tensor  # what the ranks sent, in rank order; valid after ``pending.wait()``
-
-
-class RecordedWork(InFlight, Protocol):
-    """Local work that has been queued."""
 
     def synchronize(self) -> None:
         """Block the host until the work is done. May be called repeatedly."""
 
 
 class Done:
-    """Work that is done already, such as an all-reduce in a group of one rank."""
+    """Work that is done already, such as a collective in a group of one rank."""
+
+    def __init__(self, result: torch.Tensor | None = None) -> None:
+        if result is not None:
+            self.result: torch.Tensor = result
 
     def wait(self) -> None: ...
 
-    def poll(self) -> bool:
+    def done(self) -> bool:
         return True
 
-    def abandon(self) -> None: ...
+    def release(self) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -284,12 +198,11 @@ def can_allocate(group: dist.ProcessGroup, device: torch.device) -> bool:
 class Communicator:
     """Collectives on the tensors of one device, for one root.
 
-    In a group for which ``is_alone`` is true, no collective is issued. ``label`` is the name of the
-    unit, for observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is
-    made.
+    In a group of one rank no collective is issued. ``label`` is the name of the unit, for
+    observers, errors and the profiler. ``MESHARD_DEBUG`` is read when the communicator is made.
     """
 
-    waits_block_host: bool  # whether InFlight.wait blocks the calling thread, and not a stream
+    waits_block_host: bool  # whether Handle.wait blocks the calling thread, and not a stream
     clock: Clock = spans.HOST  # the clock that traces read
 
     def __init__(self) -> None:
@@ -297,7 +210,7 @@ class Communicator:
         self.is_checked = is_debugging()
         # By group: a name of this root on which all ranks of the group agree.
         self.root_names: RootNames = {}
-        self._custom: CommSettings | None = None  # the user's own collectives; None: there are none
+        self._custom = CommSettings()
 
     # --- variants that share streams and memory --------------------------------------------
 
@@ -305,7 +218,7 @@ class Communicator:
         """Return a communicator on the same streams that uses the user's collectives."""
         if custom.all_reduce is dist.all_reduce:
             custom = replace(custom, all_reduce=None)
-        if custom == CommSettings():
+        if custom == self._custom:
             return self
         variant = copy.copy(self)
         variant._custom = custom
@@ -330,7 +243,7 @@ class Communicator:
         """
         raise NotImplementedError
 
-    def record(self, *keep: torch.Tensor, after: Pending | None = None) -> RecordedWork:
+    def record(self, *keep: torch.Tensor, after: Handle | None = None) -> Handle:
         """Return a handle for the work that the current stream has queued so far.
 
         The handle keeps ``keep`` alive. ``after`` is the collective that precedes the work: a trace
@@ -344,9 +257,9 @@ class Communicator:
         Only a communicator with streams does this; the others ignore the call.
         """
 
-    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
-        """Let the next use of ``comm_stream`` also wait for ``pending``."""
-        pending.wait()
+    def enter_after(self, comm_stream: CommStream, handle: Handle) -> None:
+        """Let the next use of ``comm_stream`` also wait for ``handle``."""
+        handle.wait()
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
         """Keep tensors of other streams alive until the device has done the current stream's work.
@@ -356,170 +269,20 @@ class Communicator:
 
     # --- memory ----------------------------------------------------------------------------
 
-    def allocate_source(
+    def gather_memory(
         self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        """Return an uninitialised tensor ``[numel]``, to be sent in one gather and then dropped."""
-        return torch.empty(numel, dtype=dtype, device=device)
+        """Return uninitialised memory ``[ranks, numel]`` for the result of the next gather.
 
-    def send_rows(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        as_one: bool = False,
-    ) -> Rows:
-        """Return uninitialised rows ``[numel]``, one per rank, to pass to one ``reduce_scatter``.
-
-        With ``as_one``, they are one block.
+        The caller may write what it sends to its own row.
         """
-        count = group.size()
-        custom = None if self._custom is None else self._custom.reduce_scatter
-        return [self._allocate((count, numel), dtype, device, group, custom)]
+        return self._allocate((group.size(), numel), dtype, device, group, self._custom.all_gather)
 
-    def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
-        """Free memory that was kept for later collectives, if ``phase`` has no use for it.
-
-        With ``is_tight``, free all memory that no collective in flight uses.
-        """
-
-    def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
-        """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
-        return ""
-
-    # --- collectives: all ranks of ``group`` call them, and they are queued on the caller's stream.
-    # The caller must keep a returned object until it has waited for that object. -----------
-
-    def is_alone(self, group: dist.ProcessGroup) -> bool:
-        """Whether ``group`` has no other rank, so that nothing is sent in it."""
-        return group.size() == 1
-
-    def gather(
-        self,
-        source: torch.Tensor,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        receive: Receive | None = None,
-    ) -> GatherInFlight:
-        """Start gathering every rank's ``source [n]``.
-
-        ``receive`` returns memory for the result, perhaps that of the caller's previous gather. So
-        it is called only if waits block the host: on a device, a stream may still be reading the
-        previous result.
-        **Lifetime:** ``source`` must not be edited until the rows are released.
-        """
-        if self.is_alone(group):
-            return Gathered([source.view(1, -1)], self.record(source))
-        with announced("all_gather", source, group, label, rows=group.size(), comm=self):
-            custom = None if self._custom is None else self._custom.all_gather
-            if custom is None:
-                in_own_memory = self._start_gather(source, group, label, receive)
-                if in_own_memory is not None:
-                    return in_own_memory
-            shape = (group.size() * source.numel(),)
-            flat = self._allocate(shape, source.dtype, source.device, group, custom)
-            if custom is None:
-                pending = self._start_all_gather(flat, source, group, label)
-            else:
-                work = custom(flat, source, group, self.waits_block_host)
-                pending = self._in_flight(work, ("all_gather", label), group, source)
-            return Gathered([flat.view(group.size(), -1)], pending, source)
-
-    def reduce_scatter(
-        self,
-        rows: Rows,
-        sum_dtype: torch.dtype,
-        *,
-        group: dist.ProcessGroup,
-        label: str,
-        keep_signs: bool = True,
-    ) -> Reducing:
-        """Start a reduce-scatter: rank ``r`` gets the sum of row ``r`` over all ranks.
-
-        The rows may be overwritten and freed, so the caller must not use them afterwards.
-        ``sum_dtype`` is the dtype of the rows, or a wider one. With ``keep_signs`` a sum of
-        negative zeros is a negative zero.
-        """
-        first, is_alone = rows[0], self.is_alone(group)
-        custom = None if self._custom is None else self._custom.reduce_scatter
-        if first.dtype == sum_dtype and (is_alone or 1 < group.size() == len(rows)):
-            # This rank's own row is a block by itself and is not sent, so it can hold the sum.
-            total = rows[group.rank()].view(-1)
-        else:
-            total = self._allocate((first.size(1),), sum_dtype, first.device, group, custom)
-            if is_alone:
-                total.copy_(first.view(-1))
-        if is_alone:
-            return Reducing(self.record(*rows), rows, total)
-        with announced("reduce_scatter", first, group, label, rows=len(rows), comm=self):
-            if custom is None:
-                pending = self._start_reduce_scatter(
-                    total, rows, group, label, keep_signs=keep_signs
-                )
-            else:
-                (source,) = rows
-                received, then = total, None
-                if total.dtype != source.dtype:
-                    received = custom.allocate(
-                        total.shape, dtype=source.dtype, device=source.device
-                    )
-                    then = functools.partial(total.copy_, received)
-                op = dist.ReduceOp.SUM
-                work = custom(received, source.view(-1), group, op, self.waits_block_host)
-                collective = "reduce_scatter", label
-                pending = self._in_flight(work, collective, group, source, received, then=then)
-        return Reducing(pending, rows, total)
-
-    def all_reduce(self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str) -> InFlight:
-        """Sum ``buffer`` over the ranks of ``group``, in place."""
-        if self.is_alone(group):
-            return DONE
-        with announced("all_reduce", buffer, group, label, comm=self):
-            custom = None if self._custom is None else self._custom.all_reduce
-            if custom is None:
-                return self._start_all_reduce(buffer, group, label)
-            op = dist.ReduceOp.SUM
-            work = custom(buffer, op=op, group=group, async_op=self.waits_block_host)
-            return self._in_flight(work, ("all_reduce", label), group, buffer)
-
-    def all_to_all(
-        self,
-        source: torch.Tensor,
-        sent: list[int],
-        received: list[int],
-        *,
-        numel: int,
-        group: dist.ProcessGroup,
-        label: str,
-    ) -> Exchanging:
-        """Start sending one part of ``source [n]`` to each rank, and receiving one from each.
-
-        The parts lie in rank order. ``sent`` and ``received`` list their numbers of elements.
-        ``numel`` is the number of elements that all ranks send together, the same on every rank.
-        """
-        if self.is_alone(group):
-            return Exchanging(self.record(source), source)
-        to_others = (source.numel() - sent[group.rank()]) * source.itemsize
-        with announced(
-            "all_to_all", source, group, label, numel=numel, sent_bytes=to_others, comm=self
-        ):
-            output = source.new_empty(sum(received))
-            work = dist.all_to_all_single(
-                output, source, received, sent, group=group, async_op=self.waits_block_host
-            )
-            pending = self._in_flight(work, ("all_to_all", label), group, source)
-        return Exchanging(pending, output)
-
-    # --- for implementations ---------------------------------------------------------------
-
-    def _start_gather(
-        self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
-    ) -> GatherInFlight | None:
-        """Start a gather if its result needs no memory of ``_allocate``, else return None."""
-        return None
+    def send_memory(
+        self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        """Return uninitialised memory ``[ranks, numel]`` to send by the next ``reduce_scatter``."""
+        return self._allocate((group.size(), numel), dtype, device, group, None)
 
     def _allocate(
         self,
@@ -530,46 +293,182 @@ class Communicator:
         custom: Comm | None,
     ) -> torch.Tensor:
         """Return an uninitialised tensor, allocated by ``custom``, the process group or torch."""
-        if self._custom is None or group.size() == 1:
-            return torch.empty(shape, dtype=dtype, device=device)
         numel = math.prod(shape)
-        if custom is None and self._custom.from_group:
+        if group.size() > 1 and custom is not None:
+            return custom.allocate((numel,), dtype=dtype, device=device).view(shape)
+        if group.size() > 1 and self._custom.from_group:
             backend = backend_of(group, device)
             flat: torch.Tensor = backend.allocate_tensor(numel, dtype=dtype, device=device)
             return flat.view(shape)
-        make = torch.empty if custom is None else custom.allocate
-        return make((numel,), dtype=dtype, device=device).view(shape)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
+        """Return a line on how ranks of one host exchange data in ``groups``, for ``describe``."""
+        return ""
+
+    # --- collectives: all ranks of ``group`` call them, and they are queued on the caller's stream.
+    # The caller must keep a returned handle until it has waited for it. -------------------
+
+    def all_gather(
+        self,
+        source: torch.Tensor,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        memory: torch.Tensor | None = None,
+    ) -> Handle:
+        """Start gathering every rank's ``source [n]``. The result is ``[ranks, n]``.
+
+        ``memory`` is from ``gather_memory``; None: it is allocated here.
+        **Lifetime:** ``source`` must not be edited until the handle is released.
+        """
+        if group.size() == 1:
+            return self._local(source.view(1, -1))
+        with announced("all_gather", source, group, label, rows=group.size(), comm=self):
+            if memory is None:
+                memory = self.gather_memory(
+                    source.numel(), source.dtype, device=source.device, group=group
+                )
+            custom = self._custom.all_gather
+            if custom is None:
+                return self._start_all_gather(memory, source, group, label)
+            work = custom(memory.view(-1), source, group, self.waits_block_host)
+            return self._handle(work, memory, ("all_gather", label), group, source)
+
+    def reduce_scatter(
+        self,
+        rows: torch.Tensor,
+        sum_dtype: torch.dtype,
+        *,
+        group: dist.ProcessGroup,
+        label: str,
+        num_counts: int = 0,
+    ) -> Handle:
+        """Start a reduce-scatter of ``rows [ranks, n]``: rank ``r`` gets the sum ``[n]`` of row r.
+
+        The rows may be overwritten and freed, so the caller must not use them afterwards.
+        ``sum_dtype`` is the dtype of the rows, or a wider one. The last ``num_counts`` columns are
+        the same in all rows, and must come out exact. A user's own reduce-scatter, which may round
+        what it sends, does not get them.
+        """
+        if group.size() == 1:
+            return self._local(rows.view(-1).to(sum_dtype))
+        custom = self._custom.reduce_scatter
+        if custom is not None:
+            return self._custom_reduce_scatter(rows, sum_dtype, custom, group, label, num_counts)
+        with announced("reduce_scatter", rows, group, label, comm=self):
+            total = self._allocate((rows.size(1),), sum_dtype, rows.device, group, None)
+            return self._start_reduce_scatter(total, rows, group, label)
+
+    def _custom_reduce_scatter(
+        self,
+        rows: torch.Tensor,
+        sum_dtype: torch.dtype,
+        custom: ReduceScatter,
+        group: dist.ProcessGroup,
+        label: str,
+        num_counts: int,
+    ) -> Handle:
+        numel, size = rows.size(1) - num_counts, group.size()
+        row, dtype, device = padded(numel, ROW_BYTES), rows.dtype, rows.device
+        sent = custom.allocate((size * row,), dtype=dtype, device=device)
+        received = custom.allocate((row,), dtype=dtype, device=device)
+        sent.view(size, row).zero_()[:, :numel] = rows[:, :numel]
+        total = torch.empty(rows.size(1), dtype=sum_dtype, device=rows.device)
+        with announced("reduce_scatter", sent, group, label, comm=self):
+            work = custom(received, sent, group, dist.ReduceOp.SUM, self.waits_block_host)
+        counts = rows[0, numel:].clone()
+        counted = self.with_custom(CommSettings()).all_reduce(counts, group=group, label=label)
+
+        def put_together() -> None:
+            counted.wait()
+            torch.cat([received[:numel].to(sum_dtype), counts.to(sum_dtype)], out=total)
+
+        keep = rows, sent, received, counts
+        collective = "reduce_scatter", label
+        return self._handle(work, total, collective, group, *keep, then=put_together)
+
+    def all_reduce(
+        self, buffer: torch.Tensor, *, group: dist.ProcessGroup, label: str, num_counts: int = 0
+    ) -> Handle:
+        """Sum ``buffer [n]`` over the ranks of ``group``, in place.
+
+        ``num_counts``: see ``reduce_scatter``.
+        """
+        if group.size() == 1:
+            return self._local(buffer)
+        custom, numel = self._custom.all_reduce, buffer.numel() - num_counts
+        if custom is None:
+            with announced("all_reduce", buffer, group, label, comm=self):
+                return self._start_all_reduce(buffer, group, label)
+        values, counts = buffer[:numel], buffer[numel:]
+        with announced("all_reduce", values, group, label, comm=self):
+            op = dist.ReduceOp.SUM
+            work = custom(values, op=op, group=group, async_op=self.waits_block_host)
+        ours = self.with_custom(CommSettings())
+        counted = ours.all_reduce(counts, group=group, label=label) if num_counts else DONE
+        return self._handle(work, buffer, ("all_reduce", label), group, then=counted.wait)
+
+    def all_to_all(
+        self,
+        source: torch.Tensor,
+        sent: list[int],
+        received: list[int],
+        *,
+        numel: int,
+        group: dist.ProcessGroup,
+        label: str,
+    ) -> Handle:
+        """Start sending one part of ``source [n]`` to each rank, and receiving one from each.
+
+        The parts lie in rank order. ``sent`` and ``received`` list their numbers of elements.
+        ``numel`` is the number of elements that all ranks send together, the same on every rank.
+        The result has what the ranks sent, in rank order.
+        """
+        if group.size() == 1:
+            return self._local(source)
+        to_others = (source.numel() - sent[group.rank()]) * source.itemsize
+        with announced(
+            "all_to_all", source, group, label, numel=numel, sent_bytes=to_others, comm=self
+        ):
+            output = source.new_empty(sum(received))
+            work = dist.all_to_all_single(
+                output, source, received, sent, group=group, async_op=self.waits_block_host
+            )
+            return self._handle(work, output, ("all_to_all", label), group, source)
+
+    # --- for implementations ---------------------------------------------------------------
 
     def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
-        """Start filling ``output [ranks * n]`` with every rank's ``source [n]``."""
+        self, memory: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> Handle:
+        """Start filling ``memory [ranks, n]`` with every rank's ``source [n]``."""
         raise NotImplementedError
 
     def _start_reduce_scatter(
-        self,
-        output: torch.Tensor,
-        rows: Rows,
-        group: dist.ProcessGroup,
-        label: str,
-        *,
-        keep_signs: bool,
-    ) -> InFlight:
+        self, total: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> Handle:
+        """Start filling ``total [n]``, which may have a wider dtype than ``rows``."""
         raise NotImplementedError
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
+    ) -> Handle:
         raise NotImplementedError
 
-    def _in_flight(
+    def _local(self, result: torch.Tensor) -> Handle:
+        """Return a handle for ``result``, which the current stream has computed."""
+        return Done(result)
+
+    def _handle(
         self,
         work: dist.Work | None,
+        result: torch.Tensor,
         collective: Collective,
         group: dist.ProcessGroup,
         *keep: torch.Tensor,
         then: Callable[[], object] | None = None,
-    ) -> InFlight:
+    ) -> Handle:
         """Return a handle that waits for ``work``, if any, and then calls ``then``.
 
         The handle keeps the tensors ``keep`` alive until the work is done.

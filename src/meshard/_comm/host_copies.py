@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from meshard._comm.communicator import DONE, CommStream, Communicator, RecordedWork
+from meshard._comm.communicator import DONE, CommStream, Communicator, Handle
 from meshard._comm.spans import profiled
 from meshard._torch.dtensor import is_plain
 
@@ -20,8 +20,8 @@ class HostCopies:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._reading: RecordedWork = DONE  # the last copy from host memory
-        self._writing: RecordedWork = DONE  # the last copy to host memory
+        self._reading: Handle = DONE  # the last copy from host memory
+        self._writing: Handle = DONE  # the last copy to host memory
 
     def fetch(self, shard: torch.Tensor, comm: Communicator, *, label: str) -> torch.Tensor:
         """Return a copy of ``shard`` on the device; ``shard`` must not change until ``wait``.
@@ -41,7 +41,7 @@ class HostCopies:
 
     def store(
         self, host: torch.Tensor, source: torch.Tensor, comm: Communicator, *, label: str
-    ) -> RecordedWork:
+    ) -> Handle:
         """Copy ``source [n]`` from the device to ``host [n]``.
 
         **Lifetime:** the returned handle keeps ``source`` alive until the caller has waited for the

@@ -33,26 +33,20 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm import spans
-from meshard._comm.communicator import (
-    CommStream,
-    Communicator,
-    InFlight,
-    Pending,
-    Rows,
-    StepPhase,
-)
+from meshard._comm.communicator import CommStream, Communicator, Handle
 from meshard._comm.stalls import Collective, WatchedStream
 from meshard._torch.private import all_gather_single, reduce_scatter_single
 
 
-class _EventInFlight:
+class EventHandle:
     """Work queued on a comm stream. ``wait`` makes a stream, not the host, wait for its event."""
 
-    __slots__ = ("_clock", "_compute", "_device_module", "_keep", "event", "issued")
+    __slots__ = ("_clock", "_compute", "_device_module", "_keep", "event", "issued", "result")
 
     def __init__(
         self, comm: StreamCommunicator, event: Any, keep: tuple[torch.Tensor, ...], compute: Any
     ) -> None:
+        self.result: torch.Tensor
         self._device_module = comm._device_module
         self._clock = comm.clock
         self.event = event
@@ -69,14 +63,14 @@ class _EventInFlight:
         self._order(stream)
         self.issued.waited(began, self._clock.now())
 
-    abandon = wait
+    release = wait
 
     def _order(self, stream: Any) -> None:
         stream.wait_event(self.event)
         self._keep = ()
 
-    def poll(self) -> bool:
-        return False  # wait() orders streams, and does not learn whether the work is done
+    def done(self) -> bool:
+        return bool(self.event.query())
 
     def synchronize(self) -> None:
         self.event.synchronize()
@@ -110,7 +104,7 @@ class StreamCommunicator(Communicator):
         self._gather_after: list[Any] = []  # at most one event
         self._entry: Any = None  # the event of the last entry into a comm stream, to be reused
         self._compute: Any = None  # inside on_stream: the stream that was current before
-        self._after: dict[CommStream, list[Pending]] = {}
+        self._after: dict[CommStream, list[Handle]] = {}
         self._watched = WatchedStream(device_module)
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
@@ -133,8 +127,8 @@ class StreamCommunicator(Communicator):
         module.set_stream(stream)
         before, self._compute = self._compute, compute
         try:
-            for pending in self._after.pop(comm_stream, ()):
-                pending.wait()
+            for handle in self._after.pop(comm_stream, ()):
+                handle.wait()
             yield
         finally:
             self._compute = before
@@ -148,75 +142,70 @@ class StreamCommunicator(Communicator):
         """
         self._gather_after[:] = [event]
 
-    def enter_after(self, comm_stream: CommStream, pending: Pending) -> None:
-        self._after.setdefault(comm_stream, []).append(pending)
+    def enter_after(self, comm_stream: CommStream, handle: Handle) -> None:
+        self._after.setdefault(comm_stream, []).append(handle)
 
     def hold_until_done(self, tensors: Sequence[torch.Tensor]) -> None:
         if tensors:
             event = self._device_module.current_stream().record_event()
             self._held_until_done.append((event, tensors))
 
-    def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
-        self._drop_what_is_done()
-
     def _drop_what_is_done(self) -> None:
         """Drop tensors that ``hold_until_done`` keeps, if the work on them is done."""
         while self._held_until_done and self._held_until_done[0][0].query():
             self._held_until_done.popleft()
 
-    def record(self, *keep: torch.Tensor, after: Pending | None = None) -> _EventInFlight:
+    def record(self, *keep: torch.Tensor, after: Handle | None = None) -> EventHandle:
         stream = self._device_module.current_stream()
         compute = stream if self._compute is None else self._compute
-        recorded = _EventInFlight(self, stream.record_event(), keep, compute)
-        if isinstance(after, _EventInFlight):
+        recorded = EventHandle(self, stream.record_event(), keep, compute)
+        if isinstance(after, EventHandle):
             recorded.issued = after.issued
         return recorded
 
-    def _record_collective(self, op: str, label: str, *keep: torch.Tensor) -> InFlight:
-        recorded = self.record(*keep)
-        recorded.issued = None if spans.recorder is None else spans.issued()
-        self._watched.add(recorded.event, (op, label))
-        return recorded
-
     def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
-        all_gather_single(output, source, group=group)
-        return self._record_collective("all_gather", label, source)
+        self, memory: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> Handle:
+        all_gather_single(memory.view(-1), source, group=group)
+        return self._handle(None, memory, ("all_gather", label), group, source)
 
     def _start_reduce_scatter(
-        self,
-        output: torch.Tensor,
-        rows: Rows,
-        group: dist.ProcessGroup,
-        label: str,
-        *,
-        keep_signs: bool,
-    ) -> InFlight:
-        (source,) = rows
-        is_same = output.dtype == source.dtype
-        received = output if is_same else torch.empty_like(output, dtype=source.dtype)
-        reduce_scatter_single(received, source.view(-1), group=group)
-        if not is_same:
-            output.copy_(received)
-        return self._record_collective("reduce_scatter", label, source, received)
+        self, total: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> Handle:
+        received = total
+        if total.dtype != rows.dtype:
+            received = torch.empty_like(total, dtype=rows.dtype)
+        reduce_scatter_single(received, rows.view(-1), group=group)
+        if received is not total:
+            total.copy_(received)
+        return self._handle(None, total, ("reduce_scatter", label), group, rows, received)
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
+    ) -> Handle:
         dist.all_reduce(buffer, group=group)
-        return self._record_collective("all_reduce", label, buffer)
+        return self._handle(None, buffer, ("all_reduce", label), group)
 
-    def _in_flight(
+    def _local(self, result: torch.Tensor) -> Handle:
+        recorded = self.record(result)
+        recorded.result = result
+        return recorded
+
+    def _handle(
         self,
         work: dist.Work | None,
+        result: torch.Tensor,
         collective: Collective,
         group: dist.ProcessGroup,
         *keep: torch.Tensor,
         then: Callable[[], object] | None = None,
-    ) -> InFlight:
+    ) -> Handle:
         if work is not None:
             work.wait()  # the current stream waits, not the host
         if then is not None:
             then()
-        return self._record_collective(*collective, *keep)
+        recorded = self.record(result, *keep)
+        recorded.result = result
+        recorded.issued = None if spans.recorder is None else spans.issued()
+        self._watched.add(recorded.event, collective)
+        return recorded

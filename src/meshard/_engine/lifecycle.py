@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import nn
 
 from meshard._comm import spans
-from meshard._comm.communicator import Communicator, StepPhase
+from meshard._comm.communicator import Communicator
 from meshard._comm.first_values import compare_first_values
 from meshard._communicators import make_communicator
 from meshard._engine.param_group import (
@@ -241,7 +241,6 @@ class Lifecycle:
     def _begin_forward(self, unit: Unit) -> None:
         self._refuse_unless_waited("a forward")
         self._refuse_other_reductions()
-        self.comm.begin_phase(StepPhase.FORWARD)
         if self.recorder.begin(sum(group.num_steps for group in self.groups())):
             for group in self.groups():
                 if group.leases & Lease.LATER:  # unsharded for a backward that never came

@@ -15,7 +15,7 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, log_event
+from meshard._comm.communicator import CommStream, Communicator, Handle, log_event
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues, sum_of_samples
 from meshard._engine.step_state import Failure
@@ -92,14 +92,6 @@ class PostForwardShard:
     group: dist.ProcessGroup  # n ranks, which together keep the shards of all ranks
 
 
-@dataclass(slots=True)
-class _Gather:
-    """A gather in flight."""
-
-    in_flight: GatherInFlight
-    is_post_forward: bool  # whether each rank sends its ``PostForwardShard``, not its shard
-
-
 @dataclass(frozen=True, slots=True)
 class SummonOptions:
     """The user's arguments to the public function ``caller``, such as ``unsharded_params``."""
@@ -159,7 +151,6 @@ class ParamGroup:
         # kernels edit a DTensor without raising its version.
         self.num_steps = 0
         self.num_rebuilds = 0  # how often users have replaced parameters, as by module.to()
-        self.was_resharded_between = False  # by a forward since the last optimizer step
         self.keeps_storage = False  # whether reshard keeps the memory of unsharded parameters
         self.failure: Failure  # one object for all units of a root; ``Root`` sets it
         self.modules: list[weakref.ref[nn.Module]] = []  # the unit's modules; ``Root`` sets them
@@ -168,7 +159,7 @@ class ParamGroup:
         self.pending_step: AwaitedStep | None = None  # optimizer step; the next gather awaits it
         self.state = ParamState.SHARDED  # written by _move only
         self.summoned_by: SummonOptions  # valid while the state is SUMMONED
-        self._gather: _Gather | None = None
+        self._gather: Handle | None = None
         self._post_forward_shard: PostForwardShard | None = None
         # Two sums over a few elements of the initial weights: one of the unsharded weights, which
         # ranks compare, and one of this rank's shards, to tell whether these were written to since,
@@ -349,7 +340,6 @@ class ParamGroup:
         if not self.leases & Lease.USER:
             self.install_sharded()  # the unsharded values are those from before the step
         self.num_steps += 1
-        self.was_resharded_between = False
         self.gradients.end_window()
 
     def clear_pending(self, ids: set[int]) -> None:
@@ -450,18 +440,17 @@ class ParamGroup:
         shard = self._post_forward_shard
         if shard is not None:
             with self.comm.on_stream(CommStream.GATHER):
-                in_flight = self.comm.gather(
+                self._gather = self.comm.all_gather(
                     shard.rows.view(-1), group=shard.group, label=self.label
                 )
             self._post_forward_shard = None
         else:
             self._unsharded_version = version
             try:
-                in_flight = self.unit_params.start_gather(self.comm)
+                self._gather = self.unit_params.start_gather(self.comm)
             except RuntimeError as error:
                 refuse_transforms(self.label, error)
                 raise
-        self._gather = _Gather(in_flight, shard is not None)
         self._move(ParamState.GATHERING)
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
@@ -476,25 +465,23 @@ class ParamGroup:
         if gather is None:
             return
         try:
-            rows, shard_count = gather.in_flight.rows(), self.spec.mesh_info.shard_count
+            gather.wait()
         except RuntimeError as error:
             explain_failure(error, f"all-gather of unit {self.label!r}")
             raise
-        if gather.is_post_forward:
-            rows = [block.view(shard_count // len(rows), -1) for block in rows]
-        # No torch.no_grad() here: the rows do not require grad, or all_gather_copy_out disables it.
-        self.unit_params.all_gather_copy_out(rows)
+        # In a gather of post-forward shards each rank has sent the shards of several.
+        gathered = gather.result.view(self.spec.mesh_info.shard_count, -1)
+        # No torch.no_grad(): no gathered tensor requires grad, or all_gather_copy_out disables it.
+        self.unit_params.all_gather_copy_out(gathered)
         if post_forward_group is not None:
-            count = shard_count // post_forward_group.size()
-            first = post_forward_group.rank() * count
-            own = [row for block in rows for row in block][first : first + count]
-            self._post_forward_shard = PostForwardShard(torch.stack(own), post_forward_group)
+            own = gathered.chunk(post_forward_group.size())[post_forward_group.rank()]
+            self._post_forward_shard = PostForwardShard(own.clone(), post_forward_group)
         self.pending_step = None
         self._move(ParamState.UNSHARDED)
         self._versions = list(map(_VERSION, self.params))
         self._gather = None
         log_event("unsharded", self.unit_params.label)
-        gather.in_flight.release()  # the rows were copied, or parameters are views of them
+        gather.release()
 
     def void_graphs_of_older_steps(self) -> None:
         """Make autograd refuse a backward through graphs from before the last optimizer step.
@@ -529,11 +516,9 @@ class ParamGroup:
         """
         if self._gather is not None:
             # The gather may still write to the memory that is freed below, so end it first.
-            self._gather.in_flight.abandon()
+            self._gather.release()
             self._gather = None
-        if keep_post_forward:
-            self.was_resharded_between = True
-        else:
+        if not keep_post_forward:
             self._post_forward_shard = None
         if self.state is ParamState.SHARDED:
             return

@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from meshard._comm.communicator import InFlight, Rows
+from meshard._comm.communicator import Handle
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.published import HostGrads, ShardedGrads, unrecorded
@@ -186,7 +187,7 @@ class Gradients(abc.ABC):
         """
 
     @abc.abstractmethod
-    def finish_reduce(self) -> InFlight | None:
+    def finish_reduce(self) -> Handle | None:
         """Run ``after`` hooks on the result and add it to ``.grad``, or keep it as a partial sum.
 
         If ``.grad`` live in host memory, return the copy to the host. The caller must wait for it.
@@ -299,6 +300,14 @@ class Gradients(abc.ABC):
         """Adapt to parameters that were cast, moved or replaced."""
 
 
+class _Reducing(NamedTuple):
+    """What ends a reduction in flight."""
+
+    layout: GradientLayout
+    used: frozenset[int]  # parameters of which this rank has sent a gradient
+    after: list[TensorHook]  # hooks to run on the result, as they were when it started
+
+
 class GradientAccumulator(Gradients):
     """The accumulators of one sharded unit, and the moves between them."""
 
@@ -307,8 +316,7 @@ class GradientAccumulator(Gradients):
         self._params = unit_params.params
         self._unreduced: FlatGradients | None = None  # U: in no reduction yet
         self._partial: FlatGradients | None = None  # Q: reduced over the shard group only
-        # Of the reduction in flight: its layout, and the ``after`` hooks set when it started.
-        self._reducing: tuple[GradientLayout, list[TensorHook]]
+        self._reducing: _Reducing  # about the reduction in flight
         # Parameters whose gradients the user has cleared while they were in a reduction.
         self._cleared_in_flight: frozenset[int] = frozenset()
         is_on_host = unit_params.host_copies is not None
@@ -431,15 +439,15 @@ class GradientAccumulator(Gradients):
                 flat = old.laid_out(layout).to(dtype)
                 if hooks:
                     new = layout.allocate(dtype)
-                    layout.reduce_scatter_copy_in([new], gradients)
+                    layout.reduce_scatter_copy_in(new, gradients, used)
                     layout.run_hooks(hooks, new, used)
                     flat.add_(new)
-                else:
-                    layout.add(flat, gradients)
+                    gradients = [None] * len(gradients)
                 used |= old.used
+                layout.add(flat, gradients, used)
             else:
                 flat = layout.allocate(dtype)
-                layout.reduce_scatter_copy_in([flat], gradients)
+                layout.reduce_scatter_copy_in(flat, gradients, used)
                 layout.run_hooks(hooks, flat, used)
             self._unreduced = FlatGradients(layout, flat, used)
 
@@ -476,56 +484,40 @@ class GradientAccumulator(Gradients):
         )
         if self.unit_params.comm.is_checked:
             _check_agreement(plan, mesh_info, over_replicas=self.publishes, ends_window=ends_window)
-        before = [hook.before for hook in hooks if hook.before]
-        rows: Rows
+        comm = self.unit_params.comm
         if flat is not None:
             for index in sorted(self._missing_sums):
                 self._add_up(layout, flat, index)
-            rows = [flat]
+            rows = flat
+        elif is_narrowed_late(gradients, plan.wire_dtype):
+            rows = layout.allocate(plan.accumulate_dtype)
         else:
-            arrived = on_arrived(settings)
-            rows = self._allocate(layout, plan, gradients, as_one=bool(arrived or before))
-            layout.reduce_scatter_copy_in(rows, gradients)
-            layout.run_hooks(arrived, rows[0], used)
-        if settings.zero_unused:
+            rows = comm.send_memory(
+                layout.row_numel, plan.wire_dtype, device=layout.device, group=plan.shard_group
+            )
+        if flat is None:
+            layout.reduce_scatter_copy_in(rows, gradients, used)
+            layout.run_hooks(on_arrived(settings), rows, used)
+        if settings.zero_unused and used != self.rules.everything:
             used = frozenset(layout.indices)
-        layout.run_hooks(before, rows[0], used)
+            layout.write_counts(rows, used)
+        layout.run_hooks([hook.before for hook in hooks if hook.before], rows, used)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
-        marks, comm = layout.marks_for(used), self.unit_params.comm
-        self.reduction, self.is_in_flight = Reduction(plan, rows, marks, partial, comm), True
-        self._reducing = layout, [hook.after for hook in reversed(hooks) if hook.after]
+        self.reduction, self.is_in_flight = Reduction(plan, layout, rows, partial, comm), True
+        self._reducing = _Reducing(layout, used, [h.after for h in reversed(hooks) if h.after])
         return True
 
-    def _allocate(
-        self,
-        layout: GradientLayout,
-        plan: ReducePlan,
-        gradients: Sequence[torch.Tensor | None],
-        *,
-        as_one: bool,
-    ) -> Rows:
-        """Return memory to send from, a row per rank. ``as_one`` (for hooks): all in one tensor."""
-        if is_narrowed_late(gradients, plan.wire_dtype):
-            return [layout.allocate(plan.accumulate_dtype)]
-        return self.unit_params.comm.send_rows(
-            layout.shard_numel,
-            plan.wire_dtype,
-            device=layout.device,
-            group=plan.shard_group,
-            as_one=as_one,
-        )
-
-    def finish_reduce(self) -> InFlight | None:
+    def finish_reduce(self) -> Handle | None:
         assert self.reduction is not None
-        (layout, after), self.is_in_flight = self._reducing, False
+        (layout, used, after), self.is_in_flight = self._reducing, False
         try:
-            reduced = self.reduction.finish()
+            flat = self.reduction.finish()
         except RuntimeError as error:
             explain_failure(error, f"reduction of unit {self.unit_params.label!r}")
             raise
         self.reduction = None
-        whole = FlatGradients(layout, reduced.shard, reduced.used)
+        whole = FlatGradients(layout, flat, layout.used_anywhere(flat, used))
         result = whole.without(self._cleared_in_flight) if self._cleared_in_flight else whole
         self._cleared_in_flight = frozenset()
         if result is None:

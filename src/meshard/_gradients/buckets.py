@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast
-from meshard._comm.communicator import CommStream, InFlight
+from meshard._comm.communicator import CommStream, Handle
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import run_hooks
 from meshard._comm.spans import profiled
@@ -100,7 +100,7 @@ class Bucket:
         self.used: set[int] = set()  # the parameters with a gradient in ``memory``
         self.earlier: tuple[Memory, set[int]] | None = None  # sums of earlier microbatches
         self.awaited = set(self.params)  # parameters whose gradient has not come in this backward
-        self.sent: InFlight | None = None  # the all-reduce; the next four are about its result
+        self.sent: Handle | None = None  # the all-reduce; the next four are about its result
         self.counts = torch.empty(0)  # per parameter: how many ranks have used it
         self.gone = frozenset[int]()  # parameters whose gradients were cleared since the sending
         self.divisor = Fraction(1)
@@ -498,6 +498,6 @@ class BucketedGradients(Gradients):
     def _drop_arrived(self) -> None:
         for bucket in self.buckets:
             if bucket.sent is not None:
-                bucket.sent.abandon()
+                bucket.sent.release()
             if bucket.sent is not None or not self._holds:
                 bucket.forget()

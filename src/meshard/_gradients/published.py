@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from meshard._comm.communicator import RecordedWork
+from meshard._comm.communicator import Handle
 from meshard._comm.gradient_buffer import FlatGradients
 from meshard._params.storage import MemoryLocation
 from meshard._params.unit_params import UnitParams
@@ -62,7 +62,7 @@ class ShardedGrads:
     def __init__(self, unit_params: UnitParams) -> None:
         self._unit_params = unit_params
 
-    def publish(self, new: FlatGradients) -> RecordedWork | None:
+    def publish(self, new: FlatGradients) -> Handle | None:
         """Add reduced gradients to ``.grad``, which may become views of ``new``.
 
         Returns the copy to host memory, if there is one. The caller must wait for the copy.
@@ -169,7 +169,7 @@ class HostGrads(ShardedGrads):
         """Whether ``.grad`` is complete once the copies to host memory are over."""
         return self._arriving is None
 
-    def publish(self, new: FlatGradients) -> RecordedWork:
+    def publish(self, new: FlatGradients) -> Handle:
         """Start copying reduced gradients to the host. ``.grad`` is valid after ``settle``.
 
         **Stream:** ``CommStream.HOST``. **Lifetime:** the result keeps ``new`` alive until its

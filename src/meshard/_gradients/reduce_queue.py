@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshard._comm.communicator import DONE, Communicator, InFlight, StepPhase, log_event
+from meshard._comm.communicator import DONE, Communicator, Handle, log_event
 from meshard._gradients.accumulator import Gradients
 from meshard._gradients.published import unrecorded
 from meshard._gradients.settings import ReduceSettings, check_divide_factor
@@ -36,16 +36,12 @@ class ReduceQueue:
         # Key: the id of a tensor or callable that the user has set as a divide factor. Value: the
         # object itself, kept alive so that its id stays unique, and the number read from it.
         self._factors: dict[int, tuple[object, float]] = {}
-        self._leaving: InFlight = DONE  # the copy of the last result to host memory
+        self._leaving: Handle = DONE  # the copy of the last result to host memory
 
     def begin_backward(self) -> None:
-        """Read divide factors anew from now on; free communication memory of the forward.
-
-        First finish reductions of replicated modules, because the backward reuses their buckets.
-        """
+        """Read divide factors anew. Finish reductions of replicated modules, whose buckets fill."""
         self.finish_while(lambda of: of.is_replicated)
         self._factors.clear()
-        self._comm.begin_phase(StepPhase.BACKWARD)
 
     def divide_factor(self, settings: ReduceSettings) -> float | None:
         """Return the divide factor that the user has set; None: the number of ranks.
@@ -83,9 +79,9 @@ class ReduceQueue:
             # This reduction allocates a send buffer, so free older buffers beyond the limit. The
             # stream waits for the reduce-scatters that read these, which the backward of this unit
             # has mostly hidden. It does not wait for the all-reduces that follow them.
-            sending = [each for each in self._reductions() if each.holds_rows]
+            sending = [each for each in self._reductions() if each.sent is not None]
             for each in sending[: len(sending) + 1 - (chosen or 1)]:
-                each.free_rows()
+                each.free_sent()
         while len(self._queue) >= (chosen if is_cpu and chosen else _MOST):
             self._finish_oldest()
         divide_factor = self.divide_factor(settings)
@@ -144,7 +140,7 @@ class ReduceQueue:
     def abandon(self) -> None:
         """Drop all reductions. Communicate nothing, because only some ranks may have failed."""
         for each in self._reductions():
-            each.abandon()
+            each.abort()
         self._queue.clear()
-        self._leaving.abandon()
+        self._leaving.release()
         self._leaving = DONE

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from meshard._comm.all_gather import GatherPlan
-from meshard._comm.communicator import Communicator, GatherInFlight, Rows
+from meshard._comm.communicator import Communicator, Handle
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._params.sharded_param import ShardedParam
@@ -97,9 +97,7 @@ class FlatParams(ShardedUnitParams):
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
-            self.plan = GatherPlan(
-                self.layout, on_wire, self.unsharded.views, self.unsharded.allocate
-            )
+            self.plan = GatherPlan(self.layout, on_wire, self.unsharded.views)
             for index, param in enumerate(self.params):
                 # `.data`, unlike `.detach()`, has a version counter of its own. So the parameter's
                 # version does not grow when ``unsharded.views`` are filled.
@@ -109,7 +107,7 @@ class FlatParams(ShardedUnitParams):
 
     # --- gather ----------------------------------------------------------------------------
 
-    def start_gather(self, comm: Communicator) -> GatherInFlight:
+    def start_gather(self, comm: Communicator) -> Handle:
         if self._custom is not None:
             self._custom.label = self.label
             return self._custom.start_gather(comm)
@@ -121,13 +119,13 @@ class FlatParams(ShardedUnitParams):
             buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
         )
 
-    def all_gather_copy_out(self, rows: Rows) -> None:
+    def all_gather_copy_out(self, gathered: torch.Tensor) -> None:
         if self._custom is not None:
-            self._custom.all_gather_copy_out(rows)
+            self._custom.all_gather_copy_out(gathered)
             self._read_dtypes()
             return
         self.unsharded.allocate()
-        self.plan.copy_out(rows)
+        self.plan.copy_out(gathered)
 
     def free_unsharded(self) -> None:
         if self._custom is not None:

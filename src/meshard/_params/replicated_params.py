@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from meshard._comm.communicator import DONE, Communicator, Gathered, GatherInFlight, Rows
+from meshard._comm.communicator import Communicator, Done, Handle
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, tag_tensor
 from meshard._params.storage import UnshardedMemoryPool
@@ -202,11 +202,11 @@ class ReplicatedParams(UnitParams):
 
     # --- gather ----------------------------------------------------------------------------
 
-    def start_gather(self, comm: Communicator) -> GatherInFlight:
-        return Gathered([], DONE)
+    def start_gather(self, comm: Communicator) -> Handle:
+        return Done(torch.empty(0))
 
     @torch.no_grad()
-    def all_gather_copy_out(self, rows: Rows) -> None:
+    def all_gather_copy_out(self, gathered: torch.Tensor) -> None:
         if self._copies is not None:
             self._copies.allocate()
             for view, param in self._casts:

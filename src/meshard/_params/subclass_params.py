@@ -29,7 +29,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from meshard._comm.blocking import gather_from_all
-from meshard._comm.communicator import CommStream, Communicator, GatherInFlight, Rows
+from meshard._comm.communicator import CommStream, Communicator, Handle
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import ROW_BYTES, FlatLayout, padded
 from meshard._mesh.mesh_info import MeshInfo, shard_mesh_of
@@ -339,11 +339,9 @@ class PackedGather:
             target[part.numel() :].zero_()
         return source
 
-    def copy_out(self, rows: Rows) -> None:
+    def copy_out(self, gathered: torch.Tensor) -> None:
         """Fill the outputs, which must be allocated, from the bytes of all ranks."""
-        split = [flat.chunk(len(rows)) for flat in self._bytes]
-        for block, targets in zip(rows, zip(*split, strict=True), strict=True):
-            torch.split_with_sizes_copy(block, self._sizes, dim=1, out=list(targets))
+        torch.split_with_sizes_copy(gathered, self._sizes, dim=1, out=self._bytes)
 
     def allocate(self) -> None:
         for flat in self._bytes:
@@ -412,7 +410,7 @@ class SubclassParams(ShardedUnitParams):
         self.layout = FlatLayout.build(layouts, [local.dtype for local in self.locals])
 
     @torch.no_grad()
-    def start_gather(self, comm: Communicator) -> GatherInFlight:
+    def start_gather(self, comm: Communicator) -> Handle:
         # What is made here may become part of a parameter, which autograd saves. So it must not be
         # an inference tensor.
         with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
@@ -426,7 +424,7 @@ class SubclassParams(ShardedUnitParams):
             ]
             source = self._plan([Form.of(each) for each in inputs]).pack(inputs)
             group = self.spec.mesh_info.shard_group
-            return comm.gather(source, group=group, label=self.label)
+            return comm.all_gather(source, group=group, label=self.label)
 
     def _plan(self, forms: list[Form]) -> PackedGather:
         if self._gather is not None:
@@ -444,11 +442,11 @@ class SubclassParams(ShardedUnitParams):
         self._gather = PackedGather(agreed, mesh_info.shard_count, device)
         return self._gather
 
-    def all_gather_copy_out(self, rows: Rows) -> None:
+    def all_gather_copy_out(self, gathered: torch.Tensor) -> None:
         assert self._gather is not None
         with torch.inference_mode(False), torch.no_grad():
             self._gather.allocate()
-            self._gather.copy_out(rows)
+            self._gather.copy_out(gathered)
             try:
                 self._fill_each(self._gather)
             except BaseException:

@@ -12,7 +12,7 @@ from typing import cast
 import torch
 from torch import nn
 
-from meshard._comm.communicator import Communicator, GatherInFlight, Rows
+from meshard._comm.communicator import Communicator, Handle
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
@@ -57,8 +57,7 @@ class UnitParams(abc.ABC):
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors and logs; ``Root`` sets it
     # The communicator of the root, or a variant with the user's collectives. It is set when a unit
-    # of the root is first used. Before that it is this placeholder: an optimizer step may already
-    # call its ``begin_phase``, which does nothing, and a trace may read its ``clock``.
+    # of the root is first used. Before that it is this placeholder: a trace may read its ``clock``.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
@@ -70,16 +69,16 @@ class UnitParams(abc.ABC):
         self.compute_dtypes = [param.unsharded.dtype for param in self.params]
 
     @abc.abstractmethod
-    def start_gather(self, comm: Communicator) -> GatherInFlight:
-        """Start gathering the shards.
+    def start_gather(self, comm: Communicator) -> Handle:
+        """Start gathering the shards. The result is ``[ranks, n]``.
 
         **Collective:** the shard group. **Stream:** the comm stream for gathers.
-        **Lifetime:** the shards must not be edited until the rows are released.
+        **Lifetime:** the shards must not be edited until the handle is released.
         """
 
     @abc.abstractmethod
-    def all_gather_copy_out(self, rows: Rows) -> None:
-        """Allocate the unsharded parameters and fill them from the gathered ``rows``."""
+    def all_gather_copy_out(self, gathered: torch.Tensor) -> None:
+        """Allocate the unsharded parameters and fill them from ``gathered [ranks, n]``."""
 
     @abc.abstractmethod
     def free_unsharded(self) -> None:

@@ -1,15 +1,14 @@
 """Collectives between ranks of one host through shared memory.
 
-A gather copies the shards of the other ranks from their memory into unsharded parameters, and a
-reduce-scatter adds the rows of the other ranks from where they were packed. Nothing goes through a
-socket, and no second thread takes time from compute. Results are, bit for bit, those of the base
-class ``WorkCommunicator``. The base class still serves groups that cannot share memory, every
-all-to-all, and all-reduces of more than two ranks: gloo adds those up in an order of its own.
+A gather gives the slot itself, to which each rank has written its row. A reduce-scatter adds up
+the rows of all ranks from where they were packed. Nothing goes through a socket, and no second
+thread takes time from compute. Results are, bit for bit, those of the base class
+``WorkCommunicator``. The base class still serves groups that cannot share memory, every all-to-all,
+and all-reduces of more than two ranks: gloo adds those up in an order of its own.
 """
 
 from __future__ import annotations
 
-import functools
 import os
 import time
 from collections.abc import Callable, Iterable
@@ -17,84 +16,71 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 
-from meshard._comm import cpu, spans
-from meshard._comm.communicator import (
-    GatherInFlight,
-    InFlight,
-    Receive,
-    Rows,
-    StepPhase,
-)
-from meshard._comm.cpu import WorkCommunicator
-from meshard._shared_memory.channel import Channel, Name, open_channel
-from meshard._shared_memory.segment import WHY_UNSUPPORTED
+from meshard._comm import spans
+from meshard._comm.communicator import CommSettings, Handle
+from meshard._comm.cpu import WorkCommunicator, sum_rows
+from meshard._shared_memory.ring import WHY_UNSUPPORTED, Ring, open_ring
 from meshard._torch.private import backend_name
 
 _VARIABLE = "MESHARD_SHARED_MEMORY"
 
 
-class _Receiving:
-    """A collective in which this rank reads one message of every other rank.
+class SlotHandle:
+    """A collective in which this rank reads what the others have written to a slot.
 
-    ``read`` must not refer to this object. Such a cycle would delay ``__del__``, which acknowledges
-    the message.
+    ``then`` computes the result from the slot; None: the slot is the result. It must not refer to
+    this object, as such a cycle would delay ``__del__``.
     """
 
-    def __init__(self, channel: Channel, message: int, read: Callable[[], object]) -> None:
-        self._channel = channel
-        self._message = message
-        self._read: Callable[[], object] | None = read
+    def __init__(
+        self, ring: Ring, name: str, result: torch.Tensor, then: Callable[[], object] | None = None
+    ) -> None:
+        self.result = result
+        self._ring = ring
+        self._then = then
+        self._is_open = True  # until the slot is released
         self._issued = None if spans.recorder is None else spans.issued()
-        self._began_to_read = 0.0  # seconds of ``time.monotonic``; 0: not begun, or not traced
         if self._issued is not None:
             self._issued.ends_later()
+        self._number = ring.publish(name, self)
 
     def wait(self) -> None:
-        if self._read is not None:
-            self._begin_to_read()
-            self._read()
+        if not self._is_open:
+            return
+        began = time.monotonic()
+        self._ring.wait(self._number)
+        if self._then is not None:
+            self._then()
+        # The calling thread reads what others have published. A trace counts this as a wait.
+        if self._issued is not None:
+            self._issued.waited(began, time.monotonic())
+        if self._then is not None:
             self.release()
 
-    def _begin_to_read(self) -> None:
-        # The calling thread reads what others have published. A trace counts this as a wait.
-        if self._issued is not None and not self._began_to_read:
-            self._began_to_read = time.monotonic()
+    synchronize = wait
 
-    def poll(self) -> bool:
-        if self._read is not None and not self._channel.is_published(self._message):
-            return False
-        self.wait()
-        return True
+    def done(self) -> bool:
+        return not self._is_open or self._ring.is_published(self._number)
 
     def release(self) -> None:
-        if self._read is not None:
-            self._read = None
-            self._channel.acknowledge(self._message)
+        if self._is_open:
+            self._is_open, self._then = False, None
+            self._ring.release(self._number)
             if self._issued is not None:
                 self._issued.end()
-                if self._began_to_read:
-                    self._issued.waited(self._began_to_read, time.monotonic())
 
-    abandon = release  # without a wait, because no other rank writes to this rank's memory
-
-    def __del__(self) -> None:
-        # If the collective was dropped unfinished, as when the model is deleted, this tells other
-        # ranks not to wait for this one. But a forked process, which has a copy of this object,
-        # must not acknowledge in the name of the rank.
-        if self._channel.process == os.getpid():
+    def give_way(self) -> None:
+        self.wait()
+        if self._is_open:
+            self.result = self.result.clone()
             self.release()
 
-
-class _Views(_Receiving):
-    """An all-gather whose rows are views of the memory of the other ranks, until ``release``."""
-
-    def __init__(self, channel: Channel, message: int, source: torch.Tensor) -> None:
-        self._receive = functools.partial(channel.receive_all, message, source)
-        super().__init__(channel, message, self._receive)
-
-    def rows(self) -> Rows:
-        self._begin_to_read()
-        return [row.view(1, -1) for row in self._receive()]
+    def __del__(self) -> None:
+        # If the collective was dropped unfinished, as when the model is deleted, other ranks must
+        # not wait for this one. But a forked process, which has a copy of this object, must not
+        # release the slot in the name of the rank.
+        if self._ring.process == os.getpid():
+            self.release()
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
@@ -113,29 +99,29 @@ class SharedMemoryCommunicator(WorkCommunicator):
         super().__init__()
         self._is_wanted = os.environ.get(_VARIABLE, "1") != "0"
         # None if the group uses sockets. Copies of this communicator share the dict.
-        self._channels: dict[dist.ProcessGroup, Channel | None] = {}
+        self._rings: dict[dist.ProcessGroup, Ring | None] = {}
 
-    def _channel(self, group: dist.ProcessGroup) -> Channel | None:
-        """Return the channel of ``group``. **Collective:** the first call for each group."""
-        if group not in self._channels:
+    def _ring(self, group: dist.ProcessGroup) -> Ring | None:
+        """Return the ring of ``group``. **Collective:** the first call for each group."""
+        if group not in self._rings:
             is_possible = _is_candidate(group)
-            channel = open_channel(group, is_wanted=self._is_wanted) if is_possible else None
-            self._channels[group] = channel
-        return self._channels[group]
+            ring = open_ring(group, is_wanted=self._is_wanted) if is_possible else None
+            self._rings[group] = ring
+        return self._rings[group]
 
-    def _name(self, op: str, label: str, group: dist.ProcessGroup) -> Name:
-        return op, label, self.root_names.get(group, "no root")
+    def _ring_before(self, group: dist.ProcessGroup) -> Ring | None:
+        """Return the ring of ``group``, to write to the slot of its next collective.
 
-    def _channel_before(self, group: dist.ProcessGroup) -> Channel | None:
-        """Return the channel of ``group``, to allocate memory for a later collective.
-
-        Returns None if the user has set a collective, or memory for it (``CommSettings``). Under
-        ``MESHARD_DEBUG=1`` it opens no channel: opening is itself a collective, and the check that
-        the ranks agree comes later, with the collective that uses the memory.
+        Under ``MESHARD_DEBUG=1`` it opens no ring: opening is itself a collective, and the check
+        that the ranks agree comes later, with the collective that uses the slot.
         """
-        if self._custom is not None:
+        if self._custom != CommSettings():
             return None
-        return self._channels.get(group) if self.is_checked else self._channel(group)
+        return self._rings.get(group) if self.is_checked else self._ring(group)
+
+    def _name(self, op: str, label: str, group: dist.ProcessGroup, sent: torch.Tensor) -> str:
+        root = self.root_names.get(group, "no root")
+        return f"{op} of unit {label!r} ({root}, {sent.numel()} x {sent.dtype})"
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         candidates = [group for group in dict.fromkeys(groups) if _is_candidate(group)]
@@ -143,9 +129,9 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return ""
         if WHY_UNSUPPORTED or not self._is_wanted:
             return f"shared memory: off: {WHY_UNSUPPORTED or f'{_VARIABLE}=0'}"
-        if any(group not in self._channels for group in candidates):
+        if any(group not in self._rings for group in candidates):
             return "shared memory: not known before the first step"
-        num_open = sum(self._channels[group] is not None for group in candidates)
+        num_open = sum(self._rings[group] is not None for group in candidates)
         if num_open == len(candidates):
             return "shared memory: on"
         where = f" in {len(candidates) - num_open} of {len(candidates)} groups" if num_open else ""
@@ -154,78 +140,56 @@ class SharedMemoryCommunicator(WorkCommunicator):
             f"memory of another, or one has set {_VARIABLE}=0"
         )
 
-    def allocate_source(
+    def gather_memory(
         self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
-        channel = self._channel_before(group)
-        if channel is None:
-            return super().allocate_source(numel, dtype, device=device, group=group)
-        return channel.allocate(numel, dtype)
+        ring = self._ring_before(group)
+        if ring is None:
+            return super().gather_memory(numel, dtype, device=device, group=group)
+        return ring.take((group.size(), numel), dtype)
 
-    def send_rows(
-        self,
-        numel: int,
-        dtype: torch.dtype,
-        *,
-        device: torch.device,
-        group: dist.ProcessGroup,
-        as_one: bool = False,
-    ) -> Rows:
-        channel = None if as_one else self._channel_before(group)
-        if channel is None:
-            return super().send_rows(numel, dtype, device=device, group=group, as_one=as_one)
-        return channel.allocate_rows(numel, dtype)
+    def send_memory(
+        self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
+    ) -> torch.Tensor:
+        ring = self._ring_before(group)
+        if ring is None:
+            return super().send_memory(numel, dtype, device=device, group=group)
+        return ring.take((group.size(), group.size(), numel), dtype)[ring.rank]
 
-    def begin_phase(self, phase: StepPhase, *, is_tight: bool = False) -> None:
-        for channel in self._channels.values():
-            if channel is not None:
-                channel.release_cached_memory(phase, is_tight=is_tight)
-
-    def _start_gather(
-        self, source: torch.Tensor, group: dist.ProcessGroup, label: str, receive: Receive | None
-    ) -> GatherInFlight | None:
-        channel = self._channel(group)
-        if channel is None:
-            return super()._start_gather(source, group, label, receive)
-        name = self._name("all_gather", label, group)
-        return _Views(channel, channel.publish(source, name), source)
+    def _start_all_gather(
+        self, memory: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> Handle:
+        ring = self._ring(group)
+        if ring is None:
+            return super()._start_all_gather(memory, source, group, label)
+        slot = ring.take(memory.shape, memory.dtype)
+        _write(slot[ring.rank], source)
+        return SlotHandle(ring, self._name("all_gather", label, group, source), slot)
 
     def _start_reduce_scatter(
-        self,
-        output: torch.Tensor,
-        rows: Rows,
-        group: dist.ProcessGroup,
-        label: str,
-        *,
-        keep_signs: bool,
-    ) -> InFlight:
-        channel = self._channel(group)
-        if channel is None:
-            return super()._start_reduce_scatter(output, rows, group, label, keep_signs=keep_signs)
-        name = self._name("reduce_scatter", label, group)
-        source = [row for block in rows for row in block.unbind()]
-        message, own = channel.publish_rows(source, name), source[channel.rank]
-
-        def add_up() -> None:
-            received = channel.receive_all(message, own, is_row=True)
-            if len(received) == 2:
-                cpu.sum_two(output, received[1 - channel.rank], own)
-            else:
-                cpu.sum_rows(output, torch.stack(received), keep_signs=keep_signs)
-
-        return _Receiving(channel, message, add_up)
+        self, total: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> Handle:
+        ring = self._ring(group)
+        if ring is None:
+            return super()._start_reduce_scatter(total, rows, group, label)
+        rank, slot = ring.rank, ring.take((group.size(), *rows.shape), rows.dtype)
+        _write(slot[rank], rows)
+        name = self._name("reduce_scatter", label, group, rows)
+        return SlotHandle(ring, name, total, lambda: sum_rows(total, slot[:, rank]))
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
-        channel = self._channel(group) if group.size() == 2 else None
-        if channel is None:
+    ) -> Handle:
+        ring = self._ring(group) if group.size() == 2 else None
+        if ring is None:
             return super()._start_all_reduce(buffer, group, label)
-        # A copy is published, because the sum would overwrite what the other rank reads.
-        name = self._name("all_reduce", label, group)
-        message, other = channel.publish(buffer, name, copy=True), 1 - channel.rank
+        slot, other = ring.take((2, *buffer.shape), buffer.dtype), 1 - ring.rank
+        _write(slot[ring.rank], buffer)
+        name = self._name("all_reduce", label, group, buffer)
+        return SlotHandle(ring, name, buffer, lambda: buffer.add_(slot[other]))
 
-        def add() -> None:
-            buffer.add_(channel.receive(message, other, buffer.numel(), buffer.dtype))
 
-        return _Receiving(channel, message, add)
+def _write(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy ``source``, unless it was written to ``target`` already."""
+    if target.data_ptr() != source.data_ptr():
+        target.copy_(source)

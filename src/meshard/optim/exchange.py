@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 
-from meshard._comm.communicator import CommStream, Communicator, Exchanging
+from meshard._comm.communicator import CommStream, Communicator, Handle
 from meshard._mesh.boxes import Box, box_at, coordinates
 from meshard._mesh.mesh_info import device_of, ranks_of_whole_mesh, whole_mesh_pg
 from meshard._torch.private import foreach_copy_
@@ -81,16 +81,16 @@ class InFlight:
     """An exchange that has been started."""
 
     def __init__(
-        self, exchanging: Exchanging, unpack: Callable[[torch.Tensor], list[torch.Tensor]]
+        self, exchanging: Handle, unpack: Callable[[torch.Tensor], list[torch.Tensor]]
     ) -> None:
-        self._exchanging: Exchanging | None = exchanging
+        self._exchanging: Handle | None = exchanging
         self._unpack = unpack
 
     def finish(self) -> list[torch.Tensor]:
         """Wait, and return what this rank gets. What was sent and received is freed."""
         assert self._exchanging is not None
-        self._exchanging.pending.wait()
-        received, self._exchanging = self._exchanging.received, None
+        self._exchanging.wait()
+        received, self._exchanging = self._exchanging.result, None
         return self._unpack(received)
 
     def __enter__(self) -> InFlight:
@@ -99,7 +99,7 @@ class InFlight:
     def __exit__(self, *_: object) -> None:
         """Give up the result if it was not fetched, because of an error."""
         if self._exchanging is not None:
-            self._exchanging.pending.abandon()
+            self._exchanging.release()
 
 
 def start_to_owners(
@@ -175,7 +175,7 @@ def _start(
     dtype: torch.dtype,
     comm: Communicator,
     label: str,
-) -> Exchanging:
+) -> Handle:
     sizes = [sum(each.numel() for each in part) for part in sent]
     flat = torch.empty(sum(sizes), dtype=dtype, device=layout.device)
     tensors = [each for part in sent for each in part if each.numel()]

@@ -27,7 +27,6 @@ from torch.optim.optimizer import (
 )
 
 from meshard._comm import spans
-from meshard._comm.communicator import StepPhase
 from meshard._comm.divergence import is_debugging
 from meshard._engine.param_group import (
     ParamGroup,
@@ -257,9 +256,6 @@ def _before_step(
         owner.check_may_step()
     for owner in owners:
         owner.forget_version()  # before the step, because an interrupted one skips _after_step
-        # If the unit was resharded after a forward, the user wants to save memory. Then all memory
-        # is freed that the communicator keeps for later collectives.
-        owner.comm.begin_phase(StepPhase.STEP, is_tight=owner.was_resharded_between)
     if _reads_over_ranks(owners):
         scalar_reads.begin_step()
     if spans.recorder is not None:

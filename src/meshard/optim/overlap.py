@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._comm.communicator import CommStream, Pending
+from meshard._comm.communicator import CommStream, Handle
 from meshard._comm.spans import WORKER, profiled
 from meshard._engine.param_group import ParamGroup, ParamState, owner_of
 from meshard._engine.unit import Unit, require_units
@@ -252,7 +252,7 @@ class UnitStepper:
         is_on_device = self._host_copies is None and not group.comm.waits_block_host
         # Parameters of replicate are read without a gather that could wait.
         self._has_stream = is_on_device and isinstance(self._params[0], DTensor)
-        self._work: Pending  # the pending step
+        self._work: Handle | WorkerStep  # the pending step
 
     @property
     def group(self) -> ParamGroup:
@@ -339,7 +339,7 @@ class UnitStepper:
 
         **Stream:** the gather stream waits; for a step in host memory the host does.
         """
-        if self._host_copies is not None:
+        if isinstance(self._work, WorkerStep):
             self.finish()
         else:
             self.group.comm.enter_after(CommStream.GATHER, self._work)
@@ -352,9 +352,9 @@ class UnitStepper:
         try:
             self._work.wait()
         finally:
-            # On a device only the current stream has waited, and poll() returns False. The step
-            # stays pending, because the gather stream must wait for it too.
-            if self._work.poll():
+            # On a device only the current stream has waited. The step stays pending, because the
+            # gather stream must wait for it too.
+            if isinstance(self._work, WorkerStep):
                 self.group.pending_step = None
 
     def _profiled(self) -> AbstractContextManager[Any]:
@@ -367,11 +367,10 @@ class UnitStepper:
 
 
 class WorkerStep:
-    """A step that a worker thread takes, as a ``Pending``."""
+    """A step that a worker thread takes."""
 
     def __init__(self, future: Future[None]) -> None:
         self.wait: Callable[[], None] = future.result  # raises what the optimizer raised
-        self.poll: Callable[[], bool] = future.done
 
 
 def overlap_optimizer(

@@ -9,16 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import (
-    CommStream,
-    Communicator,
-    Exchanging,
-    GatherInFlight,
-    InFlight,
-    Reducing,
-    Rows,
-)
-from meshard._comm.cpu import WorkCommunicator, WorkInFlight
+from meshard._comm.communicator import CommStream, Communicator, Handle
+from meshard._comm.cpu import WorkCommunicator, WorkHandle
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import start_all_gather_on
 from meshard.planning.memory import MemoryLog
@@ -86,25 +78,25 @@ class _Labelling(Communicator):
         with super().on_stream(comm_stream), self._log.making(kind):
             yield
 
-    def allocate_source(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def gather_memory(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._log.making("communication"):
-            return super().allocate_source(*args, **kwargs)
+            return super().gather_memory(*args, **kwargs)
 
-    def send_rows(self, *args: Any, **kwargs: Any) -> Rows:
+    def send_memory(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         with self._log.making("communication"):
-            return super().send_rows(*args, **kwargs)
+            return super().send_memory(*args, **kwargs)
 
-    def gather(self, *args: Any, **kwargs: Any) -> GatherInFlight:
+    def all_gather(self, *args: Any, **kwargs: Any) -> Handle:
         with self._log.making("communication", unit=kwargs["label"]):
-            return super().gather(*args, **kwargs)
+            return super().all_gather(*args, **kwargs)
 
-    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Reducing:
+    def reduce_scatter(self, *args: Any, **kwargs: Any) -> Handle:
         with self._log.making("communication", unit=kwargs["label"]):
-            reducing = super().reduce_scatter(*args, **kwargs)
-        self._log.relabel([reducing.sum], "grads")
-        return reducing
+            handle = super().reduce_scatter(*args, **kwargs)
+        self._log.relabel([handle.result], "grads")
+        return handle
 
-    def all_to_all(self, *args: Any, **kwargs: Any) -> Exchanging:
+    def all_to_all(self, *args: Any, **kwargs: Any) -> Handle:
         with self._log.making("communication"):
             return super().all_to_all(*args, **kwargs)
 
@@ -120,31 +112,24 @@ class PlannedStreams(_Labelling, StreamCommunicator):
 class _Wired:
     """A collective of a rank without streams, for which the host waits."""
 
-    def __init__(self, pending: InFlight, tape: Tape) -> None:
-        self._pending, self._tape = pending, tape
+    def __init__(self, handle: Handle, tape: Tape) -> None:
+        self._handle, self._tape = handle, tape
         self._event: int | None = tape.sent
+        self.result = handle.result
 
     def wait(self) -> None:
         if self._event is not None:
             self._tape.wait(self._event)
             self._event = None
-        self._pending.wait()
+        self._handle.wait()
 
-    def poll(self) -> bool:
-        return self._pending.poll()
+    synchronize = wait
 
-    def abandon(self) -> None:
-        self._pending.abandon()
-
-
-class _Late(_Wired):
-    """A collective that is done when it is waited for, and not before.
-
-    So what it keeps is alive as long as it can be on a slow network.
-    """
-
-    def poll(self) -> bool:
+    def done(self) -> bool:
         return self._event is None
+
+    def release(self) -> None:
+        self._handle.release()
 
 
 class PlannedWorks(_Labelling, WorkCommunicator):
@@ -155,18 +140,18 @@ class PlannedWorks(_Labelling, WorkCommunicator):
         self._log, self._tape = log, tape
 
     def _start_all_gather(
-        self, output: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
-    ) -> InFlight:
-        received = torch.empty_like(output)  # gloo receives into a buffer of its own
-        work = start_all_gather_on(group, output, source)
-        pending = WorkInFlight(work, ("all_gather", label), group, keep=[received])
-        return _Wired(pending, self._tape)
+        self, memory: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str
+    ) -> Handle:
+        received = torch.empty_like(memory)  # gloo receives into a buffer of its own
+        work = start_all_gather_on(group, memory.view(-1), source)
+        keep = [source, received]
+        return _Wired(WorkHandle(work, memory, ("all_gather", label), group, keep), self._tape)
 
-    def _start_reduce_scatter(self, *args: Any, **kwargs: Any) -> InFlight:
-        return _Late(super()._start_reduce_scatter(*args, **kwargs), self._tape)
+    def _start_reduce_scatter(self, *args: Any, **kwargs: Any) -> Handle:
+        return _Wired(super()._start_reduce_scatter(*args, **kwargs), self._tape)
 
-    def _start_all_reduce(self, *args: Any, **kwargs: Any) -> InFlight:
-        return _Late(super()._start_all_reduce(*args, **kwargs), self._tape)
+    def _start_all_reduce(self, *args: Any, **kwargs: Any) -> Handle:
+        return _Wired(super()._start_all_reduce(*args, **kwargs), self._tape)
 
-    def _in_flight(self, *args: Any, **kwargs: Any) -> InFlight:
-        return _Wired(super()._in_flight(*args, **kwargs), self._tape)
+    def _handle(self, *args: Any, **kwargs: Any) -> Handle:
+        return _Wired(super()._handle(*args, **kwargs), self._tape)
