@@ -17,10 +17,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from meshard import MixedPrecisionPolicy, clip_grad_norm_, describe, fully_shard
 from meshard._comm.cpu import WorkCommunicator
-from meshard._shared_memory import channel as channel_module
-from meshard._shared_memory.channel import Channel, open_channel
+from meshard._shared_memory import ring as ring_module
 from meshard._shared_memory.communicator import SharedMemoryCommunicator
-from meshard._shared_memory.segment import WHY_UNSUPPORTED, Segment
+from meshard._shared_memory.ring import WHY_UNSUPPORTED, Ring, open_ring
 from tests.support.against_plain import check_gradients, sharded_and_plain
 from tests.support.listed_spans import listed
 from tests.support.models import MlpStack, seeded
@@ -33,24 +32,22 @@ from tests.support.strategies import MODES
 
 pytestmark = pytest.mark.skipif(bool(WHY_UNSUPPORTED), reason=WHY_UNSUPPORTED)
 
-NAME = ("all_gather", "unit", 1)
-
 
 def counted(name):
-    """Let each rank count the calls of a method of its channels."""
-    method = getattr(Channel, name)
-    return mock.patch.object(Channel, name, autospec=True, side_effect=method)
+    """Let each rank count the calls of a method of its rings."""
+    method = getattr(Ring, name)
+    return mock.patch.object(Ring, name, autospec=True, side_effect=method)
 
 
 def train_both(mesh_shape, policy, schedule):
     """Train by shared memory and by sockets; all numbers must agree, bit for bit."""
     mesh, models = init_device_mesh("cpu", mesh_shape), []
-    with counted("acknowledge") as acknowledge:
+    with counted("publish") as publish:
         for shared in ("1", "0"):
             with mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY=shared), torch.no_grad():
                 models.append(shard_blocks(seeded(MlpStack()), mesh, mp_policy=policy))
                 models[-1](torch.ones(1, 6))
-        num_before = acknowledge.call_count
+        num_before = publish.call_count
         optimizers = [torch.optim.AdamW(model.parameters(), lr=0.05) for model in models]
         generator = torch.Generator().manual_seed(dist.get_rank())
         for _ in range(3):
@@ -67,7 +64,7 @@ def train_both(mesh_shape, policy, schedule):
                 optimizer.zero_grad()
         assert_same(*map(full_state, models), bitwise=True)
     # Otherwise nothing was shared, and this compares nothing.
-    assert 0 < num_before < acknowledge.call_count
+    assert 0 < num_before < publish.call_count
 
 
 POLICIES = {
@@ -90,7 +87,7 @@ def test_training_is_bit_for_bit_that_of_sockets(run_ranks, mesh_shape, policy, 
 class Both:
     """Starts the same collectives by shared memory and by sockets.
 
-    Each method returns what is in flight, where its result will be (None: in rows), and the result.
+    Each method returns the handle of the one, and the result of the other.
 
     Args:
         plan: Draws what is done; the same on all ranks.
@@ -107,47 +104,55 @@ class Both:
         op = self.plan.choice([self.gather, self.scatter, self.sum])
         return op(self.plan.choice([0, 1, 300, 70_000]))
 
+    def memory(self, make, tensor):
+        """Return ``tensor`` in memory from which it is sent without a copy, or as it is."""
+        if self.plan.random() < 0.5:
+            return tensor
+        group = dist.group.WORLD
+        return make(tensor.size(-1), tensor.dtype, device=tensor.device, group=group)
+
     def gather(self, numel):
         source = torch.randn(numel, generator=self.generator)
-        (rows,) = self.sockets.gather(source, **self.where).rows()
-        return self.shared.gather(source, **self.where), None, rows
+        theirs = self.sockets.all_gather(source, **self.where)
+        theirs.wait()
+        if self.plan.random() < 0.5:
+            return self.shared.all_gather(source, **self.where), theirs.result
+        cpu, group = source.device, dist.group.WORLD
+        memory = self.shared.gather_memory(numel, source.dtype, device=cpu, group=group)
+        own = memory[group.rank()].copy_(source)
+        return self.shared.all_gather(own, memory=memory, **self.where), theirs.result
 
     def scatter(self, numel):
         dtype, out = self.plan.choice(
             [(torch.float32, torch.float32), (torch.bfloat16, torch.float32), (torch.float64,) * 2]
         )
-        source = torch.randn(dist.get_world_size(), numel, generator=self.generator).to(dtype)
-        as_one = self.plan.random() < 0.5
-        rows = self.shared.send_rows(
-            numel, dtype, device=source.device, group=dist.group.WORLD, as_one=as_one
-        )
-        assert len(rows) == (1 if as_one else len(source))
-        for block, drawn in zip(rows, source.chunk(len(rows)), strict=True):
-            block.copy_(drawn)
-        theirs = self.sockets.reduce_scatter([source], out, **self.where)
-        theirs.pending.wait()
-        ours = self.shared.reduce_scatter(rows, out, **self.where)
-        return ours.pending, ours.sum, theirs.sum
+        rows = torch.randn(dist.get_world_size(), numel, generator=self.generator).to(dtype)
+        theirs = self.sockets.reduce_scatter(rows.clone(), out, **self.where)
+        theirs.wait()
+        if self.plan.random() < 0.5:
+            cpu, group = rows.device, dist.group.WORLD
+            sent = self.shared.send_memory(numel, dtype, device=cpu, group=group)
+            rows = sent.copy_(rows)
+        return self.shared.reduce_scatter(rows, out, **self.where), theirs.result
 
     def sum(self, numel):
         ours = torch.randn(numel, generator=self.generator)
-        theirs = ours.clone()
-        self.sockets.all_reduce(theirs, **self.where).wait()
-        return self.shared.all_reduce(ours, **self.where), ours, theirs
+        theirs = self.sockets.all_reduce(ours.clone(), **self.where)
+        theirs.wait()
+        return self.shared.all_reduce(ours, **self.where), theirs.result
 
 
-def finish(own, in_flight, ours, theirs):
+def finish(own, handle, theirs):
     """Finish one in a way that this rank draws, or never."""
     time.sleep(own.choice([0.0, 0.0, 0.002 * own.random()]))
     if own.random() < 0.1:
         return
-    if ours is None:
-        ours = torch.cat(in_flight.rows())
-        in_flight.release()
-    elif own.random() < 0.5 or not in_flight.poll():
-        in_flight.wait()
-        in_flight.wait()
-    assert torch.equal(ours, theirs)
+    for _ in range(own.randint(1, 2)):
+        handle.wait()
+    assert torch.equal(handle.result, theirs)
+    assert handle.done()
+    if own.random() < 0.5:
+        handle.release()
 
 
 def start_and_finish_in_any_order(seed):
@@ -160,11 +165,8 @@ def start_and_finish_in_any_order(seed):
         while len(pending) > own.randint(0, 5):
             finish(own, *pending.pop(own.randrange(len(pending))))
     pending.clear()
-    (channel,) = both.shared._channels.values()
-    dist.barrier()
-    channel._reclaim()
-    assert not channel._allocations and not channel._unacknowledged
-    assert channel._free.take(1) == channel_module._START
+    (ring,) = both.shared._rings.values()
+    assert not ring._unreleased
 
 
 @pytest.mark.slow
@@ -175,35 +177,14 @@ def test_collectives_in_any_order_agree_with_sockets_and_leave_no_memory(run_ran
 
 
 @on_ranks(2)
-@pytest.mark.slow
-def test_messages_may_be_more_than_there_are_words_for():
-    """The segment does not grow, though many messages are never heard."""
-    channel = open_channel(dist.group.WORLD)
-    rank, sizes = dist.get_rank(), set()
-    for count in range(3 * channel_module._MESSAGES):
-        message = channel.publish(torch.full((1000,), float(count + rank)), NAME)
-        if count % 100 == 0:
-            heard = channel.receive(message, 1 - rank, 1000, torch.float32)
-            assert (heard == count + 1 - rank).all()
-        channel.acknowledge(message)
-        if count > channel_module._MESSAGES:
-            sizes.add(os.fstat(channel._own.descriptor).st_size)
-    assert len(sizes) == 1
-
-
-@on_ranks(2, timeout=30)
-def test_a_message_that_is_never_heard_is_told_and_not_waited_for():
-    """Start one message that nobody waits for, and more than there are words for."""
-    channel = open_channel(dist.group.WORLD)
-    channel.publish(torch.ones(10), NAME)
-    for _ in range(channel_module._MESSAGES - 1):
-        channel.acknowledge(channel.publish(torch.ones(10), NAME))
-    with pytest.raises(RuntimeError, match=r"has not been waited for, and 4096 have been started"):
-        channel.publish(torch.ones(10), NAME)
-    channel.acknowledge(0)
-    dist.barrier()
-    message = channel.publish(torch.ones(10), NAME)
-    assert (channel.receive(message, 1 - dist.get_rank(), 10, torch.float32) == 1.0).all()
+def test_a_gather_whose_slot_is_needed_keeps_its_result():
+    """More gathers are in flight than the ring has room for, and for names."""
+    comm, where = SharedMemoryCommunicator(), {"group": dist.group.WORLD, "label": "unit"}
+    rank = dist.get_rank()
+    handles = [comm.all_gather(torch.full((100,), each + rank), **where) for each in range(200)]
+    for each, handle in enumerate(handles):
+        handle.wait()
+        assert (handle.result == torch.tensor([[each], [each + 1]])).all()
 
 
 @on_ranks(2)
@@ -225,10 +206,9 @@ def num_segments():
 patch = mock.patch.object
 UNABLE = {
     "the environment": lambda: mock.patch.dict(os.environ, MESHARD_SHARED_MEMORY="0"),
-    "another host": lambda: patch(Segment, "open", side_effect=OSError),
-    "another process of that number": lambda: patch(Segment, "open", lambda *_: Segment.create(1)),
+    "another host": lambda: patch(ring_module, "_open", lambda *_: None),
     "files": lambda: patch(os, "memfd_create", side_effect=OSError),
-    "system": lambda: patch(channel_module, "WHY_UNSUPPORTED", "an example"),
+    "system": lambda: patch(ring_module, "WHY_UNSUPPORTED", "an example"),
 }
 
 
@@ -238,7 +218,7 @@ def test_one_rank_that_cannot_share_keeps_all_to_sockets(how):
     before = num_segments()  # a test before this one may have left a model
     with UNABLE[how]() if dist.get_rank() == 1 else nullcontext():
         if how != "the environment":
-            assert open_channel(dist.group.WORLD) is None
+            assert open_ring(dist.group.WORLD) is None
         model, plain = sharded_and_plain(MlpStack(), ())
         check_gradients(model, plain)
         assert describe(model).splitlines()[-1].startswith("shared memory: off: ")
@@ -262,11 +242,11 @@ def test_a_model_that_is_deleted_leaves_no_segment():
 
 
 def one_dies():
-    channel = open_channel(dist.group.WORLD)
+    comm = SharedMemoryCommunicator()
+    comm.all_gather(torch.ones(10), group=dist.group.WORLD, label="unit").wait()
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    channel.publish(torch.ones(10), NAME)
-    channel.receive(0, 1, 10, torch.float32)
+    comm.all_gather(torch.ones(10), group=dist.group.WORLD, label="unit").wait()
 
 
 def test_a_rank_that_dies_is_named(run_ranks):
@@ -285,19 +265,19 @@ def test_a_rank_that_publishes_and_then_ends_is_not_missed(monkeypatch):
             words[0] = 1  # the last thing that it does
             return True
 
-    monkeypatch.setattr(channel_module, "_NAPS_PER_CHECK", 1)
-    channel = object.__new__(Channel)
-    channel._processes, channel._patience = {1: Ending()}, 60.0
-    channel._nap_until(words, 0, 0, 1, "join the collective")
+    monkeypatch.setattr(ring_module, "_NAPS_PER_CHECK", 1)
+    ring = object.__new__(Ring)
+    ring._processes, ring._patience = {1: Ending()}, 60.0
+    ring._nap_until(words, 1, 0, "join the collective")
 
 
 @on_ranks(2)
-@pytest.mark.slow
 def test_ranks_that_send_different_sizes_are_told():
-    channel, numel = open_channel(dist.group.WORLD), 10 + dist.get_rank()
-    channel.publish(torch.ones(numel), NAME)
-    with pytest.raises(RuntimeError, match=r"all_gather of unit 'unit' .* same shapes"):
-        channel.receive(0, 1 - dist.get_rank(), numel, torch.float32)
+    comm, numel = SharedMemoryCommunicator(), 10 + dist.get_rank()
+    handle = comm.all_gather(torch.ones(numel), group=dist.group.WORLD, label="unit")
+    with pytest.raises(RuntimeError, match=r"(?s)all_gather of unit 'unit'.*same shapes"):
+        handle.wait()
+    dist.barrier()
 
 
 @on_ranks(2)
@@ -310,16 +290,17 @@ def test_a_gather_that_is_not_waited_for_can_be_resharded():
 
 
 @on_ranks(2)
-def test_rows_are_acknowledged_when_they_are_released():
-    """``rows`` acknowledges nothing: they are read until ``release``."""
-    source, where = torch.ones(4), {"group": dist.group.WORLD, "label": "views"}
-    gather = SharedMemoryCommunicator().gather(source, **where)
-    with counted("acknowledge") as acknowledge:
-        gather.rows()
-        gather.rows()
-        assert not acknowledge.called
-        gather.release()
-        assert acknowledge.call_count == 1
+def test_a_gather_has_its_slot_until_it_is_released():
+    handle = SharedMemoryCommunicator().all_gather(
+        torch.ones(4), group=dist.group.WORLD, label="views"
+    )
+    with counted("release") as release:
+        handle.wait()
+        handle.wait()
+        assert not release.called
+        handle.release()
+        handle.release()
+        assert release.call_count == 1
 
 
 @on_ranks(2)
@@ -340,11 +321,11 @@ def test_the_default_device_of_torch_does_not_matter(shared):
 def test_a_trace_sees_collectives_end_when_this_rank_has_read_them():
     comm, group = SharedMemoryCommunicator(), dist.group.WORLD
     with listed() as recorder:
-        gathering = comm.gather(torch.ones(4), group=group, label="layer")
-        gathering.rows()
-        assert recorder.names == ["begin all_gather", "ends later", "leave all_gather"]
-        gathering.release()
-        assert recorder.names[3:] == ["end", "waited"]
-        dropped = comm.gather(torch.ones(4), group=group, label="layer")
-        dropped.abandon()
+        handle = comm.all_gather(torch.ones(4), group=group, label="layer")
+        handle.wait()
+        assert recorder.names == ["begin all_gather", "ends later", "leave all_gather", "waited"]
+        handle.release()
+        assert recorder.names[4:] == ["end"]
+        dropped = comm.all_gather(torch.ones(4), group=group, label="layer")
+        dropped.release()
         assert recorder.names[5:] == ["begin all_gather", "ends later", "leave all_gather", "end"]
