@@ -244,6 +244,6 @@ class ReduceScatter(Comm, Protocol):
     ) -> Work | None:
         """Sum part ``r`` of all ``input_tensor [ranks * n]`` into ``output_tensor [n]`` of rank r.
 
-        ``op`` is always SUM: meshard divides by itself. A sum of negative zeros must be a negative
-        zero, or parameters that no rank used get a gradient of zero instead of None.
+        ``op`` is always SUM: meshard divides by itself. It may round what it sends: it gets
+        gradients only. Which parameters were used goes beside them, in a small all-reduce.
         """

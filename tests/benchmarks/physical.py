@@ -1,7 +1,7 @@
 """The most memory of this process, where shared memory counts once.
 
 The kernel's peak of the resident set counts what a process reads of its neighbours' memory, on both
-sides. Here every rank counts what it has made: its private memory and its own segments.
+sides. Here every rank counts its private memory, and its part of what the ranks share.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from meshard._shared_memory.channel import Channel
+from meshard._shared_memory.ring import Ring
 
 
 def resident(what: str) -> int:
@@ -29,8 +29,8 @@ class Meter:
     """Peaks between the moments at which segments change; the largest is kept in ``peak``.
 
     From one moment to the next, the peak of the resident set is the kernel's, less the mapped
-    memory that came since the beginning (which is that of segments, one's own and others'), plus
-    the own segments. Of what is mapped at both ends of the time between, the less is taken off: so
+    memory that came since the beginning (which is that of segments), plus this rank's part of the
+    segments. Of what is mapped at both ends of the time between, the less is taken off: so
     the figure is rather too large.
     """
 
@@ -48,12 +48,12 @@ class Meter:
     def _begin() -> None:
         Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
 
-    def look(self, neighbours: Channel | None = None) -> None:
-        """Note that a segment of ``neighbours`` is about to change, or has."""
+    def look(self, ring: Ring | None = None) -> None:
+        """Note that the segment of ``ring`` is about to change, or has."""
         mapped = self._read_mapped()
-        if neighbours is not None:
-            descriptor = neighbours._own.descriptor
-            self._own[descriptor] = os.fstat(descriptor).st_blocks * 512
+        if ring is not None:
+            descriptor, count = ring._segment.descriptor, len(ring._ranks)
+            self._own[descriptor] = os.fstat(descriptor).st_blocks * 512 // count
         beside = min(mapped, self._mapped) - self._before
         self.peak = max(self.peak, resident("VmHWM") - beside + sum(self._own.values()))
         self._mapped = mapped
@@ -69,7 +69,7 @@ def metered() -> Iterator[Meter]:
     meter = Meter()
 
     def watched(method: Any) -> Any:
-        def call(self: Channel, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Ring, *args: Any, **kwargs: Any) -> Any:
             meter.look(self)
             try:
                 return method(self, *args, **kwargs)
@@ -78,7 +78,6 @@ def metered() -> Iterator[Meter]:
 
         return call
 
-    names = ("allocate", "publish", "publish_rows", "acknowledge", "release_cached_memory")
-    methods = {name: watched(getattr(Channel, name)) for name in names}
-    with mock.patch.multiple(Channel, **methods):
+    methods = {name: watched(getattr(Ring, name)) for name in ("take", "publish", "release")}
+    with mock.patch.multiple(Ring, **methods):
         yield meter

@@ -44,23 +44,26 @@ class Block(nn.Module):
 class Late:
     """A collective whose result comes no sooner than ``DELAY`` after its start."""
 
-    def __init__(self, pending):
-        self.pending = pending
+    def __init__(self, handle):
+        self.handle, self.result = handle, handle.result
         self.ready = time.monotonic() + DELAY
 
     def wait(self):
         time.sleep(max(0.0, self.ready - time.monotonic()))
-        self.pending.wait()
+        self.handle.wait()
 
-    def poll(self):
-        return time.monotonic() >= self.ready and self.pending.poll()
+    def done(self):
+        return time.monotonic() >= self.ready and self.handle.done()
+
+    def release(self):
+        self.handle.release()
 
 
 class DelayedCommunicator(WorkCommunicator):
     """Every all-gather takes 20 ms longer."""
 
-    def _start_all_gather(self, output, source, group, label):
-        return Late(super()._start_all_gather(output, source, group, label))
+    def _start_all_gather(self, *args):
+        return Late(super()._start_all_gather(*args))
 
 
 class DelayedReductions(WorkCommunicator):

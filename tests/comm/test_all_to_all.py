@@ -17,8 +17,8 @@ def exchange():
     sent, received = SIZES[rank], [row[rank] for row in SIZES]
     source = torch.full((sum(sent),), float(rank))
     exchanging = comm.all_to_all(source, sent, received, numel=8, group=group, label="(test)")
-    exchanging.pending.wait()
-    return exchanging.received
+    exchanging.wait()
+    return exchanging.result
 
 
 @on_ranks(3)

@@ -11,9 +11,9 @@ from tests.support.ranks import on_fake_ranks
 class Counting(WorkCommunicator):
     num_gathers = 0
 
-    def gather(self, *args, **kwargs):
+    def all_gather(self, *args, **kwargs):
         Counting.num_gathers += 1
-        return super().gather(*args, **kwargs)
+        return super().all_gather(*args, **kwargs)
 
 
 @on_fake_ranks(2)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from meshard._comm.all_gather import GatherPlan
-from meshard._comm.communicator import DONE
+from meshard._comm.communicator import Done
 from meshard._comm.cpu import WorkCommunicator
 from meshard._mesh.layout import FlatLayout, ParamLayout
 from meshard._params.storage import FlatShard, MemoryLocation, UnshardedMemoryPool
@@ -23,9 +23,8 @@ class Told(WorkCommunicator):
         super().__init__()
         self._rows = rows
 
-    def _start_all_gather(self, output, source, group, label):
-        output.copy_(torch.cat(self._rows))
-        return DONE
+    def _start_all_gather(self, memory, source, group, label):
+        return Done(torch.stack(self._rows))
 
 
 def shards_of(whole, params, rank):
@@ -36,7 +35,7 @@ def shards_of(whole, params, rank):
 
 
 def gathered(whole, params, count):
-    """Return the views that a gather among ``count`` ranks has filled, and the copies it took."""
+    """Return the views that a gather among ``count`` ranks has filled."""
     layout = FlatLayout.build(params, [tensor.dtype for tensor in whole])
     storages = [FlatShard(layout, rank, MemoryLocation(CPU)) for rank in range(count)]
     for rank, storage in enumerate(storages):
@@ -48,15 +47,15 @@ def gathered(whole, params, count):
             storages[0].buffer,
             storages[0].segments,
             comm=Told([storage.buffer for storage in storages]),
-            group=SimpleNamespace(size=lambda: count),
+            group=SimpleNamespace(size=lambda: count, rank=lambda: 0),
             label="unit",
         )
         memory.allocate()
         for view in memory.views:
             view.fill_(5)
-        plan.copy_out(started.rows())
+        plan.copy_out(started.result)
         started.release()
-    return memory.views, len(plan._from_kept[0])
+    return memory.views
 
 
 @given(data=st.data(), count=st.integers(2, 5))

@@ -27,8 +27,12 @@ def units(draw):
 
 
 def integers(shape):
-    # -0.0 is a value like any other: marks must not take it for absence.
+    # -0.0 is a value like any other, and not the absence of a gradient.
     return torch.randint(-2, 3, shape) * torch.tensor(-1.0)
+
+
+def used_in(gradients):
+    return frozenset(i for i, gradient in enumerate(gradients) if gradient is not None)
 
 
 @given(params=units(), data=st.data())
@@ -45,16 +49,13 @@ def test_ranks_that_use_different_parameters_reduce_to_the_right_sums(params, da
     buffers = []
     for rank in range(count):
         buffer = layout.allocate(torch.float32).fill_(float("nan"))
-        layout.reduce_scatter_copy_in([buffer], gradients[rank])
-        layout.marks_for(used_by[rank]).mark_sent(buffer)
+        layout.reduce_scatter_copy_in(buffer, gradients[rank], used_by[rank])
         buffers.append(buffer)
     anyone = frozenset().union(*used_by)
     for rank in range(count):
-        flat = torch.empty(layout.shard_numel)
-        rows = torch.stack([buffer[rank] for buffer in buffers])
-        sum_rows(flat, torch.cat([rows, torch.full_like(rows[:1], -0.0)]))
-        marks = layout.marks_for(used_by[rank])
-        assert marks.used_after(marks.read(flat)) == anyone
+        flat = torch.empty(layout.row_numel)
+        sum_rows(flat, torch.stack([*(buffer[rank] for buffer in buffers), torch.zeros_like(flat)]))
+        assert layout.used_anywhere(flat, used_by[rank]) == anyone
         shards = dict(layout.shards(flat, rank, anyone))
         for index in anyone:
             total = sum(g[index] for g in gradients if g[index] is not None)
@@ -74,21 +75,19 @@ def test_adding_equals_packing_the_sum(params, data):
         [integers(p.shape) if use else None for use, p in zip(mask, params, strict=True)]
         for mask in masks
     ]
-    buffer = layout.allocate(torch.float32)
-    layout.reduce_scatter_copy_in([buffer], batches[0])
+    buffer, used = layout.allocate(torch.float32), used_in(batches[0])
+    layout.reduce_scatter_copy_in(buffer, list(batches[0]), used)
     for batch in batches[1:]:
-        layout.add(buffer, batch)
+        used |= used_in(batch)
+        layout.add(buffer, list(batch), used)
     present = [
         [gradient for gradient in column if gradient is not None]
         for column in zip(*batches, strict=True)
     ]
     sums = [sum(each) if each else None for each in present]
     expected = layout.allocate(torch.float32)
-    layout.reduce_scatter_copy_in([expected], sums)
+    layout.reduce_scatter_copy_in(expected, sums, used_in(sums))
     assert torch.equal(buffer, expected)
-    for index, total in enumerate(sums):
-        if total is None:
-            assert torch.signbit(layout.range_of(buffer, index)).all()
 
 
 @given(params=units(), data=st.data())
@@ -103,8 +102,8 @@ def test_packing_at_once_gives_the_same_bits(params, data):
         GradientLayout(params, everything, CPU, at_once=at_once) for at_once in (False, True)
     )
     expected, buffer = (one_by_one.allocate(torch.float32).fill_(math.nan) for _ in range(2))
-    one_by_one.reduce_scatter_copy_in([expected], list(gradients))
-    at_once.reduce_scatter_copy_in([buffer], list(gradients))
+    one_by_one.reduce_scatter_copy_in(expected, list(gradients), used_in(gradients))
+    at_once.reduce_scatter_copy_in(buffer, list(gradients), used_in(gradients))
     assert torch.equal(buffer.view(torch.int32), expected.view(torch.int32))
 
 
@@ -112,9 +111,9 @@ def test_gradients_of_a_large_unit_are_freed_as_they_are_added():
     layout = GradientLayout((ParamLayout(torch.Size((512, 512)), 0, 2),), (0,), CPU)
     assert layout.is_large
     buffer = layout.allocate(torch.float32)
-    layout.reduce_scatter_copy_in([buffer], [integers((512, 512))])
+    layout.reduce_scatter_copy_in(buffer, [integers((512, 512))], {0})
     gradients = [integers((512, 512))]
-    layout.add(buffer, gradients)
+    layout.add(buffer, gradients, {0})
     assert gradients == [None]
 
 
@@ -126,25 +125,24 @@ def test_moving_to_another_layout_keeps_values_under_their_parameter(params, dat
     old, new = GradientLayout(params, before, CPU), GradientLayout(params, after, CPU)
     gradients = [integers(p.shape) if i in before else None for i, p in enumerate(params)]
     buffer = old.allocate(torch.float32)
-    old.reduce_scatter_copy_in([buffer], gradients)
+    old.reduce_scatter_copy_in(buffer, gradients, set(before))
     expected = new.allocate(torch.float32)
-    new.reduce_scatter_copy_in([expected], gradients)
-    moved = old.move(buffer, new, frozenset(before))
-    assert torch.equal(moved, expected)
-    assert torch.equal(torch.signbit(moved), torch.signbit(expected))
+    new.reduce_scatter_copy_in(expected, gradients, set(before))
+    assert torch.equal(old.move(buffer, new, frozenset(before)), expected)
 
 
-def test_a_mark_survives_a_division_that_underflows():
-    params = [ParamLayout(torch.Size([2]), 0, 1), ParamLayout(torch.Size([2]), 0, 1)]
-    layout = GradientLayout(params, (0, 1), CPU)
-    marks = layout.marks_for(frozenset({0}))
-    tiny = -torch.finfo(torch.float16).tiny / 1024  # the smallest subnormal, negative
-    flat = torch.tensor([tiny, 0.0, -0.0, -0.0], dtype=torch.float16)
-    unused = marks.read(flat)
-    flat.div_(4)
-    assert torch.signbit(flat[0]) and flat[0] == 0
-    marks.write(flat, unused)
-    assert marks.used_after(marks.read(flat)) == {0}
+@given(params=units(), data=st.data())
+def test_what_is_erased_leaves_neither_values_nor_counts(params, data):
+    everything = frozenset(range(len(params)))
+    layout = GradientLayout(params, tuple(everything), CPU)
+    gradients = [integers(p.shape) for p in params]
+    gone = data.draw(st.sets(st.sampled_from(sorted(everything))))
+    buffer, expected = layout.allocate(torch.float32), layout.allocate(torch.float32)
+    layout.reduce_scatter_copy_in(buffer, list(gradients), everything)
+    layout.erase(buffer, gone)
+    rest = [None if index in gone else each for index, each in enumerate(gradients)]
+    layout.reduce_scatter_copy_in(expected, rest, everything - gone)
+    assert torch.equal(buffer, expected)
 
 
 FEW_SHAPES = {  # with the dim that is cut, in which the size is that of the shard group
@@ -178,7 +176,7 @@ def test_a_rank_may_own_few_elements_of_each(count, num_params, kind, dtypes):
     layout = GradientLayout(params, tuple(range(num_params)), CPU)
     for dtype in (FP32, BF16):
         buffer = layout.allocate(dtype).fill_(float("nan"))
-        layout.reduce_scatter_copy_in([buffer], list(gradients))
+        layout.reduce_scatter_copy_in(buffer, list(gradients), set(range(num_params)))
         for index, (gradient, param) in enumerate(zip(gradients, params, strict=True)):
             owned = torch.stack(gradient.to(dtype).chunk(count, param.shard_dim))
             assert torch.equal(layout.range_of(buffer, index), owned.flatten(1))

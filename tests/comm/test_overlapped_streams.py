@@ -135,7 +135,7 @@ def test_what_reads_a_parameter_waits_by_itself(monkeypatch, options):
 def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatch, sgd_run):
     run = sgd_run
     steps, gathers, in_backward = {}, {}, []
-    step, gather = meshard.optim.overlap.UnitStepper.step, StreamCommunicator.gather
+    step, gather = meshard.optim.overlap.UnitStepper.step, StreamCommunicator.all_gather
     wait = Stream.wait_event
 
     def log_step(self, *args):
@@ -154,7 +154,7 @@ def test_nothing_waits_in_backward_and_a_gather_for_its_own_unit_only(monkeypatc
         wait(self, event)
 
     monkeypatch.setattr(meshard.optim.overlap.UnitStepper, "step", log_step)
-    monkeypatch.setattr(StreamCommunicator, "gather", log_gather)
+    monkeypatch.setattr(StreamCommunicator, "all_gather", log_gather)
     monkeypatch.setattr(Stream, "wait_event", log_wait)
     with run.recorder:
         run.window()

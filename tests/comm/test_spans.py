@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.communicator import CommStream
-from meshard._comm.cpu import WorkCommunicator, WorkInFlight
+from meshard._comm.cpu import WorkCommunicator, WorkHandle
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake_device import FakeDevice
 from tests.support.listed_spans import listed
@@ -23,10 +23,10 @@ def test_a_collective_through_sockets_ends_with_its_work_and_not_with_the_wait()
     comm, source = WorkCommunicator(), torch.ones(4)
     dist.barrier()
     with listed() as recorder:
-        gathering = comm.gather(source, group=dist.group.WORLD, label="layer")
+        gathering = comm.all_gather(source, group=dist.group.WORLD, label="layer")
         time.sleep(DELAY)  # compute
         waits_since = time.monotonic()
-        gathering.rows()
+        gathering.wait()
     names = [name for name in recorder.names if name != "end"]
     assert names == ["begin all_gather", "ends later", "leave all_gather", "waited"]
     assert dict(recorder.told)["end"] < waits_since
@@ -37,7 +37,7 @@ def test_a_work_without_a_future_ends_when_it_was_waited_for():
     work = mock.Mock(**{"get_future.side_effect": RuntimeError("not implemented")})
     with listed() as recorder:
         recorder.event = "one that is issued"
-        WorkInFlight(work, ("all_gather", "layer"), dist.group.WORLD).wait()
+        WorkHandle(work, torch.ones(1), ("all_gather", "layer"), dist.group.WORLD).wait()
     assert recorder.names == ["ends later", "waited"]
 
 

@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import init_device_mesh
 import meshard
 from meshard import CommLedger, GradientSync, MixedPrecisionPolicy
 from meshard._comm import streams
-from meshard._comm.communicator import DONE, CommStream, Communicator
+from meshard._comm.communicator import CommStream, Communicator, Done
 from meshard._comm.streams import StreamCommunicator
+from meshard.foreach_reduce import Reduction
 from tests.support import insides
 from tests.support.fake_device import FakeDevice, Recorder, Stream
 from tests.support.ranks import fake_group, on_fake_ranks
@@ -80,7 +81,7 @@ def test_matrices_that_are_used_before_they_have_arrived_are_found_out(monkeypat
 
     def start_and_forget(self, *args, **kwargs):
         kept.append(start(self, *args, **kwargs))
-        return kept[-1]._replace(pending=DONE)
+        return Done(kept[-1].result)
 
     monkeypatch.setattr(StreamCommunicator, "all_to_all", start_and_forget)
     device = steps_of_owners(monkeypatch, (4,))
@@ -171,20 +172,14 @@ def test_a_stream_that_does_not_wait_for_compute_is_found_out(monkeypatch):
 
 
 def test_a_wait_that_does_not_wait_is_found_out(monkeypatch):
-    monkeypatch.setattr(streams._EventInFlight, "_order", lambda self, stream: None)
+    monkeypatch.setattr(streams.EventHandle, "_order", lambda self, stream: None)
     device, _ = run_steps(monkeypatch, (2, 2))
     assert device.races
 
 
 def test_dropping_the_input_of_a_reduction_too_early_is_found_out(monkeypatch):
-    start = StreamCommunicator.reduce_scatter
-
-    def drop_early(self, *args, **kwargs):
-        reducing = start(self, *args, **kwargs)
-        reducing.rows.clear()
-        return reducing
-
-    monkeypatch.setattr(StreamCommunicator, "reduce_scatter", drop_early)
+    keeping = property(lambda self: None, lambda self, sent: None)
+    monkeypatch.setattr(Reduction, "sent", keeping, raising=False)
     record = StreamCommunicator.record
     monkeypatch.setattr(StreamCommunicator, "record", lambda self, *_, **__: record(self))
     device, _ = run_steps(monkeypatch, (4,))

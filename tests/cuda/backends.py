@@ -26,12 +26,14 @@ def unsupported(device):
     group, ranks, comm = dist.group.WORLD, dist.get_world_size(), Issuing(device.streams)
 
     def all_gather(source, rows, output):
-        return torch.cat(comm.gather(source, group=group, label="").rows()).sum(0)
+        handle = comm.all_gather(source, group=group, label="")
+        handle.wait()
+        return handle.result.sum(0)
 
     def reduce_scatter(source, rows, output):
-        reducing = comm.reduce_scatter([rows], rows.dtype, group=group, label="")
-        reducing.pending.wait()
-        return reducing.sum
+        handle = comm.reduce_scatter(rows, rows.dtype, group=group, label="")
+        handle.wait()
+        return handle.result
 
     def all_reduce(source, rows, output):
         comm.all_reduce(source, group=group, label="").wait()
@@ -63,24 +65,6 @@ def unsupported(device):
                 assert bool((result == ranks).all()), "a wrong number"
             except (RuntimeError, AssertionError) as error:
                 found.append(f"{function.__name__} of {dtype}: {str(error)[:80]}")
-    return found
-
-
-def lost_marks(device):
-    """Return where a sum of negative zeros is none, or one of others is a negative zero."""
-    group, ranks, comm = dist.group.WORLD, dist.get_world_size(), Issuing(device.streams)
-    found = []
-    for dtype in DTYPES:
-        for used_by in (None, 0, ranks - 1):
-            value = 0.0 if used_by == dist.get_rank() else -0.0
-            sent = torch.full((ranks, NUMEL), value, dtype=dtype, device=device.kind)
-            buffer = sent[0].clone()
-            reducing = comm.reduce_scatter([sent], dtype, group=group, label="")
-            reducing.pending.wait()
-            comm.all_reduce(buffer, group=group, label="").wait()
-            for name, result in (("reduce_scatter", reducing.sum), ("all_reduce", buffer)):
-                if not bool((torch.signbit(result) == (used_by is None)).all()):
-                    found.append(f"{name} of {dtype}, used by {used_by}")
     return found
 
 
@@ -142,13 +126,8 @@ def checks(device):
 
     found = {
         "collectives, NCCL": lambda: told(on_one(unsupported)),
-        "negative zeros, NCCL": lambda: told(on_one(lost_marks)),
         "collectives, 2 gloo ranks": lambda: told(on_ranks(device, unsupported, 2)[0]),
     }
-    for ranks in (2, 4):
-        found[f"negative zeros, {ranks} gloo ranks"] = lambda n=ranks: told(
-            on_ranks(device, lost_marks, n)[0]
-        )
     found["memory of the process group"] = lambda: memory_of_the_group(device)
     found["CUDA graph of an evaluation"] = lambda: cuda_graph(device)  # last: it may break CUDA
     return found

@@ -165,7 +165,7 @@ def checks(device):
     }
     steps = 40 if device.is_real else 8
     found = {name: lambda row=row: compare(device, steps, **row) for name, row in rows.items()}
-    wait = mock.patch.object(streams._EventInFlight, "_order", return_value=None)
+    wait = mock.patch.object(streams.EventHandle, "_order", return_value=None)
     enter = mock.patch.object(Disturbed, "on_stream", entering_without_a_wait)
     found["no wait of compute"] = lambda: find(device, wait)
     found["no wait of comm streams"] = lambda: find(device, enter)

@@ -168,15 +168,12 @@ def test_what_the_shard_group_has_received_is_freed_while_the_all_reduce_runs(sh
         label="unit",
     )
     comm = make_communicator(cpu, share_memory=share_memory)
-    rows = comm.send_rows(layout.shard_numel, dtype, device=cpu, group=shard_group)
-    layout.reduce_scatter_copy_in(rows, [torch.full((4, 3), float(dist.get_rank()))])
-    # Where there are several blocks, that of this rank is not sent: the sum is written there.
-    others = rows if len(rows) == 1 else [rows[1 - shard_group.rank()]]
-    sent = [weakref.ref(row) for row in others]
-    del others
-    reduction = Reduction(plan, rows, layout.marks_for(frozenset({0})), None, comm)
+    rows = comm.send_memory(layout.row_numel, dtype, device=cpu, group=shard_group)
+    layout.reduce_scatter_copy_in(rows, [torch.full((4, 3), float(dist.get_rank()))], {0})
+    sent = [weakref.ref(rows)]
+    reduction = Reduction(plan, layout, rows, None, comm)
     del rows
     assert not are_freed(sent, seconds=0)
     reduction.advance()
     assert are_freed(sent)
-    assert torch.equal(reduction.finish().shard[:6], torch.full((6,), 1.5))
+    assert torch.equal(reduction.finish()[:6], torch.full((6,), 1.5))

@@ -20,7 +20,7 @@ from meshard._gradients.accumulator import (
 )
 from meshard._gradients.published import ShardedGrads
 from meshard._mesh.layout import matching_parts
-from meshard.foreach_reduce import Divisors, Reduction
+from meshard.foreach_reduce import Divisors, ReducePlan, Reduction
 
 ONE = Fraction(1)
 FOUND = []  # the mutant, the case that finds it, and what the ranks then have
@@ -102,7 +102,7 @@ def partial_keyed_by_position(patch):
     """A buffer has room for what this reduction uses, and the partial is added as it stands."""
 
     def move(self, buffer, to, held):
-        moved = buffer.new_full((*buffer.shape[:-1], to.shard_numel), -0.0)
+        moved = buffer.new_zeros((*buffer.shape[:-1], to.row_numel))
         common = min(moved.shape[-1], buffer.shape[-1])
         moved.narrow(-1, 0, common).copy_(buffer.narrow(-1, 0, common))
         return moved
@@ -143,10 +143,12 @@ def factor_applied_again_to_grad(patch):
 @found_by("a_narrow_wire_is_divided", (4.0, 4.0))
 def scaling_dropped_when_dtypes_differ(patch):
     @instead(patch, Reduction, "__init__")
-    def start(init, self, plan, rows, *rest):
-        init(self, plan, rows, *rest)
-        if rows[0].dtype != plan.accumulate_dtype:
-            self._divisors = Divisors(ONE, ONE, ONE, ONE)
+    def start(init, self, plan, layout, rows, *rest):
+        class Undivided(ReducePlan):
+            divisors = Divisors(ONE, ONE, ONE, ONE)
+
+        plan = Undivided(*plan) if rows.dtype != plan.accumulate_dtype else plan
+        init(self, plan, layout, rows, *rest)
 
 
 @found_by("one_factor_per_window", (5.0, 5.0))
@@ -165,19 +167,16 @@ def padding_not_zeroed(patch):
     """
 
     @instead(patch, GradientLayout, "reduce_scatter_copy_in")
-    def copy_without_padding(copy_in, self, rows, gradients, **how):
-        given, before = list(gradients), torch.cat(rows)
-        copy_in(self, rows, gradients, **how)
-        whole = torch.cat(rows)
-        for slot in self.irregular:
-            gradient = given[slot.index]
-            if gradient is not None:
-                part = whole.narrow(1, slot.offset, slot.numel)
+    def copy_without_padding(copy_in, self, rows, gradients, used):
+        given, before = list(gradients), rows.clone()
+        copy_in(self, rows, gradients, used)
+        for slot in self.ranges.values():
+            gradient, layout = given[slot.index], self.params[slot.index]
+            if gradient is not None and not layout.is_regular:
+                part = rows.narrow(1, slot.offset, slot.numel)
                 part.copy_(before.narrow(1, slot.offset, slot.numel))
-                for ours, theirs in matching_parts(part, gradient, self.params[slot.index]):
+                for ours, theirs in matching_parts(part, gradient, layout):
                     ours.copy_(theirs)
-        for block, filled in zip(rows, whole.chunk(len(rows)), strict=True):
-            block.copy_(filled)
 
 
 @found_by("cleared_on_its_way", (102.5, 100.0))
@@ -212,7 +211,7 @@ def mode_of_the_root_for_every_unit(patch):
 
 @found_by("ranks_are_summed_wide", (256.0, 4.0))
 def ranks_summed_in_the_wire_dtype(patch):
-    def sum_narrow(output, rows, *, keep_signs):
+    def sum_narrow(output, rows):
         for row in rows[1:]:
             rows[0].add_(row)
         output.copy_(rows[0])
@@ -229,8 +228,8 @@ def ranks_summed_in_the_wire_dtype(patch):
 @found_by("float16_is_divided_before_it_is_narrowed", (math.inf, 1.0))
 def narrowed_before_it_is_divided(patch):
     @instead(patch, Reduction, "__init__")
-    def start(init, self, plan, rows, *rest):
-        init(self, plan, [block.to(plan.wire_dtype) for block in rows], *rest)
+    def start(init, self, plan, layout, rows, *rest):
+        init(self, plan, layout, rows.to(plan.wire_dtype), *rest)
 
 
 @found_by("float64_stays", (1.0, 1.0))
@@ -272,25 +271,10 @@ def grad_of_a_void_window_kept(patch):
     patch.setattr(Gradients, "abandon", abandon)
 
 
-class _Unmarking:
-    """Marks that are read, and not restored after a division."""
-
-    def __init__(self, marks):
-        self._marks = marks
-
-    def __getattr__(self, name):
-        return getattr(self._marks, name)
-
-    def write(self, flat, unused):
-        pass
-
-
 @found_by("a_partial_that_underflows", (None, 0.5))
-def mark_of_a_partial_not_restored(patch):
-    @instead(patch, Reduction, "_after_scatter")
-    def without_writing(after, self):
-        marks = self._marks
-        if self._plan.replicate_group is None:  # its end is a partial
-            self._marks = _Unmarking(marks)
-        after(self)
-        self._marks = marks
+def counts_of_a_partial_are_lost(patch):
+    @instead(patch, Reduction, "__init__")
+    def start(init, self, plan, layout, rows, partial, comm):
+        if partial is not None:
+            partial[layout.shard_numel :].zero_()
+        init(self, plan, layout, rows, partial, comm)

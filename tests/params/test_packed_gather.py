@@ -34,9 +34,10 @@ def gather(own, forms, times=1):
     for _ in range(times):
         assert all(not out.untyped_storage().nbytes() or not out.numel() for out in packed.outputs)
         source = packed.pack(own)
-        rows = WorkCommunicator().gather(source, group=group, label="unit").rows()
+        handle = WorkCommunicator().all_gather(source, group=group, label="unit")
+        handle.wait()
         packed.allocate()
-        packed.copy_out(rows)
+        packed.copy_out(handle.result)
         outputs = [out.clone() for out in packed.outputs]
         assert all(out._version == 0 for out in packed.outputs)
         packed.free()
