@@ -302,6 +302,7 @@ class Reduction:
         self._comm = comm
         self.sent: torch.Tensor | None = None  # until its memory is freed
         self._ends: list[Handle] = []  # of the work on each stream
+        self._kept: object = None  # tensors that streams still use
         self._result: torch.Tensor
         self._stages = self._run(layout, rows, partial)
         self._in_flight = next(self._stages, None)
@@ -342,6 +343,7 @@ class Reduction:
             total = total.to(plan.accumulate_dtype)
             scattered = comm.record(total, after=scatter)
             self._ends.append(scattered)
+            self._kept = total, partial  # other streams have allocated one and use the other
         self._result = total
         if plan.replicate_group is None:
             return  # a sum over all ranks, or a partial
@@ -385,8 +387,7 @@ class Reduction:
         for end in self._ends:
             end.wait()
         # On a device inputs are freed only now, when the current stream waits for all uses of them.
-        self.sent = None
-        del self._stages
+        self.sent = self._kept = None
         return self._result
 
     def abort(self) -> None:

@@ -85,6 +85,12 @@ def train(mesh_shape=(2,), policy=None, prepare=None):
     return full_grads(model), ledger.counts, first
 
 
+def with_counts_apart(expected, scatter):
+    """Each custom reduce-scatter is followed by a small all-reduce: which parameters are used."""
+    apart = {"all_reduce": expected.get("all_reduce", 0) + scatter.calls}
+    return {**expected, **apart} if scatter.calls else expected
+
+
 def use_custom(unit):
     gather, scatter = MyAllGather(), MyReduceScatter()
     unit.set_custom_all_gather(gather)
@@ -112,8 +118,8 @@ def test_custom_collectives_give_the_same_gradients(mesh_shape, policy):
         # The custom reduce-scatter adds in another order, and in the dtype in which it sends.
         dtype = torch.bfloat16 if policy is BF16_REDUCE else torch.float32
         assert_same(grads, expected, dtype, bitwise=mesh_shape[-1] <= 2 and not policy)
-        assert counts == plain_counts
         used = mesh_shape[-1] > 1
+        assert counts == with_counts_apart(plain_counts, scatter)
         assert gather.calls == (8 if used else 0)  # forward and backward of four microbatches
         assert scatter.calls == (4 if used else 0)
         if used:
@@ -155,7 +161,7 @@ def test_gradients_may_travel_on_a_group_of_their_own():
     expected, plain_counts, _ = train()
     grads, counts, scatter = train(prepare=separate)
     assert_same(grads, expected, bitwise=True)
-    assert counts == plain_counts
+    assert counts == with_counts_apart(plain_counts, scatter)
     assert dist.get_process_group_ranks(scatter.groups[0]) == [0, 1]
     assert dist.group.WORLD not in scatter.groups
 
@@ -235,5 +241,5 @@ def test_stages_of_a_pipeline_share_their_streams():
     meshard.share_comm_ctx([*model])
     units = insides.units(model)
     comms = [comm for unit in units for comm in (unit.group.comm, unit.lifecycle.comm)]
-    assert len({id(comm._channels) for comm in comms}) == 1
+    assert len({id(comm._rings) for comm in comms}) == 1
     check_gradients(model, plain)

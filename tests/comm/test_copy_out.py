@@ -66,6 +66,6 @@ def test_parameters_of_few_sizes_are_whole(data, count):
         shape = data.draw(shapes)
         params.append(ParamLayout(torch.Size(shape), 0, count))
         whole.append(torch.randn(shape).to(data.draw(st.sampled_from(DTYPES))))
-    views, _ = gathered(whole, params, count)
+    views = gathered(whole, params, count)
     for view, original in zip(views, whole, strict=True):
         assert torch.equal(view, original)

@@ -49,35 +49,39 @@ def instead(patch, owner, name):
 @found_by("ranks_average", [(0.5, 0.0), (0.5, 0.0), (2.5, 0.0), (2.5, 0.0)])
 def partial_added_after_the_all_reduce(patch):
     @instead(patch, Reduction, "__init__")
-    def start(init, self, plan, buffer, marks, partial, *rest):
+    def start(init, self, plan, layout, rows, partial, comm):
         self.late = partial
-        init(self, plan, buffer, marks, None, *rest)
+        init(self, plan, layout, rows, None, comm)
 
     @instead(patch, Reduction, "finish")
     def add_late(finish, self):
         reduced = finish(self)
-        return reduced if self.late is None else reduced._replace(shard=reduced.shard + self.late)
+        return reduced if self.late is None else reduced + self.late
 
 
 @found_by("partials_have_the_shard_groups_share", (1.5, 1.5))
 def partial_divided_by_all_ranks(patch):
     @instead(patch, Reduction, "__init__")
     def start(init, self, plan, *rest):
-        init(self, plan, *rest)
-        if plan.replicate_group is None and plan.replicate_count > 1:
-            after = self._divisors.after_scatter * plan.replicate_count
-            self._divisors = self._divisors._replace(after_scatter=after)
+        class DividedByAll(ReducePlan):
+            @property
+            def divisors(self):
+                divisors = super().divisors
+                after = divisors.after_scatter * self.replicate_count
+                return divisors._replace(after_scatter=after)
+
+        is_partial = plan.replicate_group is None and plan.replicate_count > 1
+        init(self, DividedByAll(*plan) if is_partial else plan, *rest)
 
 
 @found_by("a_group_of_one_divides_once", (0.25, 0.25))
 def divided_twice_in_groups_of_one(patch):
     @instead(patch, Reduction, "__init__")
-    def start(init, self, plan, buffer, *rest):
+    def start(init, self, plan, layout, rows, *rest):
         if plan.shard_group.size() == 1:
             total = plan.divide_factor or plan.replicate_count
-            for block in buffer:
-                block.div_(total / plan.replicate_count)
-        init(self, plan, buffer, *rest)
+            rows[:, : layout.shard_numel].div_(total / plan.replicate_count)
+        init(self, plan, layout, rows, *rest)
 
 
 @found_by("partials_are_wide", (256.0, 4.0))

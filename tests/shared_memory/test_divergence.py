@@ -31,7 +31,7 @@ def different_collectives():
     found = []
     with pytest.raises(RuntimeError, match="have issued different collectives") as error:
         yield found
-    line = r"  rank (\d) of the group: all_gather of unit '(.*)' \(root (\d+),"
+    line = r"  rank (\d) of the group: all_gather of unit '(.*)' \(root (\d+)\)"
     ranks, units, roots = zip(*re.findall(line, str(error.value)), strict=True)
     assert ranks == ("0", "1") and "caught an exception" in str(error.value)
     found += [units, [int(root) for root in roots]]

@@ -282,6 +282,8 @@ class Communicator:
         self, numel: int, dtype: torch.dtype, *, device: torch.device, group: dist.ProcessGroup
     ) -> torch.Tensor:
         """Return uninitialised memory ``[ranks, numel]`` to send by the next ``reduce_scatter``."""
+        if self._custom.reduce_scatter is not None:  # which gets memory of its own
+            return torch.empty(group.size(), numel, dtype=dtype, device=device)
         return self._allocate((group.size(), numel), dtype, device, group, None)
 
     def _allocate(

@@ -129,7 +129,7 @@ class GradientLayout:
         return counts
 
     def write_counts(self, buffer: torch.Tensor, used: AbstractSet[int]) -> None:
-        counts = self._counts(used, buffer.dtype)
+        counts = self._counts(used, buffer.dtype)[: buffer.size(0)]
         buffer.narrow(1, self.shard_numel, self.num_counts).copy_(counts)
 
     def used_anywhere(self, row: torch.Tensor, used: frozenset[int]) -> frozenset[int]:

@@ -219,7 +219,7 @@ class Ring:
 
     def _raise_difference(self, number: int, other: int) -> None:
         lines = [
-            f"  rank {rank} of the group: {_decoded(self._name(rank, number))}"
+            f"  rank {rank} of the group: " + ", ".join(_decoded(self._name(rank, number)))
             for rank in sorted((self.rank, other))
         ]
         raise RuntimeError(
@@ -243,7 +243,7 @@ class Ring:
         def missing() -> list[int]:
             return [self._ranks[each] for each in self._others if words[each][0] <= number]
 
-        with Waiting(_decoded(self._name(self.rank, number)), missing=missing):
+        with Waiting(_decoded(self._name(self.rank, number))[0], missing=missing):
             self._nap_until(word, other, number, what)
 
     def _nap_until(self, word: memoryview, other: int, number: int, what: str) -> None:
@@ -269,8 +269,9 @@ def _encoded(name: str) -> bytes:
     return name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
 
 
-def _decoded(name: memoryview) -> str:
-    return bytes(name).rstrip(b"\0").decode(errors="replace")
+def _decoded(name: memoryview) -> list[str]:
+    """Return the lines of a name: the collective, and what is sent."""
+    return bytes(name).rstrip(b"\0").decode(errors="replace").split("\n")
 
 
 def open_ring(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Ring | None:
