@@ -183,10 +183,10 @@ def test_a_unit_has_one_gather_and_one_reduction_more():
     assert sorted(events) == [
         (False, "all_gather", 2 * padded(rows * 4, 16)),
         (False, "all_gather", 2 * padded(rows * 4, 16)),
-        (False, "reduce_scatter", 2 * padded(rows, 8) * 4),
+        (False, "reduce_scatter", 2 * padded(rows + 1, 8) * 4),
         (True, "all_gather", 2 * padded(rows * (columns + 4), 16)),  # a byte each, and a scale
         (True, "all_gather", 2 * padded(rows * (columns + 4), 16)),
-        (True, "reduce_scatter", 2 * padded(rows * columns, 8) * 4),
+        (True, "reduce_scatter", 2 * padded(rows * columns + 1, 8) * 4),
     ]
 
 

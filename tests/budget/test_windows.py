@@ -71,7 +71,8 @@ def expected_reductions(window: Window, unit: int) -> Counter[tuple[str, int, to
     if not window.trains(unit):
         return counted
     slots = [p.slot_numel(window.shards) for p in window.params[unit] if not p.is_frozen]
-    row = padded(sum(slots), 8) if window.shards > 1 else sum(slots)
+    numel = sum(slots) + len(slots)  # a count for each is behind the gradients
+    row = padded(numel, 8) if window.shards > 1 else numel
     dtype = window.wire_dtype(unit)
     is_pending = False
     for k, modes in enumerate(window.modes):

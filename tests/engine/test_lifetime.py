@@ -80,10 +80,10 @@ def retained_after_a_microbatch(mode, mesh_shape, build):
         meshard.fully_shard(layer, mesh)
     meshard.fully_shard(model, mesh)
     x = torch.ones(1, 16, dtype=model[0].weight.dtype)
+    model.set_gradient_sync(mode)
     model(x).sum().backward()  # whatever is made once is made now
     model.zero_grad()
     before = settled_tensor_bytes()
-    model.set_gradient_sync(mode)
     model(x).sum().backward()
     after = settled_tensor_bytes()
     meshard.finalize_gradients(model)
@@ -101,16 +101,17 @@ def narrow_layer():
     return torch.nn.Sequential(torch.nn.Linear(16, 15, bias=False, dtype=torch.bfloat16))
 
 
-WHOLE, SLOT = 3 * 16 * 16 * 4, 8 * 16  # bytes, elements
+# Each row of what is reduced ends in a count for each parameter, and is padded to 8 elements.
+ROW, SLOT = 16 * 16 // 2 + 8, 8 * 16 + 8  # elements
 NARROW = [8 * 16 * 2, 7 * 16 * 2]  # .grad has the dtype of the shard
 
 
 @pytest.mark.parametrize(
     ("build", "mode", "mesh_shape", "kept"),
     [
-        (square_layers, GradientSync.NONE, (2, 2), [WHOLE] * 2),
-        (square_layers, GradientSync.REDUCE_SCATTER, (2, 2), [WHOLE // 2] * 2),
-        (square_layers, GradientSync.FULL, (2,), [WHOLE // 2] * 2),
+        (square_layers, GradientSync.NONE, (2, 2), [3 * 2 * ROW * 4] * 2),
+        (square_layers, GradientSync.REDUCE_SCATTER, (2, 2), [3 * ROW * 4] * 2),
+        (square_layers, GradientSync.FULL, (2,), [3 * ROW * 4] * 2),
         (narrow_layer, GradientSync.NONE, (2, 2), [2 * SLOT * 4] * 2),
         (narrow_layer, GradientSync.REDUCE_SCATTER, (2, 2), [SLOT * 4] * 2),
         (narrow_layer, GradientSync.REDUCE_SCATTER, (2,), NARROW),  # on one axis as FULL
@@ -150,8 +151,9 @@ def test_the_forward_after_zero_grad_frees_the_gradients():
         with torch.no_grad():
             model(torch.ones(2, 6))
         held.append(settled_tensor_bytes())
-    units = [each.parameters() for each in model.blocks] + [(model.scale, model.shift)]
-    rows = [padded(sum(param.to_local().numel() for param in unit), 8) for unit in units]
+    units = [[*each.parameters()] for each in model.blocks] + [(model.scale, model.shift)]
+    # A count for each parameter follows its gradient.
+    rows = [padded(sum(1 + param.to_local().numel() for param in unit), 8) for unit in units]
     assert held[0] - held[1] == 4 * sum(rows)
 
 

@@ -63,7 +63,9 @@ class EventHandle:
         self._order(stream)
         self.issued.waited(began, self._clock.now())
 
-    release = wait
+    def release(self) -> None:
+        if self._keep:
+            self.wait()
 
     def _order(self, stream: Any) -> None:
         stream.wait_event(self.event)

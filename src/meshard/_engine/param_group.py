@@ -469,8 +469,9 @@ class ParamGroup:
         except RuntimeError as error:
             explain_failure(error, f"all-gather of unit {self.label!r}")
             raise
-        # In a gather of post-forward shards each rank has sent the shards of several.
-        gathered = gather.result.view(self.spec.mesh_info.shard_count, -1)
+        gathered, shard_count = gather.result, self.spec.mesh_info.shard_count
+        if gathered.size(0) != shard_count:  # each rank has sent the shards of several
+            gathered = gathered.view(shard_count, -1)
         # No torch.no_grad(): no gathered tensor requires grad, or all_gather_copy_out disables it.
         self.unit_params.all_gather_copy_out(gathered)
         if post_forward_group is not None:
