@@ -297,9 +297,8 @@ class GradientSetters(_AnyModule):
         """Sum gradients over replicas by ``comm`` instead of the backend's all-reduce.
 
         ``comm`` has the arguments of ``torch.distributed.all_reduce``; that function itself,
-        or None, undoes an earlier call. The operation is always SUM: meshard divides by itself. A
-        sum of negative zeros must be a negative zero, or parameters that no rank used get a
-        gradient of zero. Groups of one rank do not call ``comm``.
+        or None, undoes an earlier call. The operation is always SUM: meshard divides by itself.
+        ``comm`` may round what it sends: it gets gradients only. Groups of one rank do not call it.
 
         **Collective:** only if ``set_is_last_backward(False)`` left reductions in flight.
 
