@@ -306,10 +306,8 @@ class Reduction:
         self._result: torch.Tensor
         self._stages = self._run(layout, rows, partial)
         self._in_flight = next(self._stages, None)
-        if not comm.waits_block_host:
-            self._in_flight = None
-            for _ in self._stages:
-                """Each stage is queued behind the one before it."""
+        while self._in_flight is not None and not comm.waits_block_host:
+            self._in_flight = next(self._stages, None)
 
     def _run(
         self, layout: GradientLayout, rows: torch.Tensor, partial: torch.Tensor | None

@@ -224,6 +224,11 @@ class Communicator:
         variant._custom = custom
         return variant
 
+    @property
+    def without_custom(self) -> Communicator:
+        """A communicator on the same streams that does not use the user's collectives."""
+        return self.with_custom(CommSettings())
+
     def shared_with(self, own: Communicator) -> Communicator:
         """Return a communicator for another root, with the streams and memory of this one.
 
@@ -380,7 +385,7 @@ class Communicator:
         with announced("reduce_scatter", sent, group, label, comm=self):
             work = custom(received, sent, group, dist.ReduceOp.SUM, self.waits_block_host)
         counts = rows[0, numel:].clone()
-        counted = self.with_custom(CommSettings()).all_reduce(counts, group=group, label=label)
+        counted = self.without_custom.all_reduce(counts, group=group, label=label)
 
         def put_together() -> None:
             counted.wait()
@@ -407,8 +412,9 @@ class Communicator:
         with announced("all_reduce", values, group, label, comm=self):
             op = dist.ReduceOp.SUM
             work = custom(values, op=op, group=group, async_op=self.waits_block_host)
-        ours = self.with_custom(CommSettings())
-        counted = ours.all_reduce(counts, group=group, label=label) if num_counts else DONE
+        counted: Handle = DONE
+        if num_counts:
+            counted = self.without_custom.all_reduce(counts, group=group, label=label)
         return self._handle(work, buffer, ("all_reduce", label), group, then=counted.wait)
 
     def all_to_all(

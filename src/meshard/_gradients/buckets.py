@@ -433,13 +433,17 @@ class BucketedGradients(Gradients):
             wide = bucket.memory.flat
             divide_(bucket.memory.gradients, before)
             memory = bucket.narrow(wire)
-            sent, bucket.counts = memory.flat, memory.counts
-            if self.comm_hook is not None:
+            bucket.counts, num_counts = memory.counts, memory.counts.numel()
+            if self.comm_hook is None:
+                pending = comm.all_reduce(
+                    memory.flat, group=group, label=label, num_counts=num_counts
+                )
+            else:
                 # All-reduce a copy of the counts. The counts follow the hook's buffer in memory,
                 # and a hook may write beyond the end of its buffer, as batched PowerSGD does.
-                sent = bucket.counts = memory.counts.clone()
-            pending = bucket.sent = comm.all_reduce(sent, group=group, label=label)
-            self.is_in_flight = True
+                bucket.counts = memory.counts.clone()
+                pending = comm.without_custom.all_reduce(bucket.counts, group=group, label=label)
+            bucket.sent, self.is_in_flight = pending, True
             if self.comm_hook is not None:
                 with profiled("comm_hook", label, comm.clock):
                     is_last = bucket is self.buckets[-1]
