@@ -17,7 +17,6 @@ from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, alive, joined, units_in
 from meshard._gradients.buckets import BucketedGradients
 from meshard._params.sharded_param import UnitParam, tag_left_out, tag_of
-from meshard._params.subclass_params import SubclassParams
 from meshard._torch.user_line import listed
 from meshard.optim.owner import owner_reports
 from meshard.policies import GradientSync
@@ -182,8 +181,8 @@ def _policies(unit: Unit, params: Sequence[UnitParam]) -> Iterator[str]:
         yield f"divide_factor={settings.divide_factor:g}"
     if isinstance(group.gradients, BucketedGradients) and group.gradients.comm_hook:
         yield "communication hook"
-    if isinstance(group.unit_params, SubclassParams):
-        yield "tensor subclass"
+    if group.unit_params.custom_name is not None:
+        yield "custom all-gather"
     if len(unit.modules) > 1:
         yield f"{len(unit.modules)} modules"
     num_frozen = sum(not param.sharded.requires_grad for param in params)

@@ -13,10 +13,9 @@ from torch.optim import Optimizer
 from meshard._engine.unit import Unit, require_units
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._gradients.published import ShardedGrads
-from meshard._params.flat_params import FlatParams
+from meshard._params.flat_params import FlatParams, check_not_custom
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.storage import MemoryLocation
-from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import move_local, plain_of
 from meshard._torch.private import tree_flatten
 
@@ -83,7 +82,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
         unit.lifecycle.check_between_steps(unit, caller)
         unit.group.finish_pending_step()
         unit.group.adopt_edits()
-        check_not_subclass(unit.group.unit_params, caller)
+        check_not_custom(unit.group.unit_params, caller)
         if to_host and isinstance(unit.group.unit_params, ReplicatedParams):
             raise NotImplementedError(
                 f"unit {unit.label!r} is replicated and cannot be offloaded; use "

@@ -36,11 +36,10 @@ from meshard._engine.param_group import (
 )
 from meshard._engine.unit import Unit, alive, joined, require_units
 from meshard._mesh.layout import matching_parts
-from meshard._params.flat_params import FlatParams
+from meshard._params.flat_params import FlatParams, check_not_custom
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import ShardedParam, TensorTag, prepare_tag
 from meshard._params.storage import FlatShard
-from meshard._params.subclass_params import check_not_subclass
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard.policies import check_bool
 
@@ -174,7 +173,7 @@ def _needs_summon(unit: Unit, options: SummonOptions) -> bool:
     unit.group.adopt_edits()
     if _is_replicated(unit):
         return False
-    check_not_subclass(unit.group.unit_params, "meshard.unsharded_params")
+    check_not_custom(unit.group.unit_params, "meshard.unsharded_params")
     unit.group.unit_params.check_materialised()
     return True
 

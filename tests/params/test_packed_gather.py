@@ -1,13 +1,16 @@
-"""Gathers of tensors of several dtypes as bytes."""
+"""Gathers of tensors of several dtypes, which no flat shard holds."""
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from meshard._comm.all_gather import GatherPlan
 from meshard._comm.cpu import WorkCommunicator
-from meshard._params.subclass_params import Form, PackedGather, agree_on_forms
+from meshard._mesh.layout import FlatLayout, ParamLayout
+from meshard._params.custom_gather import Form, agree_on_forms
 from tests.support.ranks import on_threads
 
+CPU = torch.device("cpu")
 INPUTS = {
     "two dtypes": [torch.arange(3, dtype=torch.int8), torch.tensor([[0.5, 2.5]])],
     "one": [torch.arange(6.0).view(2, 3)],
@@ -23,24 +26,23 @@ def form_of(tensors):
 
 
 def agree(own):
-    group, cpu = dist.group.WORLD, torch.device("cpu")
-    return agree_on_forms(form_of(own), group, device=cpu, label="unit")
+    return agree_on_forms(form_of(own), dist.group.WORLD, device=CPU, label="unit")
 
 
 def gather(own, forms, times=1):
     """Return what all ranks have sent, each tensor of all ranks in one."""
-    group = dist.group.WORLD
-    packed = PackedGather(forms, group.size(), torch.device("cpu"))
+    group, count = dist.group.WORLD, dist.get_world_size()
+    outputs = [form.of_all(count, CPU) for form in forms]
+    layouts = [ParamLayout(each.shape, 0, count) for each in outputs]
+    on_wire = FlatLayout.build(layouts, [each.dtype for each in outputs])
+    empty = FlatLayout.build([], [])
+    plan, buffer = GatherPlan(empty, on_wire, outputs), torch.empty(0, dtype=torch.uint8)
     for _ in range(times):
-        assert all(not out.untyped_storage().nbytes() or not out.numel() for out in packed.outputs)
-        source = packed.pack(own)
-        handle = WorkCommunicator().all_gather(source, group=group, label="unit")
-        handle.wait()
-        packed.allocate()
-        packed.copy_out(handle.result)
-        outputs = [out.clone() for out in packed.outputs]
-        assert all(out._version == 0 for out in packed.outputs)
-        packed.free()
+        for each in outputs:
+            each.view(torch.uint8).fill_(7) if each.numel() else None
+        in_flight = plan.start(buffer, [], own, comm=WorkCommunicator(), group=group, label="unit")
+        plan.copy_out(in_flight.rows())
+        in_flight.release()
     return outputs
 
 

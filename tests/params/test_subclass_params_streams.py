@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 
-from meshard._params.subclass_params import PackedGather
+from meshard._comm.all_gather import GatherPlan
 from tests.support.extensions import Bfloat16Whole, Int8OnWire, with_matrices_as
 from tests.support.fake_device import FakeDevice
 from tests.support.spread import slow
@@ -38,13 +38,13 @@ def test_a_step_has_no_race(monkeypatch, kind, mesh_shape, reshard_after_forward
 @pytest.mark.parametrize("kind", [Int8OnWire, Bfloat16Whole])
 def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
     """What is sent must be written on the lane of the gather, or before it."""
-    device, pack = FakeDevice(), PackedGather.pack
+    device, pack = FakeDevice(), GatherPlan._pack
     stray = device.Stream()
 
-    def pack_elsewhere(self, parts):
+    def pack_elsewhere(self, source, segments, inputs):
         with device.stream(stray):
-            return pack(self, [part + 0 for part in parts])
+            pack(self, source, segments, [each + 0 for each in inputs])
 
-    monkeypatch.setattr(PackedGather, "pack", pack_elsewhere)
+    monkeypatch.setattr(GatherPlan, "_pack", pack_elsewhere)
     run_steps(monkeypatch, (4,), device, partial(with_matrices_as, kind=kind))
     assert device.races

@@ -47,8 +47,9 @@ class GatherPlan:
     """How one unit is cast, gathered and copied into unsharded parameters.
 
     ``at_rest`` is the layout of the flat shard. ``on_wire`` is the layout of what is sent: it has
-    the same parameters, in the dtypes in which modules compute. A gather fills the tensors
-    ``unsharded``, which must have memory.
+    these parameters, or some of them, in the dtypes in which modules compute. The parameters that
+    only ``on_wire`` has are *inputs*: each gather is given the tensors that this rank sends. A
+    gather fills the tensors ``unsharded``, which must have memory.
     """
 
     def __init__(
@@ -57,6 +58,12 @@ class GatherPlan:
         self.on_wire = on_wire
         self._casts = at_rest.segments != on_wire.segments
         self._cast_ranges = _cast_ranges(at_rest, on_wire) if self._casts else []
+        self._inputs = sorted(
+            (param_range.index, position, param_range)
+            for position, segment in enumerate(on_wire.segments)
+            for param_range in segment.ranges
+            if param_range.index >= len(at_rest.params)
+        )
         self._unsharded = list(unsharded)
         # If all parameters are regular, one operator copies all columns.
         numel, dtype = on_wire.shard_form
@@ -72,6 +79,7 @@ class GatherPlan:
         self,
         buffer: torch.Tensor,
         segments: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor] = (),
         *,
         comm: Communicator,
         group: dist.ProcessGroup,
@@ -84,11 +92,26 @@ class GatherPlan:
             numel, dtype = self.on_wire.shard_form
             memory = comm.gather_memory(numel, dtype, device=buffer.device, group=group)
             own = memory[group.rank()]
-            views = self.on_wire.split(own)
-            for each in self._cast_ranges:
-                target = views[each.to_segment].narrow(0, each.to_offset, each.numel)
-                target.copy_(segments[each.from_segment].narrow(0, each.from_offset, each.numel))
+            self._pack(own, segments, inputs)
             return comm.all_gather(own, group=group, label=label, memory=memory)
+
+    def _pack(
+        self,
+        own: torch.Tensor,
+        segments: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+    ) -> None:
+        """Write what this rank sends to ``own``: its shards, cast, and ``inputs``."""
+        views = self.on_wire.split(own)
+        for each in self._cast_ranges:
+            target = views[each.to_segment].narrow(0, each.to_offset, each.numel)
+            target.copy_(segments[each.from_segment].narrow(0, each.from_offset, each.numel))
+        for (_, position, param_range), given in zip(self._inputs, inputs, strict=True):
+            target = views[position].narrow(0, param_range.offset, param_range.numel)
+            # As bytes, because torch cannot copy tensors of all dtypes.
+            target, given = _bytes_of(target), _bytes_of(given.detach())
+            target[: given.numel()].copy_(given)
+            target[given.numel() :].zero_()  # other ranks have more rows
 
     def copy_out(self, gathered: torch.Tensor) -> None:
         """Copy ``gathered [ranks, n]``, without padding, into the tensors ``unsharded``."""
@@ -131,6 +154,10 @@ class GatherPlan:
         return [each.target for each in self._parts], sources
 
 
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
 def _cast_ranges(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRange]:
     """Pair the ranges of both layouts, merging those that are adjacent in both."""
     target = {
@@ -141,6 +168,8 @@ def _cast_ranges(at_rest: FlatLayout, on_wire: FlatLayout) -> list[_CastRange]:
     ranges: list[_CastRange] = []
     for position, segment in enumerate(at_rest.segments):
         for each in segment.ranges:
+            if each.index not in target:
+                continue
             new = _CastRange(position, each.offset, *target[each.index], each.numel)
             if ranges and ranges[-1].end == new[:4]:
                 ranges[-1] = ranges[-1]._replace(numel=ranges[-1].numel + new.numel)

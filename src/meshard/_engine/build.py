@@ -40,9 +40,15 @@ from meshard._engine.unit import (
     units_of,
     with_siblings,
 )
-from meshard._mesh.layout import FlatLayout, ParamLayout
+from meshard._mesh.layout import ParamLayout
 from meshard._mesh.mesh_info import MeshInfo, device_of, mesh_info_of_named_axes
 from meshard._mesh.placement import compose_placement
+from meshard._params.custom_gather import (
+    check_placement,
+    has_class_methods,
+    has_gather_methods,
+    has_own_methods,
+)
 from meshard._params.flat_params import FlatParams
 from meshard._params.sharded_param import (
     Extent,
@@ -53,13 +59,7 @@ from meshard._params.sharded_param import (
     tag_tensor,
 )
 from meshard._params.storage import MemoryLocation
-from meshard._params.subclass_params import (
-    SubclassParams,
-    check_subclass_placement,
-    has_gather_methods,
-    has_own_methods,
-)
-from meshard._params.unit_params import GroupSpec, UnitParams
+from meshard._params.unit_params import GroupSpec
 from meshard._torch.dtensor import is_plain, keep_gradient_dtype, plain_of
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 
@@ -203,7 +203,6 @@ class UnitPlan:
     """The parameters of a unit that ``allocate`` will make. One collective will gather them."""
 
     mesh_info: MeshInfo
-    is_subclass: bool  # True: all parameters have fsdp_pre_all_gather; False: none has
     found: list[Collected]  # in the order of the module; may be empty
     params: list[ShardedParam]  # the replacement of each of ``found``
 
@@ -214,13 +213,12 @@ def plan(
     placement_fn: PlacementFn | None,
     policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
 ) -> list[UnitPlan]:
-    """Return one plan for each combination of mesh and kind of parameter in ``found``.
+    """Return one plan for each mesh of the parameters in ``found``, and for ``Replicate()`` on it.
 
-    The kind says whether a parameter is sharded or ``Replicate()``, and whether it has a custom
-    all-gather. The plan of parameters that are sharded over ``mesh_info`` without a custom
-    all-gather comes first. If it is empty, it is left out, unless there is no other plan.
+    The plan of parameters that are sharded over ``mesh_info`` comes first. If it is empty, it is
+    left out, unless there is no other plan.
     """
-    plans = {(mesh_info, False): UnitPlan(mesh_info, False, [], [])}
+    plans = {mesh_info: UnitPlan(mesh_info, [], [])}
     # ``plans`` compares MeshInfo objects by identity. ``sharding`` and ``replicating`` keep one
     # object for each mesh, so that all its sharded parameters, and all its replicated ones, get
     # into the same plan.
@@ -236,9 +234,8 @@ def plan(
             own_info, chosen = replicating[own_info], None
         shard_dim = _shard_dim(fqn, param, chosen)
         local = plain_of(param)
-        is_subclass = _check_gather_methods(fqn, local)
-        if is_subclass:
-            check_subclass_placement(fqn, local, own_info, shard_dim)
+        if _check_gather_methods(fqn, local):
+            check_placement(fqn, local, own_info, shard_dim)
         placement = None
         if isinstance(param, DTensor):
             try:
@@ -246,8 +243,7 @@ def plan(
             except ValueError as error:
                 raise ValueError(f"parameter {fqn!r} is a DTensor already: {error}") from error
         layout = ParamLayout(local.shape, shard_dim, own_info.shard_count)
-        new = UnitPlan(own_info, is_subclass, [], [])
-        unit_plan = plans.setdefault((own_info, is_subclass), new)
+        unit_plan = plans.setdefault(own_info, UnitPlan(own_info, [], []))
         unit_plan.found.append(each)
         keeps_dtype = policy.keeps_dtype(fqn, param)
         new_param = ShardedParam(fqn, owners, layout, placement, keeps_dtype=keeps_dtype)
@@ -372,25 +368,14 @@ def allocate(
     originals = [each.param for each in unit_plan.found]
     flags = [original.requires_grad for original in originals]
     locals_ = [plain_of(original).detach() for original in originals]
-    hook = gradient_hook_maker(unit)
-    unit_params: UnitParams
-    if unit_plan.is_subclass:
-        for param, local, flag in zip(params, locals_, flags, strict=True):
-            shard = _own_copy(local, mesh_info)
-            shard = shard if shard.is_meta else shard.to(spec.location.device)
-            param.make_sharded(shard, mesh_info, requires_grad=flag)
-        unit_params = SubclassParams(params, spec=spec, mp_policy=policy, gradient_hook=hook)
-    else:
-        layouts, rank = [param.layout for param in params], mesh_info.shard_rank
-        unit_params = FlatParams(
-            params,
-            [layout.own_part(local, rank) for layout, local in zip(layouts, locals_, strict=True)],
-            flags,
-            layout=FlatLayout.build(layouts, [original.dtype for original in originals]),
-            spec=spec,
-            mp_policy=policy,
-            gradient_hook=hook,
-        )
+    unit_params = FlatParams(
+        params,
+        [_shard_of(each, param.layout, spec) for each, param in zip(locals_, params, strict=True)],
+        flags,
+        spec=spec,
+        mp_policy=policy,
+        gradient_hook=gradient_hook_maker(unit),
+    )
     for param, original in zip(params, originals, strict=True):
         keep_gradient_dtype(original, param.sharded)
     unit.set_params(unit_params)
@@ -398,17 +383,19 @@ def allocate(
     return unit
 
 
-def _own_copy(local: torch.Tensor, mesh_info: MeshInfo) -> torch.Tensor:
-    """Copy this rank's chunk of ``local`` along dim 0, by operations that FSDP2 uses on shards.
+def _shard_of(local: torch.Tensor, layout: ParamLayout, spec: GroupSpec) -> torch.Tensor:
+    """Return this rank's shard of ``local``: a view or, with a custom all-gather, a copy.
 
-    A tensor subclass may support no other operations.
+    A tensor subclass may support no operations but those that FSDP2 uses on shards.
     """
-    chunks = local.chunk(mesh_info.shard_count)
-    has_any = mesh_info.shard_rank < len(chunks)
-    own = chunks[mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
+    if not has_class_methods(local):
+        return layout.own_part(local, spec.mesh_info.shard_rank)
+    chunks = local.chunk(spec.mesh_info.shard_count)
+    has_any = spec.mesh_info.shard_rank < len(chunks)
+    own = chunks[spec.mesh_info.shard_rank] if has_any else chunks[0].narrow(0, 0, 0)
     copied = own.new_zeros(own.shape)
     copied.copy_(own)
-    return copied
+    return copied if copied.is_meta else copied.to(spec.location.device)
 
 
 # --- commit --------------------------------------------------------------------------------
@@ -441,7 +428,7 @@ def commit(
 
 
 def _name_of_sibling(unit: Unit) -> str:
-    """Return a label suffix that tells apart units of one module: mesh, and tensor subclasses."""
+    """Return a label suffix that tells apart units of one module, by their mesh."""
     mesh_info = unit.group.spec.mesh_info
     names, sizes = mesh_info.mesh.mesh_dim_names, mesh_info.mesh.shape
     if names is None:
@@ -449,8 +436,7 @@ def _name_of_sibling(unit: Unit) -> str:
     else:
         axes = ", ".join(map("{}={}".format, names, sizes))
     how = "on" if mesh_info.shard_axis is not None else "replicated on"
-    is_subclass = isinstance(unit.group.unit_params, SubclassParams)
-    return f" {how} {axes}{' (tensor subclasses)' if is_subclass else ''}"
+    return f" {how} {axes}"
 
 
 _classes: dict[tuple[type, type], type] = {}  # (base, class of a module) -> subclass of both

@@ -44,8 +44,7 @@ from meshard._engine.unit import (
     units_of,
 )
 from meshard._params.sharded_param import GradientHook, ShardedParam
-from meshard._params.unit_params import is_alias
-from meshard._torch.dtensor import is_placed_like, is_plain, local_of, plain_of, set_local
+from meshard._torch.dtensor import is_alias, is_placed_like, is_plain, local_of, plain_of, set_local
 from meshard._torch.private import (
     base_of,
     call_codes,

@@ -218,9 +218,8 @@ class ParamGroup:
 
     def adopt_edits(self) -> int:
         """Take over parameters that users have replaced, as by module.to(). Return ``version``."""
-        version = self.unit_params.version_unless_replaced()
-        if version is not None:
-            return self.num_steps + version
+        if not self.unit_params.has_replacements:
+            return self.version
         self.check_not_summoned("stepped, moved or gathered")
         before = [param.sharded for param in self.params]
         # An evaluation under torch.inference_mode() may call this, and the module may train later.

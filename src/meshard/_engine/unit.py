@@ -26,9 +26,10 @@ from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import GradientAccumulator, GradientRules, Gradients
 from meshard._gradients.buckets import BucketedGradients
 from meshard._gradients.settings import ReduceSettings
+from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import UnitParam
-from meshard._params.unit_params import ShardedUnitParams, UnitParams
+from meshard._params.unit_params import UnitParams
 from meshard.policies import MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ class Unit:
         if isinstance(unit_params, ReplicatedParams):
             self.gradients = BucketedGradients(unit_params, rules)
         else:
-            assert isinstance(unit_params, ShardedUnitParams)
+            assert isinstance(unit_params, FlatParams)
             self.gradients = GradientAccumulator(unit_params, rules)
         self.group = ParamGroup(unit_params, self.gradients)
 

@@ -41,7 +41,8 @@ from meshard._gradients.published import HostGrads, ShardedGrads, unrecorded
 from meshard._gradients.settings import ReduceSettings, TensorHook
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import MissingSum
-from meshard._params.unit_params import ShardedUnitParams, UnitParams
+from meshard._params.flat_params import FlatParams
+from meshard._params.unit_params import UnitParams
 from meshard._torch.patches import pending_holders
 from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
 
@@ -311,7 +312,7 @@ class _Reducing(NamedTuple):
 class GradientAccumulator(Gradients):
     """The accumulators of one sharded unit, and the moves between them."""
 
-    def __init__(self, unit_params: ShardedUnitParams, rules: GradientRules) -> None:
+    def __init__(self, unit_params: FlatParams, rules: GradientRules) -> None:
         super().__init__(unit_params, rules)
         self._params = unit_params.params
         self._unreduced: FlatGradients | None = None  # U: in no reduction yet

@@ -1,43 +1,71 @@
-"""Parameters of a unit in one flat shard.
+"""The sharded parameters of a unit.
 
-The local tensor of each sharded parameter is a view of the unit's flat buffer. ``to_empty``, ``to``
-and ``load_state_dict(assign=True)`` put other local tensors into the parameters, or other
-parameters into the modules. At the end of such a call the unit checks whether all are still the
-same objects. It checks again at its next use, because the call may have been on a module inside. If
-some are other objects, it copies all values into a new flat buffer.
+The local tensors of ordinary parameters are views of one flat buffer. A shard with a custom
+all-gather (see ``custom_gather``) has memory of its own, if it is of a tensor subclass. One
+collective gathers both kinds.
+
+``to_empty``, ``to`` and ``load_state_dict(assign=True)`` put other local tensors into the
+parameters, or other parameters into the modules. At the end of such a call the unit checks whether
+all are still the same objects. It checks again before it is gathered, because the call may have
+been on a module inside. If some are other objects, it copies all values into a new flat buffer.
 """
 
 from __future__ import annotations
 
-import operator
+import copy
 from collections.abc import Sequence
+from operator import is_not
+from typing import cast
 
 import torch
 from torch import nn
 
 from meshard._comm.all_gather import GatherPlan
-from meshard._comm.communicator import Communicator, Handle
+from meshard._comm.communicator import CommStream, Communicator, Handle
 from meshard._comm.host_copies import HostCopies
-from meshard._mesh.layout import FlatLayout
-from meshard._params.sharded_param import ShardedParam
+from meshard._mesh.layout import FlatLayout, ParamLayout
+from meshard._mesh.mesh_info import shard_mesh_of
+from meshard._params.custom_gather import (
+    PRE,
+    CustomGather,
+    Form,
+    agree_on_forms,
+    check_placement,
+    has_class_methods,
+    has_gather_methods,
+    has_own_methods,
+)
+from meshard._params.sharded_param import ShardedParam, TensorTag, UnitParam, tag_tensor
 from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
-from meshard._params.subclass_params import PRE, SubclassParams, has_own_methods
-from meshard._params.unit_params import GradientHookMaker, GroupSpec, ShardedUnitParams
-from meshard._torch.dtensor import move_local
+from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
+from meshard._torch.dtensor import (
+    is_alias,
+    is_placed_like,
+    is_plain,
+    keep_gradient_dtype,
+    local_of,
+    move_local,
+    set_local,
+)
+from meshard._torch.private import version_of, without_torch_function
 from meshard._torch.user_line import warn_user
 from meshard.policies import MixedPrecisionPolicy
 
 
-class FlatParams(ShardedUnitParams):
-    """Parameters whose shards are views of one flat buffer."""
+class FlatParams(UnitParams):
+    """The parameters of a unit that are DTensors while sharded."""
+
+    params: list[ShardedParam]
+    locals: list[torch.Tensor]  # the local tensors of ``params``, as they were last adopted
 
     def __init__(
         self,
         params: list[ShardedParam],  # ``__init__`` makes their sharded and unsharded tensors
-        shards: Sequence[torch.Tensor],  # this rank's shard of each, on any device; it is copied
+        # This rank's shard of each, on any device. Those with a custom all-gather are taken
+        # themselves, the others are copied.
+        shards: Sequence[torch.Tensor],
         requires_grad: Sequence[bool],
         *,
-        layout: FlatLayout,
         spec: GroupSpec,
         mp_policy: MixedPrecisionPolicy,
         gradient_hook: GradientHookMaker,
@@ -48,100 +76,179 @@ class FlatParams(ShardedUnitParams):
         self._location = spec.location
         self._mp_policy = mp_policy
         self._gradient_hook = gradient_hook
-        self._make_storage(shards, layout)
+        self._make_storage(shards)
         for param, local, flag in zip(params, self.locals, requires_grad, strict=True):
             param.make_sharded(local, spec.mesh_info, requires_grad=flag)
         self._make_unsharded()
 
-    def _make_storage(self, shards: Sequence[torch.Tensor], layout: FlatLayout) -> None:
-        location = META if any(shard.is_meta for shard in shards) else self._location
-        self.layout = layout
-        self.flat_shard = FlatShard(layout, self.spec.mesh_info.shard_rank, location)
-        self.locals = self.flat_shard.locals
-        if location is META and not all(shard.is_meta for shard in shards):
-            # The buffer is on meta as long as any shard is. Meanwhile, shards that have memory are
-            # tensors outside of the buffer.
-            self.locals = [
-                own if shard.is_meta else self._location.empty_like(own).copy_(shard)
-                for own, shard in zip(self.locals, shards, strict=True)
-            ]
+    def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
+        layouts, dtypes = [param.layout for param in self.params], [each.dtype for each in shards]
+        flat = [index for index, each in enumerate(shards) if not has_class_methods(each)]
+        self.layout = FlatLayout.build(layouts, dtypes)
+        at_rest = self.layout
+        if len(flat) < len(shards):
+            at_rest = FlatLayout.build(layouts, dtypes, flat)
+        # The buffer is on meta as long as one of its shards is. Meanwhile, those that have memory
+        # are tensors outside of the buffer.
+        location = META if any(shards[index].is_meta for index in flat) else self._location
+        self.flat_shard = FlatShard(at_rest, self.spec.mesh_info.shard_rank, location)
+        self.locals = list(shards)
+        for index in flat:
+            own, shard = self.flat_shard.locals[index], shards[index]
+            if location is META and not shard.is_meta:
+                own = self._location.empty_like(own).copy_(shard)
+            self.locals[index] = own
         self.flat_shard.fill(shards)
+        self._has_meta = any(own.is_meta for own in self.locals)
 
     def _make_unsharded(self) -> None:
+        # Read first and kept last. If a check raises, the next use tries again.
         num_methods = self._count_methods()
-        custom = None
-        if num_methods:
-            custom = SubclassParams(
-                self.params,
-                spec=self.spec,
-                mp_policy=self._mp_policy,
-                gradient_hook=self._gradient_hook,
-            )
-        else:
-            self._make_pool()
-        # Set last. If SubclassParams raises, ``_num_methods`` keeps the old number, so the next use
-        # tries again.
-        self._custom, self._num_methods, self.has_custom_gather = custom, num_methods, bool(custom)
-        self._read_dtypes()
-
-    def _make_pool(self) -> None:
+        custom = []
+        for index, (param, own) in enumerate(zip(self.params, self.locals, strict=True)):
+            if has_gather_methods(param.fqn, own):
+                check_placement(param.fqn, own, self.spec.mesh_info, param.layout.shard_dim)
+                if self.spec.host is not None and has_own_methods(own):
+                    raise NotImplementedError(
+                        f"under CPUOffloadPolicy, {PRE} of parameter {param.fqn!r} must be of a "
+                        "tensor subclass, because a copy of the shard is gathered, which has no "
+                        "methods that were set on the shard itself."
+                    )
+                custom.append(index)
         dtypes = [
             param.compute_dtype(own.dtype, self._mp_policy.param_dtype)
             for param, own in zip(self.params, self.locals, strict=True)
         ]
-        on_wire = self.layout
-        if dtypes != [own.dtype for own in self.locals]:
-            on_wire = FlatLayout.build(on_wire.params, dtypes, on_wire.order)
+        at_rest = self.flat_shard.layout
+        flat = [index for index in at_rest.order if index not in custom]
+        on_wire = FlatLayout.build(at_rest.params, dtypes, flat)
         # ``fully_shard`` may be called under inference_mode. The module may train later, so its
         # parameters must not be inference tensors.
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
-            self.plan = GatherPlan(self.layout, on_wire, self.unsharded.views)
-            for index, param in enumerate(self.params):
+            self._plan: GatherPlan | None = None  # made by the first gather if some are custom
+            if not custom:
+                self._plan = GatherPlan(at_rest, on_wire, self.unsharded.views)
+            for index in flat:
+                param = self.params[index]
                 # `.data`, unlike `.detach()`, has a version counter of its own. So the parameter's
                 # version does not grow when ``unsharded.views`` are filled.
                 view = self.unsharded.views[index].data
                 plain = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
                 param.make_unsharded(plain, self._gradient_hook(index))
+            mesh = shard_mesh_of(self.spec.mesh_info) if custom else self.spec.mesh_info.mesh
+            self._custom = [
+                CustomGather(
+                    self.params[index],
+                    self.locals[index],
+                    mesh=mesh,
+                    device=self.spec.device,
+                    mp_policy=self._mp_policy,
+                    hook=self._gradient_hook(index),
+                )
+                for index in custom
+            ]
+        self._in_pool, self._dtypes_on_wire = flat, dtypes
+        self._forms: list[Form] = []  # of what this rank sent for custom ones in the first gather
+        self.custom_name = self.params[custom[0]].fqn if custom else None
+        self._num_methods = num_methods
+        self._read_dtypes()
 
     # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> Handle:
-        if self._custom is not None:
-            self._custom.label = self.label
-            return self._custom.start_gather(comm)
         buffer, segments = self.flat_shard.buffer, self.flat_shard.segments
         if self.host_copies is not None:
             buffer = self.host_copies.fetch(buffer, comm, label=self.label)
-            segments = self.layout.split(buffer)
-        return self.plan.start(
-            buffer, segments, comm=comm, group=self.spec.mesh_info.shard_group, label=self.label
+            segments = self.flat_shard.layout.split(buffer)
+        inputs = self._custom_inputs(comm) if self._custom else ()
+        assert self._plan is not None
+        group = self.spec.mesh_info.shard_group
+        return self._plan.start(
+            buffer, segments, inputs=inputs, comm=comm, group=group, label=self.label
         )
 
+    @torch.no_grad()
+    def _custom_inputs(self, comm: Communicator) -> list[torch.Tensor]:
+        # What is made here may become part of a parameter, which autograd saves. So it must not be
+        # an inference tensor.
+        with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
+            inputs: list[torch.Tensor] = []
+            for each in self._custom:
+                shard = each.shard
+                if self.host_copies is not None:
+                    shard = self.host_copies.fetch(shard, comm, label=self.label)
+                inputs += each.make_inputs(shard, self.label)
+            forms = list(map(Form.of, inputs))
+            if self._plan is None:
+                self._plan, self._forms = self._plan_with(forms), forms
+            elif forms != self._forms:
+                raise RuntimeError(
+                    f"{PRE} of unit {self.label!r} returned {forms} to gather, and {self._forms} "
+                    "before; a parameter must send the same dtypes and shapes each time."
+                )
+            return inputs
+
+    def _plan_with(self, forms: list[Form]) -> GatherPlan:
+        """Return the plan of a gather that sends tensors of ``forms`` for custom ones.
+
+        In the layout each of them is one parameter more, with as many rows on every rank.
+        """
+        count, at_rest = self.spec.mesh_info.shard_count, self.flat_shard.layout
+        if any(each.param.layout.rows % count for each in self._custom):
+            group = self.spec.mesh_info.shard_group
+            forms = agree_on_forms(forms, group, device=self.spec.device, label=self.label)
+        outputs = [form.of_all(count, self.spec.device) for form in forms]
+        layouts = [*at_rest.params, *(ParamLayout(each.shape, 0, count) for each in outputs)]
+        dtypes = [*self._dtypes_on_wire, *(form.dtype for form in forms)]
+        order = [*self._in_pool, *range(len(self.params), len(layouts))]
+        on_wire = FlatLayout.build(layouts, dtypes, order)
+        plan = GatherPlan(at_rest, on_wire, [*self.unsharded.views, *outputs])
+        for each in self._custom:
+            each.take_outputs(outputs)
+        return plan
+
     def all_gather_copy_out(self, gathered: torch.Tensor) -> None:
-        if self._custom is not None:
-            self._custom.all_gather_copy_out(gathered)
-            self._read_dtypes()
-            return
+        assert self._plan is not None
         self.unsharded.allocate()
-        self.plan.copy_out(gathered)
+        if not self._custom:
+            self._plan.copy_out(gathered)
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for each in self._custom:
+                each.allocate()
+            self._plan.copy_out(gathered)
+            try:
+                for each in self._custom:
+                    each.fill(self.label)
+            except BaseException:
+                self.free_unsharded()
+                raise
+        self._read_dtypes()
 
     def free_unsharded(self) -> None:
-        if self._custom is not None:
-            self._custom.free_unsharded()
-        else:
-            self.unsharded.free()
+        self.unsharded.free()
+        for each in self._custom:
+            each.free()
 
     # --- edits by users --------------------------------------------------------------------
 
-    def version_unless_replaced(self) -> int | None:
-        if self._count_methods() != self._num_methods:
-            return None
-        return super().version_unless_replaced()
+    @property
+    def version(self) -> int:
+        shards = [param.sharded for param in self.params]
+        with without_torch_function():
+            return sum(map(version_of, shards)) + sum(map(version_of, map(local_of, shards)))
 
-    def take_replacements(self) -> bool:
-        return super().take_replacements() or self._count_methods() != self._num_methods
+    @property
+    def has_replacements(self) -> bool:
+        with without_torch_function():
+            locals_ = [local_of(param.sharded) for param in self.params]
+        return (
+            any(map(is_not, locals_, self.locals))
+            or self._count_methods() != self._num_methods
+            or super().has_replacements
+        )
 
     def _count_methods(self) -> int:
         """Return the number of local tensors on which users have set all-gather methods."""
@@ -149,37 +256,119 @@ class FlatParams(ShardedUnitParams):
             return 0
         return sum(map(has_own_methods, self.locals))
 
+    def take_replacements(self) -> bool:
+        replaced = self._count_methods() != self._num_methods
+        for param, own in zip(self.params, self.locals, strict=True):
+            replacements = param.replacements()
+            if replacements:
+                self._refuse_late_tie(param, replacements)
+                # Owners of a tied parameter may hold different replacements. The first one counts.
+                new = self._as_shard(param, replacements[0], own)
+                keep_gradient_dtype(param.sharded, new)
+                for old in (param.sharded, *replacements):
+                    if old is not new:
+                        tag_tensor(old, TensorTag.REPLACED_LATER, param.fqn)
+                param.sharded = new
+                replaced = True
+            elif (local := local_of(param.sharded)) is not own:
+                if is_alias(local, own):  # as after module.float() of a float32 parameter
+                    set_local(param.sharded, own)
+                    tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
+                else:
+                    replaced = True
+        return replaced
+
+    def _refuse_late_tie(self, param: ShardedParam, replacements: Sequence[nn.Parameter]) -> None:
+        """Raise a RuntimeError if ``param`` was replaced by another parameter of the unit.
+
+        Both would be one tensor with one ``.grad``, but be gathered and reduced separately.
+        """
+        new = {id(each) for each in replacements}
+        for other in self.params:
+            if other is not param and not new.isdisjoint(map(id, other.installed())):
+                raise RuntimeError(
+                    f"parameter {param.fqn!r} of unit {self.label!r} was tied to {other.fqn!r} "
+                    "after fully_shard; tie weights before fully_shard, as by the model's "
+                    "tie_weights()."
+                )
+
+    def _as_shard(self, param: ShardedParam, new: nn.Parameter, own: torch.Tensor) -> nn.Parameter:
+        """Return the assigned parameter ``new`` or, if it is unsharded, this rank's shard of it."""
+        expected = param.sharded
+        if not isinstance(new, nn.Parameter):
+            raise RuntimeError(
+                f"parameter {param.fqn!r} of unit {self.label!r} was replaced by a "
+                f"{type(new).__name__} that is no nn.Parameter, as torch.func.functional_call does "
+                "for one call; a sharded module would not compute with it. Make that call inside "
+                "meshard.unsharded_params(module), where the module is an ordinary one."
+            )
+        if new.shape == expected.shape:
+            if type(new) is (nn.Parameter if is_plain(own) else type(own)):
+                device = self.spec.location.device if own.is_meta else own.device
+                shard = param.shard_of(new, copied_to=device)
+                return nn.Parameter(shard, requires_grad=new.requires_grad)
+            if is_placed_like(new, expected):
+                return new
+        raise RuntimeError(
+            f"parameter {param.fqn!r} of unit {self.label!r} was replaced after fully_shard by a "
+            f"{type(new).__name__} of shape {tuple(new.shape)}; assign an nn.Parameter of shape "
+            f"{tuple(expected.shape)} with the same values on every rank, or a DTensor with its "
+            "mesh and placements, or replace it before fully_shard."
+        )
+
     def rebuild(self) -> None:
-        locals_ = self._adopted_locals(self._location.device.type, self._why_at_location)
-        if any(map(operator.is_not, locals_, self.locals)):
+        locals_ = [local_of(param.sharded) for param in self.params]
+        for param, local, own in zip(self.params, locals_, self.locals, strict=True):
+            self._check_adopted(param, local, own)
+        if any(map(is_not, locals_, self.locals)):
             self._move_into_storage(locals_)
         self._make_unsharded()
-        self._install_adopted()
+        for param, own in zip(self.params, self.locals, strict=True):
+            set_local(param.sharded, own)
+            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
+            param.install(param.sharded)
+
+    def _check_adopted(self, param: ShardedParam, local: torch.Tensor, own: torch.Tensor) -> None:
+        """Raise a RuntimeError unless ``local`` may become the shard in the place of ``own``."""
+        name, kind = f"parameter {param.fqn!r} of unit {self.label!r}", self._location.device.type
+        if local.device.type not in ("meta", kind):
+            if self.is_offloaded:
+                why = f"meshard.offload has put it on {kind!r} until meshard.onload(module)"
+            elif self.host_copies is not None:
+                why = f"its CPUOffloadPolicy keeps it on {kind!r}, as in to_empty(device={kind!r})"
+            else:
+                why = f"its mesh is on {kind!r} (meshard.offload moves a whole model)"
+            raise RuntimeError(
+                f"{name} was moved to {local.device}, but {why}; move it back before use."
+            )
+        if has_class_methods(own) and not has_class_methods(local):
+            raise RuntimeError(
+                f"{name} was replaced by one whose shard is a plain tensor, without the {PRE} that "
+                "it had; assign a tensor of the same class, or edit it in place."
+            )
 
     def _move_into_storage(self, locals_: Sequence[torch.Tensor]) -> None:
         if self.host_copies is not None:
             self.host_copies.wait()  # copies may still read the old buffer
         lost = [any(map(has_own_methods, pair)) for pair in zip(self.locals, locals_, strict=True)]
-        layouts = [param.layout for param in self.params]
-        self._make_storage(locals_, FlatLayout.build(layouts, [each.dtype for each in locals_]))
-        for param, has_lost in zip(self.params, lost, strict=True):
-            if has_lost:
+        self._make_storage(locals_)
+        for param, own, has_lost in zip(self.params, self.locals, lost, strict=True):
+            if has_lost and not has_class_methods(own):
                 warn_user(
                     f"{PRE} was set on the local tensor of parameter {param.fqn!r} of unit "
                     f"{self.label!r}, which has another local tensor now; set the methods again on "
                     "the new one, or this parameter is gathered like any other.",
                 )
 
-    # --- location --------------------------------------------------------------------------
+    def for_copy(self, params: Sequence[UnitParam], gradient_hook: GradientHookMaker) -> UnitParams:
+        copied = copy.copy(self)
+        copied.params = cast("list[ShardedParam]", params)
+        copied._gradient_hook = gradient_hook
+        copied.host_copies = None if self.host_copies is None else HostCopies(self.spec.device)
+        copied.rebuild()
+        return copied
 
-    @property
-    def _why_at_location(self) -> str:
-        kind = self._location.device.type
-        if self.is_offloaded:
-            return f"meshard.offload has put it on {kind!r} until meshard.onload(module)"
-        if self.host_copies is not None:
-            return f"its CPUOffloadPolicy keeps it on {kind!r}, as in to_empty(device={kind!r})"
-        return f"its mesh is on {kind!r} (meshard.offload moves a whole model to the host and back)"
+    # --- location --------------------------------------------------------------------------
 
     def move(self, location: MemoryLocation | None) -> list[torch.Tensor]:
         """Start copying the shards to ``location``; None: to ``spec.location``. Return the sources.
@@ -194,7 +383,7 @@ class FlatParams(ShardedUnitParams):
             moved = iter(targets)
             self.locals = [own if own.is_meta else next(moved) for own in self.locals]
         else:
-            self.flat_shard = FlatShard(self.layout, self.spec.mesh_info.shard_rank, self._location)
+            self.flat_shard = FlatShard(old.layout, self.spec.mesh_info.shard_rank, self._location)
             sources, targets = [old.buffer], [self.flat_shard.buffer]
             self.locals = self.flat_shard.locals
         for target, source in zip(targets, sources, strict=True):
@@ -209,5 +398,26 @@ class FlatParams(ShardedUnitParams):
                 f"unit {self.label!r} is on the host since meshard.offload(module); call "
                 "meshard.onload(module) before the next forward or unshard."
             )
-        if self.flat_shard.buffer.is_meta:  # as long as any shard is
-            self._check_not_meta(self._location.device)
+        if self._has_meta:
+            pairs = zip(self.params, self.locals, strict=True)
+            on_meta = [param for param, own in pairs if own.is_meta]
+            # If only some shards are on meta, to_empty on the root would drop the values of the
+            # others.
+            are_all = len(on_meta) == len(self.params)
+            which = "the root module" if are_all else "the module that holds it"
+            kind = self._location.device.type
+            raise RuntimeError(
+                f"parameter {on_meta[0].fqn!r} of unit {self.label!r} is still on the meta device; "
+                f"call to_empty(device={kind!r}) on {which} (shards live on {kind!r}) and "
+                "initialise its parameters (reset_parameters, or load_state_dict) before the "
+                "first forward."
+            )
+
+
+def check_not_custom(storage: UnitParams, what: str) -> None:
+    """Raise a NotImplementedError for the feature ``what`` if shards have a custom all-gather."""
+    if storage.custom_name is not None:
+        raise NotImplementedError(
+            f"{what} is not built yet for parameter {storage.custom_name!r} of unit "
+            f"{storage.label!r}, because it has {PRE}."
+        )

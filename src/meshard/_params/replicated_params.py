@@ -223,13 +223,12 @@ class ReplicatedParams(UnitParams):
     def version(self) -> int:
         return sum(version_of(param.sharded) for _, param in self._casts)
 
-    def version_unless_replaced(self) -> int | None:
-        for param, dtype in zip(self.params, self._dtypes, strict=True):
-            # After ``module.double()``, say, a parameter has another AccumulateGrad node, and our
-            # hook is on the old one.
-            if param.sharded.dtype is not dtype or not param.is_installed():
-                return None
-        return self.version
+    @property
+    def has_replacements(self) -> bool:
+        # After ``module.double()``, say, a parameter has another AccumulateGrad node, and our hook
+        # is on the old one.
+        has_others = [param.sharded.dtype for param in self.params] != self._dtypes
+        return has_others or super().has_replacements
 
     def take_replacements(self) -> bool:
         replaced = [param.sharded.dtype for param in self.params] != self._dtypes

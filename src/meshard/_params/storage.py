@@ -77,8 +77,8 @@ class FlatShard:
         if self.buffer.is_meta:
             return
         self.buffer.zero_()
-        for own, source in zip(self.locals, sources, strict=True):
-            own.copy_(source)
+        for index in self.layout.order:
+            self.locals[index].copy_(sources[index])
 
 
 _ALIGNMENT = 64  # bytes: a cache line

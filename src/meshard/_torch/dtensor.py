@@ -177,6 +177,17 @@ def is_plain(value: object) -> bool:
     return type(value) in (torch.Tensor, nn.Parameter)
 
 
+def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two plain tensors are the same memory in the same shape, dtype and strides."""
+    return (
+        is_plain(one)
+        and is_plain(other)
+        and one.data_ptr() == other.data_ptr()
+        and (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
+        and one.stride() == other.stride()
+    )
+
+
 class ScalarReads(threading.local):
     """Whether ``item()``, ``float()`` and ``bool()`` of a DTensor read a value over all ranks.
 
