@@ -26,7 +26,7 @@ from meshard._engine.hooks import (
     register_load_hooks,
 )
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.param_group import Lease
+from meshard._engine.param_group import Lease, owner_of
 from meshard._engine.step_state import ManualFinalization
 from meshard._engine.unit import (
     Root,
@@ -125,9 +125,11 @@ def check_free(fqn: str, param: nn.Parameter, modules: list[nn.Module]) -> None:
             "in one call: apply fully_shard to their common parent only, pass both modules as a "
             "list, or shard the model by meshard.fully_shard_units, which finds ties."
         )
-    if tag is TensorTag.SHARD:
+    owner = owner_of(param)
+    if owner is not None:
+        own_fqn = owner.params[owner.indices[id(param)]].fqn
         raise ValueError(
-            f"parameter {_spoken(fqn, modules)!r} already belongs to a unit (as {tagged_fqn!r}): "
+            f"parameter {_spoken(fqn, modules)!r} already belongs to a unit (as {own_fqn!r}): "
             "that of a module around this one, or of another module that shares it. Call "
             "fully_shard on children before their parents; what is shared goes to the unit around "
             "all of its uses, as fully_shard_units does it."

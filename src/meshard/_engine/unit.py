@@ -1,10 +1,10 @@
 """One unit: modules whose parameters are gathered and reduced together.
 
 A unit has one mesh, and one all-gather gathers all of its parameters. A module needs several units
-if its parameters lie on several meshes, or if some are tensor subclasses with a custom all-gather.
-The units of one module are *sibling units*. They are nested as if the module had been wrapped once
-per unit: a forward enters the outermost sibling first and leaves it last, and units of submodules
-are inside all siblings. Only the outermost sibling casts inputs and outputs.
+if its parameters lie on several meshes. The units of one module are *sibling units*. They are
+nested as if the module had been wrapped once per unit: a forward enters the outermost sibling first
+and leaves it last, and units of submodules are inside all siblings. Only the outermost sibling
+casts inputs and outputs.
 """
 
 from __future__ import annotations

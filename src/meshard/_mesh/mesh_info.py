@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 import weakref
 from dataclasses import dataclass
 
@@ -21,8 +19,7 @@ class FullMesh:
 
     mesh: DeviceMesh  # all axes; the mesh over which users have placed parameters
     flattened: DeviceMesh  # the same mesh with its shard axes flattened into one
-    # For each axis of ``flattened``, which axis of ``mesh`` it is; None for the shard axis, which
-    # may be several axes of ``mesh``.
+    # For each axis of ``flattened``, which axis of ``mesh`` it is; None if it is data-parallel.
     origins: tuple[int | None, ...]
     data_axes: frozenset[int]  # the data-parallel axes of ``mesh``
 
@@ -43,10 +40,7 @@ class MeshInfo:
     mesh: DeviceMesh  # has the data-parallel axes only
     shard_axis: int | None  # an axis of ``mesh``; all other axes replicate
     shard_group: dist.ProcessGroup
-    shard_count: int
-    shard_rank: int
     replicate_group: dist.ProcessGroup | None  # None if no axis replicates
-    replicate_count: int  # 1 if no axis replicates
     full: FullMesh | None = None  # the mesh from which the axes were chosen by name, if they were
 
     def __post_init__(self) -> None:
@@ -71,22 +65,14 @@ class MeshInfo:
                 "pass the data-parallel part of a larger mesh, as in mesh['replicate', 'shard'], "
                 "or name its axes with dp_mesh_dims."
             )
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
+        if mesh.get_coordinate() is None:
             raise ValueError(
                 f"rank {dist.get_rank()} is not in the mesh of ranks {mesh.mesh.tolist()}; a "
                 "module is sharded on the ranks of its mesh only."
             )
         shard_axis = mesh.ndim - 1
-        return cls(
-            mesh=mesh,
-            shard_axis=shard_axis,
-            shard_group=mesh.get_group(shard_axis),
-            shard_count=mesh.size(shard_axis),
-            shard_rank=coordinate[shard_axis],
-            replicate_group=mesh.get_group(0) if mesh.ndim == 2 else None,
-            replicate_count=mesh.size(0) if mesh.ndim == 2 else 1,
-        )
+        replicas = mesh.get_group(0) if mesh.ndim == 2 else None
+        return cls(mesh, shard_axis, mesh.get_group(shard_axis), replicas)
 
     def replicating_all(self) -> MeshInfo:
         """Return the same mesh with all axes replicating and none sharding.
@@ -98,15 +84,20 @@ class MeshInfo:
             group = self.shard_group
         elif self.shard_axis is not None:
             group = whole_mesh_pg(self.mesh)
-        return dataclasses.replace(
-            self,
-            shard_axis=None,
-            shard_group=pg_of_one(),
-            shard_count=1,
-            shard_rank=0,
-            replicate_group=group,
-            replicate_count=self.shard_count * self.replicate_count,
-        )
+        return MeshInfo(self.mesh, None, pg_of_one(), group, self.full)
+
+    @property
+    def shard_count(self) -> int:
+        return self.shard_group.size()
+
+    @property
+    def shard_rank(self) -> int:
+        return self.shard_group.rank()
+
+    @property
+    def replicate_count(self) -> int:
+        """The number of replicas; 1 if no axis replicates."""
+        return 1 if self.replicate_group is None else self.replicate_group.size()
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -164,9 +155,9 @@ _extra_groups: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_GroupKey, dist
 
 
 def _extra_pg(
-    like: dist.ProcessGroup, device: torch.device, name: str, ranks: list[int]
+    mesh: DeviceMesh, like: dist.ProcessGroup, name: str, ranks: list[int]
 ) -> dist.ProcessGroup:
-    """Return a group of ``ranks`` with the backend and the timeout of ``like``, on ``device``.
+    """Return a group of ``ranks`` with the backend and the timeout of ``like``, one of ``mesh``.
 
     **Collective:** ``ranks``, in the first call. It makes the group, and later calls return the
     same one. The ranks must make their groups in the same order.
@@ -175,7 +166,7 @@ def _extra_pg(
     if key not in groups:
         group = dist.new_group(
             ranks,
-            timeout=timeout_of(like, device),
+            timeout=timeout_of(like, device_of(mesh)),
             backend=dist.get_backend_config(like),
             use_local_synchronization=True,
             group_desc=name,
@@ -193,8 +184,8 @@ def post_forward_pg(mesh_info: MeshInfo, group_size: int) -> dist.ProcessGroup:
     """
     first = mesh_info.shard_rank // group_size * group_size
     own = dist.get_process_group_ranks(mesh_info.shard_group)[first : first + group_size]
-    device = device_of(mesh_info.mesh)
-    return _extra_pg(mesh_info.shard_group, device, f"meshard_post_forward_{group_size}", own)
+    name = f"meshard_post_forward_{group_size}"
+    return _extra_pg(mesh_info.mesh, mesh_info.shard_group, name, own)
 
 
 def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
@@ -203,7 +194,7 @@ def separate_reduce_scatter_pg(mesh_info: MeshInfo) -> dist.ProcessGroup:
     **Collective:** the shard group, the first time.
     """
     ranks = dist.get_process_group_ranks(mesh_info.shard_group)
-    return _extra_pg(mesh_info.shard_group, device_of(mesh_info.mesh), "meshard_scatter", ranks)
+    return _extra_pg(mesh_info.mesh, mesh_info.shard_group, "meshard_scatter", ranks)
 
 
 def whole_mesh_pg(mesh: DeviceMesh) -> dist.ProcessGroup:
@@ -213,9 +204,8 @@ def whole_mesh_pg(mesh: DeviceMesh) -> dist.ProcessGroup:
     """
     if mesh.ndim == 1:
         return mesh.get_group()
-    ranks = ranks_of_whole_mesh(mesh)
     last = mesh.get_group(mesh.ndim - 1)
-    return _extra_pg(last, device_of(mesh), "meshard_all", ranks)
+    return _extra_pg(mesh, last, "meshard_all", ranks_of_whole_mesh(mesh))
 
 
 def ranks_of_whole_mesh(mesh: DeviceMesh) -> list[int]:
@@ -268,32 +258,31 @@ def mesh_info_of_named_axes(
     into one.
     """
     known = _check_names(mesh, shard, replicate)
-    data_axes = frozenset(known.index(name) for name in {*shard, *replicate})
+    shard_mesh = _flat(mesh, shard) if shard else None
+    replicate_mesh = _flat(mesh, replicate) if replicate else None
     parts: list[DeviceMesh] = []  # one for all shard axes together, and one for each other axis
     origins: list[int | None] = []
     for axis, name in enumerate(known):
-        if name not in shard or name == shard[0]:
-            is_sharded = name in shard
-            parts.append(_flat(mesh, shard) if is_sharded else mesh[name])
-            origins.append(None if is_sharded else axis)
-    is_data = [origin is None or origin in data_axes for origin in origins]
-    data_origins = list(itertools.compress(origins, is_data))
-    shard_mesh = _flat(mesh, shard) if shard else None
-    replicate_mesh = _flat(mesh, replicate) if replicate else None
+        if shard_mesh is not None and name == shard[0]:
+            parts.append(shard_mesh)
+            origins.append(None)
+        elif name not in shard:
+            parts.append(mesh[name])
+            origins.append(None if name in replicate else axis)
+    data_parts = [part for part, origin in zip(parts, origins, strict=True) if origin is None]
+    positions = (position for position, part in enumerate(data_parts) if part is shard_mesh)
+    shard_axis = next(positions, None)
     return MeshInfo(
-        mesh=joined_mesh(list(itertools.compress(parts, is_data))),
-        shard_axis=data_origins.index(None) if shard else None,
+        mesh=joined_mesh(data_parts),
+        shard_axis=shard_axis,
         # Without shard axes every rank is a shard group of its own.
-        shard_group=shard_mesh.get_group() if shard_mesh else pg_of_one(),
-        shard_count=shard_mesh.size() if shard_mesh else 1,
-        shard_rank=shard_mesh.get_local_rank() if shard_mesh else 0,
-        replicate_group=replicate_mesh.get_group() if replicate_mesh else None,
-        replicate_count=replicate_mesh.size() if replicate_mesh else 1,
+        shard_group=pg_of_one() if shard_mesh is None else shard_mesh.get_group(),
+        replicate_group=None if replicate_mesh is None else replicate_mesh.get_group(),
         full=FullMesh(
             mesh=mesh,
             flattened=mesh if len(shard) < 2 else joined_mesh(parts),
             origins=tuple(origins),
-            data_axes=data_axes,
+            data_axes=frozenset(known.index(name) for name in {*shard, *replicate}),
         ),
     )
 

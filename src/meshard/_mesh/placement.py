@@ -10,7 +10,6 @@ is a ``_StridedShard``.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -55,20 +54,20 @@ class DTensorPlacement:
 
     in_use: GlobalPlacement  # of the unsharded parameter, as users placed it
     mesh: DeviceMesh  # of the sharded parameter
-    # For each axis of ``mesh``, its position among the data-parallel axes; None for other axes.
-    data_positions: tuple[int | None, ...]
-    # For each axis of ``mesh``, the placement that users chose; Replicate on data-parallel axes.
-    others: tuple[Placement, ...]
+    # For each axis of ``mesh``, the placement that users chose; None on data-parallel axes, which
+    # are in the order of the data-parallel mesh.
+    others: tuple[Placement | None, ...]
     # The axes of ``in_use.mesh`` that are data-parallel: a gradient may be a partial sum there.
     data_axes: frozenset[int]
 
     def while_sharded(self, data_placements: Sequence[Placement]) -> GlobalPlacement:
         """Return the placements of the sharded parameter, given those on data-parallel axes."""
-        placements = list(self.others)
-        for axis, position in enumerate(self.data_positions):
-            if position is not None:
-                placements[axis] = self._after_others(axis, data_placements[position])
-        return GlobalPlacement(self.mesh, tuple(placements), self.in_use.shape)
+        of_data = iter(data_placements)
+        placements = tuple(
+            self._after_others(axis, next(of_data)) if other is None else other
+            for axis, other in enumerate(self.others)
+        )
+        return GlobalPlacement(self.mesh, placements, self.in_use.shape)
 
     def _after_others(self, axis: int, placement: Placement) -> Placement:
         """Return ``placement`` on ``axis``, changed to cut after the axes to the right of it."""
@@ -159,25 +158,14 @@ def compose_placement(param: DTensor, mesh_info: MeshInfo) -> DTensorPlacement:
     """Return the placements of a DTensor parameter once it is sharded, or raise a ValueError."""
     placed = GlobalPlacement(param.device_mesh, tuple(param.placements), param.shape)
     _check_composable(placed, mesh_info)
-    full, num_data = mesh_info.full, mesh_info.mesh.ndim
+    full = mesh_info.full
     if full is None:
-        return DTensorPlacement(
-            in_use=placed,
-            mesh=joined_mesh([mesh_info.mesh, placed.mesh]),
-            data_positions=(*range(num_data), *[None] * placed.mesh.ndim),
-            others=(*[Replicate()] * num_data, *placed.placements),
-            data_axes=frozenset(),
-        )
-    # ``flattened`` has the data-parallel axes in the order of ``mesh_info.mesh``. So the n-th of
-    # them has position n.
-    counter = itertools.count()
-    is_data = [origin is None or origin in full.data_axes for origin in full.origins]
+        mesh = joined_mesh([mesh_info.mesh, placed.mesh])
+        others = (*[None] * mesh_info.mesh.ndim, *placed.placements)
+        return DTensorPlacement(placed, mesh, others, data_axes=frozenset())
     return DTensorPlacement(
-        in_use=placed,
-        mesh=full.flattened,
-        data_positions=tuple(next(counter) if each else None for each in is_data),
-        others=tuple(
-            Replicate() if origin is None else placed.placements[origin] for origin in full.origins
-        ),
-        data_axes=full.data_axes,
+        placed,
+        full.flattened,
+        tuple(None if origin is None else placed.placements[origin] for origin in full.origins),
+        full.data_axes,
     )

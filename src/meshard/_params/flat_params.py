@@ -127,9 +127,8 @@ class FlatParams(UnitParams):
         with torch.inference_mode(False), torch.no_grad():
             device = META.device if self.flat_shard.buffer.is_meta else self.spec.device
             self.unsharded = UnshardedMemoryPool(on_wire, device)
-            self._plan: GatherPlan | None = None  # made by the first gather if some are custom
-            if not custom:
-                self._plan = GatherPlan(at_rest, on_wire, self.unsharded.views)
+            # If some are custom, the first gather replaces this plan.
+            self._plan = GatherPlan(at_rest, on_wire, self.unsharded.views)
             for index in flat:
                 param = self.params[index]
                 # `.data`, unlike `.detach()`, has a version counter of its own. So the parameter's
@@ -150,7 +149,7 @@ class FlatParams(UnitParams):
                 for index in custom
             ]
         self._in_pool, self._dtypes_on_wire = flat, dtypes
-        self._forms: list[Form] = []  # of what this rank sent for custom ones in the first gather
+        self._forms: list[Form] = []  # of what this rank has sent for custom ones; none so far
         self.custom_name = self.params[custom[0]].fqn if custom else None
         self._num_methods = num_methods
         self._read_dtypes()
@@ -163,7 +162,6 @@ class FlatParams(UnitParams):
             buffer = self.host_copies.fetch(buffer, comm, label=self.label)
             segments = self.flat_shard.layout.split(buffer)
         inputs = self._custom_inputs(comm) if self._custom else ()
-        assert self._plan is not None
         group = self.spec.mesh_info.shard_group
         return self._plan.start(
             buffer, segments, inputs=inputs, comm=comm, group=group, label=self.label
@@ -181,7 +179,7 @@ class FlatParams(UnitParams):
                     shard = self.host_copies.fetch(shard, comm, label=self.label)
                 inputs += each.make_inputs(shard, self.label)
             forms = list(map(Form.of, inputs))
-            if self._plan is None:
+            if not self._forms:
                 self._plan, self._forms = self._plan_with(forms), forms
             elif forms != self._forms:
                 raise RuntimeError(
@@ -210,7 +208,6 @@ class FlatParams(UnitParams):
         return plan
 
     def all_gather_copy_out(self, gathered: torch.Tensor) -> None:
-        assert self._plan is not None
         self.unsharded.allocate()
         if not self._custom:
             self._plan.copy_out(gathered)
@@ -273,7 +270,6 @@ class FlatParams(UnitParams):
             elif (local := local_of(param.sharded)) is not own:
                 if is_alias(local, own):  # as after module.float() of a float32 parameter
                     set_local(param.sharded, own)
-                    tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
                 else:
                     replaced = True
         return replaced
@@ -325,7 +321,6 @@ class FlatParams(UnitParams):
         self._make_unsharded()
         for param, own in zip(self.params, self.locals, strict=True):
             set_local(param.sharded, own)
-            tag_tensor(param.sharded, TensorTag.SHARD, param.fqn)
             param.install(param.sharded)
 
     def _check_adopted(self, param: ShardedParam, local: torch.Tensor, own: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """One parameter of a unit, sharded and unsharded.
 
 Tensors outlive their role: an optimizer that was built before ``fully_shard`` holds parameters that
-no module has any more, and would train nothing. So each tensor has a tag with its role. Meshard's
+no module has any more, and would train nothing. So such a tensor has a tag with its role. Meshard's
 hooks on optimizers check the tags. ``fully_shard`` checks them too: if two modules share a
 parameter, an earlier call may have replaced it in only one of them, and the other module still
 holds the original tensor.
@@ -38,7 +38,6 @@ class TensorTag(enum.Enum):
     """The role of a tensor in the unit that tagged it."""
 
     ORIGINAL = enum.auto()  # a parameter that fully_shard has replaced
-    SHARD = enum.auto()  # the sharded parameter, or a copy of it
     # A tensor that was replaced, or that never came into use. Three examples: a user has assigned
     # another tensor in place of a sharded parameter; a user has assigned an unsharded tensor, and
     # the unit has copied this rank's part of it; two owners of a tied parameter got two tensors,
@@ -59,16 +58,6 @@ def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
-def prepare_tag(tensor: torch.Tensor) -> list[str | None]:
-    """Attach an empty tag, and return it. The caller sets ``tag[:] = tag.name, fqn`` later.
-
-    For that it need not keep ``tensor``, which may be freed meanwhile.
-    """
-    tag: list[str | None] = [None, ""]
-    tensor._meshard_tag = tag  # type: ignore[attr-defined]
-    return tag
-
-
 def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
     """Return what ``tag_tensor`` attached; ``(None, "")`` for a tensor without a tag."""
     name, fqn = getattr(tensor, "_meshard_tag", (None, ""))
@@ -76,15 +65,12 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
 
 
 def leave_out(ignored: Collection[torch.Tensor], modules: Iterable[nn.Module]) -> None:
-    """Tag ``ignored``, which are in no unit on purpose, so that no warning names them.
+    """Note that ``ignored`` are in no unit on purpose, so that no warning names them.
 
-    Modules also keep the names of the ignored parameters that they hold. Other tensors may take
-    these names: in a deep copy, on leaving the meta device, or by ``load_state_dict(assign=True)``.
-    ``tag_left_out`` tags these tensors too.
+    Modules keep the names of the ignored parameters that they hold, for ``tag_left_out``. Tensors
+    would not do: others take these names in a deep copy, on leaving the meta device, or by
+    ``load_state_dict(assign=True)``.
     """
-    for param in ignored:
-        if tag_of(param)[0] is None:
-            tag_tensor(param, TensorTag.LEFT_OUT, "")
     for module in modules if ignored else ():
         for inner in module.modules():
             names = {name for name, param in inner._parameters.items() if param in ignored}
@@ -223,14 +209,6 @@ class UnitParam(abc.ABC):
     def installed(self) -> list[nn.Parameter | None]:
         return [module._parameters.get(name) for module, name in self.owners]
 
-    def is_installed(self) -> bool:
-        """Whether every owner holds the sharded or the unsharded parameter."""
-        for parameters, name in self.owner_dicts:
-            installed = parameters.get(name)
-            if installed is not self.sharded and installed is not self.unsharded:
-                return False
-        return True
-
     def replacements(self) -> list[nn.Parameter]:
         """Return what owners hold that is neither the sharded nor the unsharded parameter."""
         found = []
@@ -274,7 +252,6 @@ class ShardedParam(UnitParam):
         self._shard_rank = mesh_info.shard_rank
         dtensor = self._over_mesh(local, mesh_info, mesh_info.placements(self.layout.shard_dim))
         self.sharded = as_parameter(dtensor, requires_grad=requires_grad)
-        tag_tensor(self.sharded, TensorTag.SHARD, self.fqn)
 
     def make_unsharded(self, plain: nn.Parameter, hook: GradientHook) -> None:
         """Make the unsharded parameter. Autograd calls ``hook`` when it has added to ``.grad``."""
