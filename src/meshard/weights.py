@@ -38,7 +38,7 @@ from meshard._engine.unit import Unit, alive, joined, require_units
 from meshard._mesh.layout import matching_parts
 from meshard._params.flat_params import FlatParams, check_not_custom
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.sharded_param import ShardedParam, TensorTag, tag_tensor
+from meshard._params.sharded_param import ShardedParam, TensorTag, prepare_tag
 from meshard._params.storage import FlatShard
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard.policies import check_bool
@@ -230,6 +230,10 @@ class SummonedUnit:
         self.group = unit.group
         self._version = self.group.version
         self.is_unsharded = bool(unsharded)
+        # The tags of the installed parameters, for ``close``. References to the tensors would keep
+        # alive what the user replaces. Weak references would not do either: torch cannot swap a
+        # tensor that has one, as ``load_state_dict`` may.
+        self._tags: list[list[str | None]] = []
         self.group.summon(options)
         try:
             self._install(unsharded)
@@ -242,6 +246,7 @@ class SummonedUnit:
         unit_ref = weakref.ref(self.unit)
         for index, unsharded_param in enumerate(unsharded):
             param = self.params[index]
+            self._tags.append(prepare_tag(unsharded_param))
             if unsharded_param.is_floating_point():
                 unsharded_param.requires_grad_(True)  # torch refuses a hook otherwise
                 unsharded_param.register_post_accumulate_grad_hook(partial(_join, unit_ref, index))
@@ -292,14 +297,13 @@ class SummonedUnit:
     def close(self) -> None:
         """Install the shards again. Does not communicate."""
         forget_summoned(self.group)
+        for tag, param in zip(self._tags, self.params, strict=False):
+            # The user may have built an optimizer in the block. By this tag its step can say why it
+            # would never train the model.
+            tag[:] = TensorTag.SUMMONED.name, param.fqn
         for param in self.params:
-            held = [value for value in param.installed() if value is not None]
-            for value in held if self.is_unsharded else ():
-                # The user may have built an optimizer in the block. By this tag its step can say
-                # why it would never train the model.
-                tag_tensor(value, TensorTag.SUMMONED, param.fqn)
             # Take over requires_grad from the unsharded parameter, where the user may have set it.
-            flags = {value.requires_grad for value in held}
+            flags = {value.requires_grad for value in param.installed() if value is not None}
             if self.is_unsharded and not self._options.rank0_only and len(flags) == 1:
                 param.sharded.requires_grad_(flags.pop())
             param.install(param.sharded)

@@ -40,9 +40,10 @@ def gather(own, forms, times=1):
     for _ in range(times):
         for each in outputs:
             each.view(torch.uint8).fill_(7) if each.numel() else None
-        in_flight = plan.start(buffer, [], own, comm=WorkCommunicator(), group=group, label="unit")
-        plan.copy_out(in_flight.rows())
-        in_flight.release()
+        handle = plan.start(buffer, [], own, comm=WorkCommunicator(), group=group, label="unit")
+        handle.wait()
+        plan.copy_out(handle.result)
+        handle.release()
     return outputs
 
 

@@ -41,9 +41,9 @@ def test_packing_on_another_stream_is_found_out(monkeypatch, kind):
     device, pack = FakeDevice(), GatherPlan._pack
     stray = device.Stream()
 
-    def pack_elsewhere(self, source, segments, inputs):
+    def pack_elsewhere(self, own, segments, inputs):
         with device.stream(stray):
-            pack(self, source, segments, [each + 0 for each in inputs])
+            pack(self, own, segments, [each + 0 for each in inputs])
 
     monkeypatch.setattr(GatherPlan, "_pack", pack_elsewhere)
     run_steps(monkeypatch, (4,), device, partial(with_matrices_as, kind=kind))

@@ -58,6 +58,16 @@ def tag_tensor(tensor: torch.Tensor, tag: TensorTag, fqn: str) -> None:
     tensor._meshard_tag = (tag.name, fqn)  # type: ignore[attr-defined]
 
 
+def prepare_tag(tensor: torch.Tensor) -> list[str | None]:
+    """Attach an empty tag, and return it. The caller sets ``tag[:] = tag.name, fqn`` later.
+
+    For that it need not keep ``tensor``, which may be freed meanwhile.
+    """
+    tag: list[str | None] = [None, ""]
+    tensor._meshard_tag = tag  # type: ignore[attr-defined]
+    return tag
+
+
 def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
     """Return what ``tag_tensor`` attached; ``(None, "")`` for a tensor without a tag."""
     name, fqn = getattr(tensor, "_meshard_tag", (None, ""))
@@ -124,18 +134,14 @@ class _ParamsBySetattr:
     """The ``_parameters`` of a module whose class has a ``__setattr__`` of its own.
 
     Such a class may keep other references to its parameters up to date, as torch's RNNs do. So
-    parameters are also assigned by ``setattr``.
+    parameters are assigned by ``setattr``.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
-        self._params = module._parameters
-        self.get = self._params.get
+        self.get = module._parameters.get
 
     def __setitem__(self, name: str, param: nn.Parameter) -> None:
-        # Before ``setattr``, because ``_before_registration`` (in _engine/hooks.py) raises if a
-        # module is given an unsharded parameter that is not in its dict.
-        self._params[name] = param
         module = self._module()
         if module is not None:
             setattr(module, name, param)
