@@ -48,6 +48,7 @@ class Interrupted:
 
     def __init__(self, storage):
         self._storage = storage
+        self.nbytes = storage.nbytes
 
     def resize_(self, num_bytes):
         self._storage.resize_(num_bytes)

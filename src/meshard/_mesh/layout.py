@@ -73,10 +73,6 @@ class ParamLayout:
         """Whether the ranges of all ranks, concatenated, are the contiguous parameter."""
         return self.prefix == 1 and self.numel > 0 and self.rows % self.shard_count == 0
 
-    @property
-    def sort_key(self) -> tuple[bool, int]:
-        return not self.is_regular, -self.range_numel if self.shard_count > 1 else 0
-
     def owned_rows(self, shard_rank: int) -> range:
         """Return the rows that ``shard_rank`` owns.
 
@@ -134,16 +130,11 @@ class ParamRange:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """The part of a flat shard that has one dtype. Sizes are those on one rank.
-
-    Ranges of regular parameters come first. In a buffer that has the shards of all ranks as rows,
-    they are the columns ``[:, :regular_numel]``, and one kernel copies all of them in or out.
-    """
+    """The part of a flat shard that has one dtype. Sizes are those on one rank."""
 
     dtype: torch.dtype
     byte_offset: int
     ranges: tuple[ParamRange, ...]
-    num_regular: int
 
     @property
     def numel(self) -> int:
@@ -152,14 +143,6 @@ class Segment:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
-
-    @property
-    def regular_sizes(self) -> list[int]:
-        return [param_range.numel for param_range in self.ranges[: self.num_regular]]
-
-    @property
-    def regular_numel(self) -> int:
-        return sum(self.regular_sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,24 +163,18 @@ class FlatLayout:
         dtypes: Sequence[torch.dtype],
         order: Iterable[int] | None = None,
     ) -> FlatLayout:
-        """Lay out the parameters ``order`` (by default all of them), one segment per dtype.
-
-        Inside a segment, regular parameters precede the others. In each of the two groups larger
-        ranges precede smaller ones, so that ranges of equal size are adjacent. Ranges of equal size
-        keep the given order. If there is only one shard, ranges are not sorted by size.
-        """
+        """Lay out the parameters ``order`` (by default all of them), one segment per dtype."""
         by_dtype: dict[torch.dtype, list[int]] = {}
         for index in order if order is not None else range(len(params)):
             by_dtype.setdefault(dtypes[index], []).append(index)
         segments: list[Segment] = []
         byte_offset = 0
         for dtype in sorted(by_dtype, key=lambda dtype: -dtype.itemsize):
-            indices = sorted(by_dtype[dtype], key=lambda i: params[i].sort_key)
+            indices = by_dtype[dtype]
             sizes = [params[index].range_numel for index in indices]
             offsets = itertools.accumulate(sizes, initial=0)
             ranges = tuple(map(ParamRange, indices, offsets, sizes))
-            num_regular = sum(params[index].is_regular for index in indices)
-            segments.append(Segment(dtype, byte_offset, ranges, num_regular))
+            segments.append(Segment(dtype, byte_offset, ranges))
             byte_offset += segments[-1].num_bytes
         return cls(tuple(params), tuple(segments))
 

@@ -25,6 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from meshard._comm.blocking import gather_from_all
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._params.sharded_param import GradientHook, ShardedParam
+from meshard._params.storage import Storages, resize
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import keeping_version
 from meshard.policies import MixedPrecisionPolicy, check_bool
@@ -144,8 +145,6 @@ def agree_on_forms(
 
 # --- one parameter -------------------------------------------------------------------------
 
-_Storages = list[tuple[torch.UntypedStorage, int]]  # with their numbers of bytes
-
 
 class CustomGather:
     """What one parameter sends and receives, and the memory of its unsharded tensor."""
@@ -175,9 +174,9 @@ class CustomGather:
         self._num_inputs = 0  # how many tensors are gathered for this parameter
         self._metadata: Any = None
         self._outputs: list[torch.Tensor] = []  # the gathered tensors
-        self._gathered: _Storages = []  # their memory
+        self._gathered: Storages = []  # their memory
         self._may_free_outputs = False  # whether that may be freed after ``fill``
-        self._inner: _Storages = []  # of the unsharded parameter
+        self._inner: Storages = []  # of the unsharded parameter
         self._is_made = False
         placeholder = torch.empty(
             0, dtype=self._param_dtype, device=shard.device if shard.is_meta else device
@@ -215,16 +214,16 @@ class CustomGather:
         # `.data` has a version counter of its own, so that autograd does not see the next filling
         # as an in-place change of a saved tensor.
         self._outputs, self._gathered = [each.data for each in own], _memory_of(own)
-        _resize(self._gathered, to_zero=True)
+        resize(self._gathered, to_zero=True)
 
     def allocate(self) -> None:
         """Allocate the memory that a gather fills."""
-        _resize(self._gathered)
+        resize(self._gathered)
 
     def fill(self, unit: str) -> None:
         """Fill the unsharded parameter from what was gathered."""
         if self._is_made:
-            _resize(self._inner)
+            resize(self._inner)
             unsharded = self.param.unsharded
             # Keep the version, or autograd would take the filling for a change of a saved tensor.
             with keeping_version(unsharded, plain_of(unsharded)):
@@ -234,7 +233,7 @@ class CustomGather:
         else:
             self._create(self._post(), unit)
         if self._may_free_outputs:
-            _resize(self._gathered, to_zero=True)
+            resize(self._gathered, to_zero=True)
 
     def _post(self, **out: torch.Tensor) -> Any:
         post = getattr(self.shard, POST)
@@ -270,7 +269,7 @@ class CustomGather:
         self._is_made = True
 
     def free(self) -> None:
-        _resize([*self._gathered, *self._inner], to_zero=True)
+        resize([*self._gathered, *self._inner], to_zero=True)
 
     def _name(self, unit: str) -> str:
         return f"parameter {self.param.fqn!r} of unit {unit!r}"
@@ -283,15 +282,7 @@ class CustomGather:
         )
 
 
-def _memory_of(tensors: Iterable[torch.Tensor]) -> _Storages:
+def _memory_of(tensors: Iterable[torch.Tensor]) -> Storages:
     """Return each storage of plain ``tensors`` once, with its number of bytes."""
     storages = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage() for tensor in tensors}
     return [(storage, storage.nbytes()) for storage in storages.values()]
-
-
-def _resize(storages: _Storages, *, to_zero: bool = False) -> None:
-    """Resize ``storages`` to zero, or back to the size that they had."""
-    for storage, num_bytes in storages:
-        size = 0 if to_zero else num_bytes
-        if storage.nbytes() != size:  # resize_ to the same size would copy the memory
-            storage.resize_(size)

@@ -75,12 +75,15 @@ def tag_of(tensor: torch.Tensor) -> tuple[TensorTag | None, str]:
 
 
 def leave_out(ignored: Collection[torch.Tensor], modules: Iterable[nn.Module]) -> None:
-    """Note that ``ignored`` are in no unit on purpose, so that no warning names them.
+    """Tag ``ignored``, which are in no unit on purpose, so that no warning names them.
 
-    Modules keep the names of the ignored parameters that they hold, for ``tag_left_out``. Tensors
-    would not do: others take these names in a deep copy, on leaving the meta device, or by
-    ``load_state_dict(assign=True)``.
+    Modules also keep the names of the ignored parameters that they hold. Other tensors may take
+    these names: in a deep copy, on leaving the meta device, or by ``load_state_dict(assign=True)``.
+    ``tag_left_out`` tags these tensors too.
     """
+    for param in ignored:
+        if tag_of(param)[0] is None:
+            tag_tensor(param, TensorTag.LEFT_OUT, "")
     for module in modules if ignored else ():
         for inner in module.modules():
             names = {name for name, param in inner._parameters.items() if param in ignored}

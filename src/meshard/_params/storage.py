@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -67,9 +66,6 @@ class FlatShard:
                 shape = layout.params[param_range.index].local_shape(shard_rank)
                 owned = flat.narrow(0, param_range.offset, shape.numel())
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
-        # The ``__dict__`` of each view. It is empty until a user sets ``fsdp_pre_all_gather`` on
-        # the view. Each forward looks here for that.
-        self.attributes: list[dict[str, Any]] = [local.__dict__ for local in self.locals]
 
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor]) -> None:
@@ -96,7 +92,7 @@ class UnshardedMemoryPool:
 
     def __init__(self, layout: FlatLayout, device: torch.device) -> None:
         self.views: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(layout.params)
-        self._storages: list[tuple[torch.UntypedStorage, int]] = []
+        self._storages: Storages = []
         for segment in layout.segments:
             step = max(1, _ALIGNMENT // segment.dtype.itemsize)
             params = {each.index: layout.params[each.index] for each in segment.ranges}
@@ -105,20 +101,22 @@ class UnshardedMemoryPool:
             for (index, param), part in zip(params.items(), flat.split(sizes), strict=True):
                 self.views[index] = part[: param.numel].view(param.shape)
             self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
-        self._has_memory = True
         self.free()
 
     def allocate(self) -> None:
-        if not self._has_memory:
-            for storage, num_bytes in self._storages:
-                storage.resize_(num_bytes)
-            # Set last: after an interrupt above, the next call still allocates what is missing.
-            self._has_memory = True
+        resize(self._storages)
 
     def free(self) -> None:
-        if self._has_memory:
-            # Set first: after an interrupt below, ``allocate`` restores what was freed.
-            self._has_memory = False
-            for storage, _ in self._storages:
-                # Resized and not replaced, because autograd may have saved views of this storage.
-                storage.resize_(0)
+        # Resized and not replaced, because autograd may have saved views of these storages.
+        resize(self._storages, to_zero=True)
+
+
+Storages = list[tuple[torch.UntypedStorage, int]]  # with the numbers of bytes that they had
+
+
+def resize(storages: Storages, *, to_zero: bool = False) -> None:
+    """Resize ``storages`` to zero, or back to the size that they had."""
+    for storage, num_bytes in storages:
+        size = 0 if to_zero else num_bytes
+        if storage.nbytes() != size:  # resize_ to the same size would copy the memory
+            storage.resize_(size)
