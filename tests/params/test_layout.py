@@ -51,7 +51,7 @@ def shards_of(whole, params, rank):
     ]
 
 
-ALONE = SimpleNamespace(size=lambda: 1)  # a group of one rank
+ALONE = SimpleNamespace(size=lambda: 1, rank=lambda: 0)  # a group of one rank
 
 
 @given(data=st.data(), count=st.integers(1, 6), num_params=st.integers(1, 5))
