@@ -81,7 +81,7 @@ class FlatParams(UnitParams):
             param.make_sharded(local, spec.mesh_info, requires_grad=flag)
         self._make_unsharded()
 
-    def _make_storage(self, shards: Sequence[torch.Tensor]) -> None:
+    def _make_storage(self, shards: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
         layouts, dtypes = [param.layout for param in self.params], [each.dtype for each in shards]
         flat = [index for index, each in enumerate(shards) if not has_class_methods(each)]
         self.layout = FlatLayout.build(layouts, dtypes)
@@ -96,9 +96,9 @@ class FlatParams(UnitParams):
         for index in flat:
             own, shard = self.flat_shard.locals[index], shards[index]
             if location is META and not shard.is_meta:
-                own = self._location.empty_like(own).copy_(shard)
+                own = self._location.empty_like(own).copy_(shard, non_blocking=non_blocking)
             self.locals[index] = own
-        self.flat_shard.fill(shards)
+        self.flat_shard.fill(shards, non_blocking=non_blocking)
         self._has_meta = any(own.is_meta for own in self.locals)
 
     def _make_unsharded(self) -> None:
@@ -370,19 +370,10 @@ class FlatParams(UnitParams):
 
         **Lifetime:** the caller keeps the sources, the old memory, until the copies are over.
         """
-        old, self._location = self.flat_shard, location or self.spec.location
+        sources = [self.flat_shard.buffer, *self.locals]
+        self._location = location or self.spec.location
         self.is_offloaded = location is not None
-        if old.buffer.is_meta:  # shards with values are tensors outside of the buffer
-            sources = [own for own in self.locals if not own.is_meta]
-            targets = [self._location.empty_like(own) for own in sources]
-            moved = iter(targets)
-            self.locals = [own if own.is_meta else next(moved) for own in self.locals]
-        else:
-            self.flat_shard = FlatShard(old.layout, self.spec.mesh_info.shard_rank, self._location)
-            sources, targets = [old.buffer], [self.flat_shard.buffer]
-            self.locals = self.flat_shard.locals
-        for target, source in zip(targets, sources, strict=True):
-            target.copy_(source, non_blocking=True)
+        self._make_storage(self.locals, non_blocking=True)
         for param, own in zip(self.params, self.locals, strict=True):
             move_local(param.sharded, own)
         return sources

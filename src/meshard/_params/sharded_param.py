@@ -10,6 +10,7 @@ holds the original tensor.
 from __future__ import annotations
 
 import abc
+import copy
 import enum
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -273,10 +274,8 @@ class ShardedParam(UnitParam):
             self.unsharded.requires_grad_(flag)
 
     def for_copy(self, memo: dict[int, Any]) -> ShardedParam:
-        copied = ShardedParam(
-            self.fqn, [], self.layout, self.dtensor_placement, keeps_dtype=self.keeps_dtype
-        )
-        copied._shard_rank = self._shard_rank
+        copied = copy.copy(self)
+        copied._owners, copied.owner_dicts, copied.extent = [], [], None
         copied.sharded = copy_dtensor(self.sharded, memo)
         memo[id(self.unsharded)] = copied.sharded
         return copied

@@ -68,13 +68,13 @@ class FlatShard:
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
 
     @torch.no_grad()
-    def fill(self, sources: Sequence[torch.Tensor]) -> None:
+    def fill(self, sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
         """Copy each parameter's shard into the buffer. Padding becomes zero, so it has no NaN."""
         if self.buffer.is_meta:
             return
         self.buffer.zero_()
         for index in self.layout.order:
-            self.locals[index].copy_(sources[index])
+            self.locals[index].copy_(sources[index], non_blocking=non_blocking)
 
 
 _ALIGNMENT = 64  # bytes: a cache line
