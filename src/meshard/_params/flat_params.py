@@ -235,21 +235,20 @@ class FlatParams(UnitParams):
     def version(self) -> int:
         shards = [param.sharded for param in self.params]
         with without_torch_function():
-            return sum(map(version_of, shards)) + sum(map(version_of, map(local_of, shards)))
+            return sum(map(version_of, shards)) + sum(map(version_of, self.locals))
 
     @property
     def has_replacements(self) -> bool:
-        with without_torch_function():
-            locals_ = [local_of(param.sharded) for param in self.params]
+        shards = [param.sharded for param in self.params]
         return (
-            any(map(is_not, locals_, self.locals))
+            any(map(is_not, map(local_of, shards), self.locals))
             or self._count_methods() != self._num_methods
             or super().has_replacements
         )
 
     def _count_methods(self) -> int:
         """Return the number of local tensors on which users have set all-gather methods."""
-        if not any(map(vars, self.flat_shard.locals)):  # each forward looks here
+        if not any(self.flat_shard.attributes):
             return 0
         return sum(map(has_own_methods, self.locals))
 

@@ -67,6 +67,10 @@ class FlatShard:
                 owned = flat.narrow(0, param_range.offset, shape.numel())
                 self.locals[param_range.index] = with_own_storage(owned).view(shape)
 
+        # The ``__dict__`` of each view. It is empty until a user sets ``fsdp_pre_all_gather`` on
+        # the view. Each forward looks here for that.
+        self.attributes = [vars(local) for local in self.locals]
+
     @torch.no_grad()
     def fill(self, sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
         """Copy each parameter's shard into the buffer. Padding becomes zero, so it has no NaN."""
