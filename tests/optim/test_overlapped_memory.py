@@ -21,6 +21,7 @@ from tests.support.strategies import MODES
 
 WIDTH, UNITS = 128, 8
 UNIT = WIDTH * WIDTH * 4  # bytes of a unit, and on one rank of its gradient
+COUNT = 4  # bytes behind a reduced gradient: whether the parameter was used
 ROW = WIDTH * 4  # bytes of the gradient of an activation; what is smaller is a number
 # Optimizers that take nothing for the time of their step.
 IN_PLACE = {
@@ -123,12 +124,12 @@ def test_no_gradient_is_left_and_one_is_alive_at_the_peak(name):
     (backward, later), (plain_backward, plain_later) = both(cls, options)
     # Of all gradients, those of the units reduced before are alive: none here but all there.
     assert backward.left == 0
-    assert plain_backward.left == UNITS * UNIT
+    assert plain_backward.left == UNITS * (UNIT + COUNT)
     assert plain_later.peak == later.peak == 0
     # The last unit: its gradient, beside its weight or those of all others.
-    assert plain_backward.peak == (UNITS + 1) * UNIT + ROW
+    assert plain_backward.peak == (UNITS + 1) * UNIT + ROW + (UNITS - 1) * COUNT
     # Any unit: likewise, beside that of one unit that is being reduced.
-    assert backward.peak == (1 + 2) * UNIT + 2 * ROW
+    assert backward.peak == (1 + 2) * UNIT + 2 * ROW + COUNT
 
 
 @on_one_rank
@@ -138,8 +139,8 @@ def test_what_a_step_takes_it_takes_for_one_unit():
     )
     assert backward.left == 0 and later.peak == 0
     assert plain_later.peak == UNITS * UNIT
-    assert plain_backward.left + plain_later.peak == 2 * UNITS * UNIT
-    assert backward.peak == (1 + 2) * UNIT + 2 * ROW
+    assert plain_backward.left + plain_later.peak == UNITS * (2 * UNIT + COUNT)
+    assert backward.peak == (1 + 2) * UNIT + 2 * ROW + COUNT
 
 
 @on_one_rank
