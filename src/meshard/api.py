@@ -32,6 +32,7 @@ from meshard._engine.build import (
 )
 from meshard._engine.unit import UnitSettings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
+from meshard._optimizer_hooks import watch_optimizers
 from meshard._params.sharded_param import leave_out
 from meshard._params.storage import MemoryLocation
 from meshard._torch.private import (
@@ -43,7 +44,6 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import listed, warn_user
 from meshard.fsdp_module import FSDPModule, StageState
-from meshard.optim.hooks import watch_optimizers
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,

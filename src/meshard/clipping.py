@@ -18,9 +18,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from meshard._comm.blocking import gather_from_all
 from meshard._engine.param_group import sharded_params_of
 from meshard._mesh.mesh_info import device_of
+from meshard._optimizer_hooks import check_may_step, refuse_to_clip_overlapped, warn_about_strays
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_mul_
-from meshard.optim.hooks import check_may_step, refuse_to_clip_overlapped, warn_about_strays
 from meshard.policies import check_bool, list_of
 
 Parameters = torch.Tensor | Iterable[torch.Tensor] | nn.Module

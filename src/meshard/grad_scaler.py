@@ -15,10 +15,10 @@ from typing_extensions import override
 
 from meshard._comm.blocking import agree_on_max
 from meshard._mesh.mesh_info import device_of
+from meshard._optimizer_hooks import check_may_step
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import params_in
 from meshard._torch.private import queue_backward_callback, tree_flatten, unscale_each
-from meshard.optim.hooks import check_may_step
 
 # One callback per backward of a scaled loss. Autograd drops it when that backward is over.
 _scaled_backwards: weakref.WeakSet[Callable[[], None]] = weakref.WeakSet()

@@ -31,6 +31,7 @@ from meshard._engine.unit import Unit, UnitSettings, units_in
 from meshard._gradients.buckets import BucketedGradients
 from meshard._gradients.comm_hook import CommHook
 from meshard._mesh.mesh_info import MeshInfo, device_of
+from meshard._optimizer_hooks import watch_optimizers
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard._params.sharded_param import leave_out
 from meshard._params.unit_params import GroupSpec
@@ -47,7 +48,6 @@ from meshard.api import (
 )
 from meshard.fsdp_module import GradientSetters
 from meshard.initialization import overwrite_by_first_rank
-from meshard.optim.hooks import watch_optimizers
 from meshard.policies import MixedPrecisionPolicy, check_bool, check_positive
 
 

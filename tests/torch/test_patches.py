@@ -9,8 +9,8 @@ from torch import nn
 
 import meshard
 import meshard.compat
+from meshard._optimizer_hooks import clear_pending, finish_copies
 from meshard._torch import patches
-from meshard.optim.hooks import clear_pending, finish_copies
 from tests.support.ranks import fake_group
 
 

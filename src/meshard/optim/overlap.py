@@ -20,12 +20,12 @@ from meshard._comm.communicator import CommStream, Handle
 from meshard._comm.spans import WORKER, profiled
 from meshard._engine.param_group import ParamGroup, ParamState, owner_of
 from meshard._engine.unit import Unit, require_units
+from meshard._optimizer_hooks import find_overlapped, refuse_to_clip_overlapped
 from meshard._torch.dtensor import plain_of
 from meshard._torch.patches import patch_reads_and_clipping
 from meshard._torch.private import without_torch_function
 from meshard.clipping import unit_clip
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.hooks import find_overlapped, refuse_to_clip_overlapped
 from meshard.optim.local import (
     POINTWISE,
     LocalStep,

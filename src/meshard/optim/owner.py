@@ -21,11 +21,11 @@ from meshard._comm.blocking import ranks_that_differ
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._engine.param_group import sharded_params_of
 from meshard._engine.unit import require_units
+from meshard._optimizer_hooks import find_overlapped
 from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout
-from meshard.optim.hooks import find_overlapped
 from meshard.optim.local import check_makes_optimizers
 from meshard.optim.owner_state import load_states, state_in_shards
 from meshard.optim.owner_step import (
