@@ -579,14 +579,6 @@ def test_memory_of_a_step_is_that_of_three_batches(mesh_shape):
 # --- what is refused -------------------------------------------------------------------------
 
 
-class Communicating(torch.optim.SGD):
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for param in group["params"]:
-                dist.all_reduce(param.grad)
-        return super().step(closure)
-
-
 class Together(torch.optim.SGD):
     """Keeps a number for all its parameters, as Prodigy does."""
 
@@ -634,7 +626,6 @@ class Failing(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("cls", "error", "text"),
     [
-        (Communicating, RuntimeError, "communicates in its step"),
         (Together, RuntimeError, "writes 'd' into"),
         (Failing, ZeroDivisionError, "not today"),
     ],

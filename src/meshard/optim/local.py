@@ -31,13 +31,18 @@ from meshard._torch.dtensor import (
 from meshard._torch.patches import params_in
 from meshard._torch.private import without_torch_function
 from meshard.optim.mapping import (
+    MakeOptimizer,
     MappedOptimizer,
     OptimGroups,
+    Params,
     StateMap,
     States,
     are_same,
+    check_makes_optimizers,
+    check_template,
     copy_options,
     objects_in,
+    params_of,
 )
 
 POINTWISE: tuple[type[Optimizer], ...] = (
@@ -58,9 +63,6 @@ POINTWISE: tuple[type[Optimizer], ...] = (
 # into a cache.
 _PORTION = 2**20
 _GRADIENT = attrgetter("grad")
-
-Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 
 class LocalStep:
@@ -279,7 +281,7 @@ def local_optimizer(
     >>> layer(torch.ones(1, 2)).sum().backward()
     >>> optimizer.step()
     """
-    check_is_no_instance("local_optimizer", optimizer)
+    check_makes_optimizers("local_optimizer", optimizer)
     if optimizer not in POINTWISE:
         names = ", ".join(each.__name__ for each in POINTWISE)
         raise TypeError(
@@ -290,32 +292,5 @@ def local_optimizer(
     require_units(module)
     make: Callable[..., Optimizer] = optimizer
     template = make(params_of(module, param_groups), **optimizer_kwargs)
-    if any(group.get("differentiable") for group in template.param_groups):
-        raise ValueError("local_optimizer has no differentiable step; use the ordinary optimizer.")
+    check_template("local_optimizer", template)
     return LocalOptimizer(template)
-
-
-def check_is_no_instance(caller: str, optimizer: object) -> None:
-    """Raise a TypeError if ``optimizer`` is an optimizer instead of a class."""
-    if isinstance(optimizer, Optimizer):
-        name = type(optimizer).__name__
-        raise TypeError(
-            f"{caller} builds the optimizer itself: pass the class and its arguments, as in "
-            f"{caller}(module, {name}, lr=...), got {name}(...)."
-        )
-
-
-def check_makes_optimizers(caller: str, optimizer: object) -> None:
-    """Raise a TypeError unless ``optimizer`` is a class of optimizers, or a function like one."""
-    check_is_no_instance(caller, optimizer)
-    if not callable(optimizer) or isinstance(optimizer, nn.Module):
-        raise TypeError(
-            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
-        )
-
-
-def params_of(module: nn.Module, param_groups: Params | None) -> Params:
-    """Return ``param_groups``; None: all trainable parameters of ``module``."""
-    if param_groups is None:
-        return [param for param in module.parameters() if param.requires_grad]
-    return param_groups

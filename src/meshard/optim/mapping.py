@@ -9,12 +9,14 @@ placeholders. ``StateMap.show`` writes it to the state that users see when they 
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from operator import is_
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
@@ -26,6 +28,8 @@ from meshard._torch.patches import params_in
 State = dict[str, Any]
 States = MutableMapping[torch.Tensor, State]
 OptimGroups = Sequence[dict[str, Any]]
+Params = Iterable[nn.Parameter] | Iterable[dict[str, Any]]
+MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
 
 
 def objects_in(optim_groups: OptimGroups) -> list[object]:
@@ -133,6 +137,7 @@ class MappedOptimizer(Optimizer):
     A subclass sets ``_private`` and writes ``step``. A step must get ``_state``.
     """
 
+    _maker = ""  # the public function that makes it
     _state: defaultdict[torch.Tensor, State]  # what users see, as the last ``show`` has left it
 
     def __init__(self, template: Optimizer) -> None:
@@ -173,6 +178,13 @@ class MappedOptimizer(Optimizer):
         }
         super().load_state_dict({**state_dict, "state": state})
 
+    @override
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse pickling and copying: units refer to this optimizer, or its state is spread."""
+        raise TypeError(
+            f"what {self._maker} returns can be neither pickled nor copied; save its state_dict()."
+        )
+
     def _loss_of(self, closure: Callable[[], Any] | None) -> Any:
         """Return what the closure of a step returns, if there is one."""
         if closure is None:
@@ -188,3 +200,51 @@ class MappedOptimizer(Optimizer):
             if isinstance(each.get("step"), (int, float)):  # saved by a torch before 1.12
                 each["step"] = torch.tensor(float(each["step"]), device="cpu")
         super().__setstate__(given)
+
+
+# --- what users pass ---------------------------------------------------------------------------
+
+
+def params_of(module: nn.Module, param_groups: Params | None) -> Params:
+    """Return ``param_groups``; None: all trainable parameters of ``module``."""
+    if param_groups is None:
+        return [param for param in module.parameters() if param.requires_grad]
+    return param_groups
+
+
+def check_makes_optimizers(caller: str, optimizer: object) -> None:
+    """Raise a TypeError unless ``optimizer`` is a class of optimizers, or a function like one."""
+    if isinstance(optimizer, Optimizer):
+        name = type(optimizer).__name__
+        raise TypeError(
+            f"{caller} builds the optimizer itself: pass the class and its arguments, as in "
+            f"{caller}(module, {name}, lr=...), got {name}(...)."
+        )
+    if not callable(optimizer) or isinstance(optimizer, nn.Module):
+        raise TypeError(
+            f"optimizer must be a class of optimizers or make one, got {type(optimizer).__name__}."
+        )
+
+
+def check_template(caller: str, template: object) -> None:
+    """Raise unless ``template``, which the user's function has made, can be stepped by ``caller``.
+
+    Raises:
+        TypeError: It is no optimizer, or takes sparse gradients, or needs a closure.
+        ValueError: ``differentiable=True``.
+    """
+    name = type(template).__name__
+    if not isinstance(template, Optimizer):
+        raise TypeError(f"optimizer must be a class of optimizers or make one, got a {name}.")
+    if isinstance(template, torch.optim.SparseAdam):
+        raise TypeError(
+            f"{name} takes sparse gradients, and reduced gradients are dense: use Adam."
+        )
+    closure = inspect.signature(type(template).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise TypeError(
+            f"the step of {name} needs a closure: it computes the loss anew, so all parameters "
+            "must be there at once; build it on module.parameters()."
+        )
+    if any(group.get("differentiable") for group in template.param_groups):
+        raise ValueError(f"{caller} has no differentiable step; use the ordinary optimizer.")

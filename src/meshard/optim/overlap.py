@@ -6,35 +6,39 @@ import functools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from meshard._comm.communicator import CommStream, Handle
+from meshard._comm.host_copies import HostCopies
 from meshard._comm.spans import WORKER, profiled
 from meshard._engine.param_group import ParamGroup, ParamState, owner_of
 from meshard._engine.unit import Unit, require_units
 from meshard._optimizer_hooks import find_overlapped, refuse_to_clip_overlapped
 from meshard._torch.dtensor import plain_of
-from meshard._torch.patches import patch_reads_and_clipping
+from meshard._torch.patches import params_in, patch_reads_and_clipping
 from meshard._torch.private import without_torch_function
 from meshard.clipping import unit_clip
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.local import (
-    POINTWISE,
-    LocalStep,
+from meshard.optim.local import POINTWISE, LocalStep
+from meshard.optim.mapping import (
     MakeOptimizer,
+    MappedOptimizer,
+    OptimGroups,
     Params,
-    check_is_no_instance,
+    States,
+    are_same,
+    check_makes_optimizers,
+    check_template,
+    objects_in,
     params_of,
 )
-from meshard.optim.mapping import MappedOptimizer, OptimGroups, States, are_same, objects_in
 from meshard.optim.owner import OwnerOptimizer
 
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
@@ -44,15 +48,6 @@ _NOT_SCALED = (
     "(MixedPrecisionPolicy(param_dtype=torch.bfloat16)), pass enabled=False to the scaler, or step "
     "by an ordinary optimizer."
 )
-_REFUSED: dict[type[Optimizer], str] = {
-    OwnerOptimizer: "exchanges matrices of several units at a time, in the same order on all "
-    "ranks; call its step() after backward.",
-    torch.optim.LBFGS: "computes the loss several times per step, so it cannot step in backward; "
-    "build it on module.parameters() as usual.",
-    torch.optim.Adafactor: "needs norms of rows and columns, which no shard has; "
-    "meshard.owner_optimizer steps it on unsharded parameters.",
-    torch.optim.SparseAdam: "takes sparse gradients, and reduced gradients are dense; use Adam.",
-}
 
 
 class Worker(ThreadPoolExecutor):
@@ -66,38 +61,32 @@ class OverlappedOptimizer(MappedOptimizer):
     hold a reference to this optimizer. So it steps them also if you drop yours.
     """
 
+    _maker = "overlap_optimizer"
+
     def __init__(
         self,
         template: Optimizer,  # its param groups and state are taken over
         make: MakeOptimizer,
-        units: Iterable[Unit],
+        units: Sequence[Unit],
         *,
         change: ChangeGradients | None,
         waits_in_step: bool,  # whether ``step`` waits for all units; if not, each next gather does
     ) -> None:
-        worker = Worker(1, thread_name_prefix="meshard optimizer")
-        self._make_stepper = functools.partial(
-            UnitStepper, make=make, defaults=template.defaults, worker=worker, change=change
-        )
         self._waits_in_step = waits_in_step
-        self._units = weakref.WeakSet(units)
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
-        self._planned: list[object] = []  # ``objects_in`` of the groups that steppers were made for
+        self._planned: list[object] = []  # ``objects_in`` of the groups that steppers know
         self._stepped: set[UnitStepper] = set()  # those that have stepped in this window
         super().__init__(template)
+        worker = Worker(1, thread_name_prefix="meshard optimizer")
+        for unit in units:
+            local = LocalStep(make, template.defaults)
+            self._steppers[unit] = UnitStepper(unit.group, local, worker, change)
+        self._private = list(self._steppers.values())
         self._plan()
-        for unit in self._units:
+        for unit in units:
             unit.on_reduced.append(self._on_reduced)
 
     # --- for users -------------------------------------------------------------------------
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse pickling and copying: units of a model refer to this very optimizer."""
-        raise TypeError(
-            "what overlap_optimizer returns can be neither pickled nor copied; save its "
-            "state_dict(), which any optimizer of its class can load."
-        )
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -157,7 +146,6 @@ class OverlappedOptimizer(MappedOptimizer):
         if not self._planned:
             return  # ``__init__`` has called this
         try:
-            _check_not_overlapped(self.param_groups[-1]["params"], but=self)
             self._plan()
         except ValueError:
             del self.param_groups[-1]
@@ -180,13 +168,11 @@ class OverlappedOptimizer(MappedOptimizer):
                 f"{unit.label!r} in backward, before gradients could be unscaled and found to be "
                 f"finite. {_NOT_SCALED}"
             )
-        if self._steppers.get(unit) in self._stepped:
+        stepper = self._steppers[unit]
+        if stepper in self._stepped:
             self._stepped.clear()  # a unit steps once per window, so another window has begun
         if not self._stepped:
             self._plan_if_changed()
-        stepper = self._steppers.get(unit)
-        if stepper is None:
-            return
         self._stepped.add(stepper)  # also if the step raises
         if not stepper.step(self.param_groups, self._state):
             self._stepped.discard(stepper)
@@ -196,13 +182,21 @@ class OverlappedOptimizer(MappedOptimizer):
             self._plan()
 
     def _plan(self) -> None:
-        """Make a stepper for each unit, for the parameters that ``param_groups`` have now."""
-        units: dict[object, Unit] = {unit.group: unit for unit in self._units}
-        members: dict[Unit, dict[int, list[torch.Tensor]]] = {}
+        """Tell each stepper which parameters ``param_groups`` have now."""
+        param = find_overlapped(params_in(self), but=self)
+        if param is not None:
+            raise ValueError(
+                f"a parameter of shape {tuple(param.shape)} is stepped by another optimizer of "
+                "overlap_optimizer already, for as long as its module lives; change the "
+                "param_groups of that one, or give each its own parameters."
+            )
+        members: dict[ParamGroup | None, dict[int, list[torch.Tensor]]] = {
+            unit.group: {} for unit in self._steppers
+        }
         for number, group in enumerate(self.param_groups):
             for param in group["params"]:
-                unit = units.get(owner_of(param))
-                if unit is None:
+                of_unit = members.get(owner_of(param))
+                if of_unit is None:
                     raise ValueError(
                         f"a parameter of shape {tuple(param.shape)} in param group {number} is in "
                         "no unit of the module, so there is no moment in backward at which its "
@@ -210,15 +204,11 @@ class OverlappedOptimizer(MappedOptimizer):
                         "it by an ordinary optimizer of its own, or apply fully_shard to the "
                         "module around it."
                     )
-                members.setdefault(unit, {}).setdefault(number, []).append(param)
-        self.wait()
-        for stepper in self._private:
-            stepper.show(self._state)
-        self._steppers.clear()
-        for unit in sorted(members, key=lambda each: each.number):
-            self._steppers[unit] = self._make_stepper(unit.group, members[unit])
-            unit.group.overlapped.add(self)
-        self._private = list(self._steppers.values())
+                of_unit.setdefault(number, []).append(param)
+        for unit, stepper in self._steppers.items():
+            stepper.members = members[unit.group]
+            if stepper.members:
+                unit.group.overlapped.add(self)
         self._planned = objects_in(self.param_groups)
 
 
@@ -235,23 +225,15 @@ class UnitStepper:
     def __init__(
         self,
         group: ParamGroup,
-        members: Mapping[int, list[torch.Tensor]],  # by the index of their param group
-        *,
-        make: MakeOptimizer,
-        defaults: dict[str, Any],  # of the user's optimizer
+        local: LocalStep,
         worker: Executor,  # for a unit whose shards live in host memory
         change: ChangeGradients | None,
     ) -> None:
         self._group = weakref.ref(group)
-        self._members = members
+        self._local = local
         self._worker = worker
         self._change = change
-        self._local = LocalStep(make, defaults)
-        self._params = [param for params in members.values() for param in params]
-        self._host_copies = group.unit_params.host_copies
-        is_on_device = self._host_copies is None and not group.comm.waits_block_host
-        # Parameters of replicate are read without a gather that could wait.
-        self._has_stream = is_on_device and isinstance(self._params[0], DTensor)
+        self.members: Mapping[int, list[torch.Tensor]] = {}  # by the index of their param group
         self._work: Handle | WorkerStep  # the pending step
 
     @property
@@ -267,7 +249,9 @@ class UnitStepper:
         ``groups`` are all param groups of the optimizer.
         **Stream:** the optimizer stream; for parameters of ``replicate`` the current one.
         """
-        group, host_copies = self.group, self._host_copies
+        if not self.members:
+            return False
+        group, host_copies = self.group, self.group.unit_params.host_copies
         # Wait for copies of gradients to the host only if clipping reads their values here, or if
         # some gradients are not in ``.grad`` yet. Otherwise the worker waits for them.
         if self._change is not None or not group.gradients.are_shown:
@@ -280,24 +264,27 @@ class UnitStepper:
         if host_copies is not None:  # on a device, the steps of all optimizers have one stream
             group.finish_pending_step()
         with torch.no_grad():  # on the current stream, where schedulers write to tensors
-            own = [{**groups[number], "params": each} for number, each in self._members.items()]
+            own = [{**groups[number], "params": each} for number, each in self.members.items()]
             self._local.take(own, states)
-        if self._change is not None:
-            with self._on_stream(), torch.no_grad(), self._profiled():
-                self._change(grads)
-        group.record_step()
+        # Parameters of replicate are read without a gather that could wait.
+        waits = group.comm.waits_block_host or group.gradients.is_replicated
+        has_stream = host_copies is None and not waits
+        stream = group.comm.on_stream(CommStream.OPTIMIZER) if has_stream else nullcontext()
         try:
-            if host_copies is not None and not self._local.has_loose:
-                self._work = WorkerStep(self._worker.submit(self._step_in_worker))
-                group.pending_step = self
-                return True
-            if host_copies is not None:
-                host_copies.wait()
-            with self._on_stream(), torch.no_grad(), self._profiled():
+            with stream, torch.no_grad(), profiled("optimizer", group.label, group.comm.clock):
+                if self._change is not None:
+                    self._change(grads)
+                group.record_step()
+                if host_copies is not None and not self._local.has_loose:
+                    self._work = WorkerStep(self._worker.submit(self._step_in_worker, host_copies))
+                    group.pending_step = self
+                    return True
+                if host_copies is not None:
+                    host_copies.wait()
                 self._local.run()
                 group.comm.hold_until_done([plain_of(grad) for grad in grads])
                 self._work = group.comm.record()
-            if self._has_stream:
+            if has_stream:
                 group.pending_step = self
         finally:
             with without_torch_function():
@@ -322,13 +309,16 @@ class UnitStepper:
             group.finish_pending_step()
         self._local.show(states)
 
+    @property
+    def _params(self) -> list[torch.Tensor]:
+        return [param for params in self.members.values() for param in params]
+
     def _grads(self) -> list[torch.Tensor]:
         with without_torch_function():
             return [grad for grad in map(_GRADIENT, self._params) if grad is not None]
 
-    def _step_in_worker(self) -> None:
-        assert self._host_copies is not None
-        self._host_copies.wait()
+    def _step_in_worker(self, host_copies: HostCopies) -> None:
+        host_copies.wait()
         with torch.no_grad(), profiled("optimizer", self.group.label, WORKER):
             self._local.run()
 
@@ -356,14 +346,6 @@ class UnitStepper:
             # gather stream must wait for it too.
             if isinstance(self._work, WorkerStep):
                 self.group.pending_step = None
-
-    def _profiled(self) -> AbstractContextManager[Any]:
-        return profiled("optimizer", self.group.label, self.group.comm.clock)
-
-    def _on_stream(self) -> AbstractContextManager[None]:
-        return (
-            self.group.comm.on_stream(CommStream.OPTIMIZER) if self._has_stream else nullcontext()
-        )
 
 
 class WorkerStep:
@@ -409,8 +391,8 @@ def overlap_optimizer(
 
     Raises:
         RuntimeError: A forward or backward is under way.
-        TypeError: ``optimizer`` makes no ``Optimizer``, or an ``OwnerOptimizer``, ``Adafactor``,
-            ``LBFGS`` or ``SparseAdam``.
+        TypeError: ``optimizer`` makes no ``Optimizer``, or one that is refused (``LBFGS``,
+            ``SparseAdam``, one that needs a closure, an ``OwnerOptimizer``).
         ValueError: A parameter is in no unit, or stepped in backward by another optimizer already,
             or an argument is not as described here.
 
@@ -428,11 +410,15 @@ def overlap_optimizer(
     change = unit_clip(max_unit_norm, clip_value)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
-    check_is_no_instance("overlap_optimizer", optimizer)
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
+    check_makes_optimizers("overlap_optimizer", optimizer)
     template = make(params_of(module, param_groups))
-    _check_template(template)
-    _check_not_overlapped(param for group in template.param_groups for param in group["params"])
+    check_template("overlap_optimizer", template)
+    if isinstance(template, OwnerOptimizer):
+        raise TypeError(
+            "OwnerOptimizer exchanges matrices of several units at a time, in the same order on "
+            "all ranks; call its step() after backward."
+        )
     if type(template) in POINTWISE:
         make = type(template)
     _watch_reads_and_clipping()
@@ -449,25 +435,3 @@ def _watch_reads_and_clipping() -> None:
             group.finish_pending_step()
 
     patch_reads_and_clipping(before_read=wait_for_step, before_clipping=refuse_to_clip_overlapped)
-
-
-def _check_not_overlapped(params: Iterable[torch.Tensor], but: Optimizer | None = None) -> None:
-    param = find_overlapped(params, but=but)
-    if param is not None:
-        raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} is stepped by another optimizer of "
-            "overlap_optimizer already, for as long as its module lives; change the param_groups "
-            "of that one, or give each its own parameters."
-        )
-
-
-def _check_template(template: object) -> None:
-    if not isinstance(template, Optimizer):
-        raise TypeError(
-            f"optimizer must be a class of optimizers or make one, got a {type(template).__name__}."
-        )
-    for cls, reason in _REFUSED.items():
-        if isinstance(template, cls):
-            raise TypeError(f"{cls.__name__} {reason}")
-    if any(group.get("differentiable") for group in template.param_groups):
-        raise ValueError("overlap_optimizer has no differentiable step.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import math
 import weakref
 from collections import defaultdict
@@ -26,7 +25,7 @@ from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout
-from meshard.optim.local import check_makes_optimizers
+from meshard.optim.mapping import MappedOptimizer, check_makes_optimizers, check_template
 from meshard.optim.owner_state import load_states, state_in_shards
 from meshard.optim.owner_step import (
     Batch,
@@ -47,13 +46,15 @@ _EMBEDDINGS = ("emb", "position")
 _HEADS = ("head", "lm_head", "output", "out", "classifier", "score", "embed_out", "unembed")
 
 
-class OwnerOptimizer(Optimizer):
+class OwnerOptimizer(MappedOptimizer):
     """An optimizer that steps each selected parameter on one rank: see ``owner_optimizer``.
 
     Its one param group has the selected parameters. ``state`` has the state of a parameter on its
     owner, of the unsharded shape, and an empty dict on other ranks. The next step uses what is
     changed in it.
     """
+
+    _maker = "owner_optimizer"
 
     def __init__(
         self,
@@ -65,8 +66,9 @@ class OwnerOptimizer(Optimizer):
         gradient_dtype: torch.dtype | None,
     ) -> None:
         """Take the hyperparameters of ``template``."""
-        params = [member.param for member in chosen]
-        super().__init__([{**template.param_groups[0], "params": params}], template.defaults)
+        template.param_groups[0]["params"] = [member.param for member in chosen]
+        template.state.clear()  # that of placeholders, if the constructor has made one
+        super().__init__(template)
         self._chosen = chosen
         dealt = {
             member.fqn: rank
@@ -102,14 +104,10 @@ class OwnerOptimizer(Optimizer):
         Raises:
             RuntimeError: Gradients are pending (see ``meshard.pending_gradients``); parameters have
                 changed since the optimizer was made; ranks have selected other parameters; the
-                optimizer communicates in its step, or writes to its param group what is no count of
-                steps. The last two are found only after some parameters were stepped: load a
-                checkpoint before you go on.
+                optimizer writes to its param group what is no count of steps. That is found only
+                after some parameters were stepped: load a checkpoint before you go on.
         """
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = self._loss_of(closure)
         (group,) = self.param_groups
         self._compare()
         options = StepOptions(
@@ -186,13 +184,6 @@ class OwnerOptimizer(Optimizer):
                 "and load its state_dict."
             )
         super().add_param_group(param_group)
-
-    @override
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse pickling and copying: the state is spread over ranks."""
-        raise TypeError(
-            "what owner_optimizer returns can be neither pickled nor copied; save its state_dict()."
-        )
 
     # --- inside ----------------------------------------------------------------------------
 
@@ -443,23 +434,11 @@ def _template(make: MakeOptimizer, chosen: list[Member], *, is_fused: bool) -> O
     device = _layout_of(chosen[0].param).device if is_fused else torch.device("meta")
     placeholders = [placeholder_for(member.param, device) for member in chosen]
     template = make([{"params": placeholders}])
-    name = type(template).__name__
-    if not isinstance(template, Optimizer):
-        raise TypeError(f"optimizer must be a class of optimizers or make one, got a {name}.")
-    if isinstance(template, torch.optim.SparseAdam):
-        raise TypeError(f"{name} takes sparse gradients, and reduced gradients are dense.")
-    closure = inspect.signature(type(template).step).parameters.get("closure")
-    if closure is not None and closure.default is inspect.Parameter.empty:
-        raise TypeError(
-            f"the step of {name} needs a closure: it computes the loss anew, so all parameters "
-            "must be there at once; build it on module.parameters()."
-        )
+    check_template("owner_optimizer", template)
     held = [id(param) for group in template.param_groups for param in group["params"]]
     if len(template.param_groups) != 1 or sorted(held) != sorted(map(id, placeholders)):
         raise ValueError(
-            f"the {name} does not hold the parameters that it was to be made for, in one group; "
-            "make it from the param groups that are passed."
+            f"the {type(template).__name__} does not hold the parameters that it was to be made "
+            "for, in one group; make it from the param groups that are passed."
         )
-    if template.param_groups[0].get("differentiable"):
-        raise ValueError("owner_optimizer has no differentiable step.")
     return template

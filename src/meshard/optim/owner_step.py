@@ -20,7 +20,7 @@ from meshard._comm.communicator import Communicator
 from meshard._comm.spans import profiled
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._torch.dtensor import is_placed_like, plain_of
-from meshard._torch.private import DispatchMode, foreach_copy_
+from meshard._torch.private import foreach_copy_
 from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout, start_from_owners, start_to_owners
 
@@ -73,8 +73,7 @@ class StepOptions:
 
     hyperparameters: dict[str, Any]
     sent_dtype: torch.dtype | None  # in which gradients are sent; None: their own
-    # In the first step, the name of the optimizer. Then it may not communicate, and what it raises
-    # is raised on all ranks.
+    # In the first step, the name of the optimizer. Then what it raises is raised on all ranks.
     first_of: str | None
     # Counts that optimizers write to their param groups.
     written: dict[str, int] = field(default_factory=dict)
@@ -196,7 +195,7 @@ def _run(
 
 @contextlib.contextmanager
 def _raised_on_all_ranks(layout: Layout, name: str | None) -> Iterator[None]:
-    """Refuse collectives in the block, and raise an exception of it on all ranks.
+    """Raise an exception of the block on all ranks.
 
     Does nothing if there is no ``name``. **Collective:** all ranks of the mesh.
     """
@@ -205,8 +204,7 @@ def _raised_on_all_ranks(layout: Layout, name: str | None) -> Iterator[None]:
         return
     error: Exception | None = None
     try:
-        with _RefuseCollectives(name):
-            yield
+        yield
     except Exception as raised:
         error = raised
     label = f"first step of owner_optimizer({name})"
@@ -216,27 +214,6 @@ def _raised_on_all_ranks(layout: Layout, name: str | None) -> Iterator[None]:
     for rank, text in zip(layout.ranks, texts, strict=True):
         if text is not None:
             raise RuntimeError(f"{name} has raised an exception on rank {rank}: {text}")
-
-
-class _RefuseCollectives(DispatchMode):  # type: ignore[misc]  # an Any
-    """Raises where an optimizer communicates: other ranks do not step the same parameters."""
-
-    def __init__(self, name: str) -> None:
-        super().__init__()
-        self._name = name
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let dynamo compile functions in this mode. Without this, it would never do so again."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            raise RuntimeError(
-                f"{self._name} communicates in its step ({func}), but each parameter is stepped on "
-                "one rank only; build it on module.parameters(), or switch that off."
-            )
-        return func(*args, **(kwargs or {}))
 
 
 def _counts_in(inner: Optimizer, given: dict[str, Any]) -> dict[str, int]:
