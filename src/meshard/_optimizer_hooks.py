@@ -1,6 +1,6 @@
-"""Hooks between optimizers and units.
+"""Hooks on the steps of all optimizers.
 
-The hooks run for every optimizer; the user registers nothing. Above all they do four things:
+The user registers nothing. Above all the hooks do five things:
 
 * They refuse a step while gradients are pending: accumulated, and not in ``.grad``.
 * They make ``zero_grad`` clear pending gradients too.
@@ -8,6 +8,7 @@ The hooks run for every optimizer; the user registers nothing. Above all they do
   a step, because torch's foreach kernels on DTensors do not raise them.
 * They make reads of scalars collective during a step. So an optimizer that reads a norm as a number
   gets the norm of the whole parameter, and not of a shard.
+* They warn about parameters that would not be trained, or by each rank apart, without an error.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -37,7 +43,7 @@ from meshard._engine.param_group import (
     owners_of,
     sharded_params_of,
 )
-from meshard._engine.unit import alive, units_of
+from meshard._engine.unit import Root, alive, units_of
 from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
@@ -46,13 +52,25 @@ from meshard._torch.private import (
     accumulation_hooks_of,
     before_compiling,
     skip_dynamo,
+    without_torch_function,
 )
 from meshard._torch.user_line import listed, warn_user
 
-# A cache. For each optimizer: a key, and weak references to the ParamGroups of its parameters. The
-# references are valid while the key is the same. It consists of ``latest_registration()``, which
-# changes with what optimizers may hold, and of the ids in each param group.
-_stepped_by: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()
+_registered: object = None  # a new object whenever a parameter or module is put into a module
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of an optimizer that has stepped."""
+
+    # ``latest_registration()``, and the ids in each param group. If they have changed, look anew.
+    key: tuple[object, list[tuple[int, ...]]]
+    owners: list[weakref.ref[ParamGroup]]  # of its parameters
+    registered: object = None  # ``_registered`` in the last step
+    num_steps: int = 0  # since ``registered`` or ``key`` has changed
+
+
+_known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
 
 
 def find_overlapped(
@@ -80,6 +98,15 @@ def refuse_to_clip_overlapped(params: Iterable[torch.Tensor]) -> None:
 def _register_hooks() -> None:
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
+    register_module_parameter_registration_hook(_on_registration)
+    register_module_module_registration_hook(_on_registration)
+
+
+def _on_registration(_: nn.Module, name: str, new: object) -> None:
+    global _registered
+    # Units put their own parameters into modules in each forward. Those have a tag.
+    if not isinstance(new, torch.Tensor) or tag_of(new)[0] is None:
+        _registered = object()
 
 
 def watch_optimizers() -> None:
@@ -138,7 +165,6 @@ def warn_about_strays(
         if not isinstance(param, DTensor)
         and param.grad is not None
         and not has_been_sharded(param)
-        and tag_of(param)[0] is None
         and not accumulation_hooks_of(param)  # such a hook may reduce the gradient
         and param.grad.any()  # torch.distributed.checkpoint steps by zeros to make a state
     ]
@@ -166,11 +192,14 @@ def warn_about_strays(
     warn_user(text)
 
 
+def _roots_of(owners: Iterable[ParamGroup]) -> set[Root]:
+    held = (module for owner in owners for module in alive(owner.modules))
+    return {unit.root for module in held for unit in units_of(module)}
+
+
 def _modules_around(owners: Iterable[ParamGroup]) -> set[nn.Module]:
     """Return the modules of all units that have a root in common with one of ``owners``."""
-    held = (module for owner in owners for module in alive(owner.modules))
-    roots = {unit.root for module in held for unit in units_of(module)}
-    units = (unit for root in roots for unit in alive(root.units))
+    units = (unit for root in _roots_of(owners) for unit in alive(root.units))
     return {module for unit in units for module in alive(unit.modules)}
 
 
@@ -179,6 +208,50 @@ def _params_inside(owner: ParamGroup) -> Iterator[nn.Parameter]:
     if owner.spec.mesh_info.mesh.size() > 1:
         for module in alive(owner.modules):
             yield from module.parameters()
+
+
+def _warn_about_untrained(owners: Sequence[ParamGroup]) -> None:
+    """Warn about parameters with gradients that no optimizer has stepped.
+
+    They are looked for in all modules that have a root in common with one of ``owners``.
+    """
+    tag_left_out(_modules_around(owners))
+    outermost = [alive(root.units)[0] for root in _roots_of(owners)]
+    modules = [module for unit in outermost for module in alive(unit.modules)]
+    named = [pair for module in modules for pair in module.named_parameters()]
+    optimizers = {*_known, *(each for owner in all_owners() for each in owner.overlapped)}
+    stepped = {id(param) for each in optimizers for param in params_in(each)}
+    names = [
+        name
+        for (name, _), param in zip(named, sharded_params_of(p for _, p in named), strict=True)
+        if param.grad is not None
+        and param.requires_grad
+        and id(param) not in stepped
+        and tag_of(param)[0] is not TensorTag.LEFT_OUT
+        and not accumulation_hooks_of(param)  # such a hook may step
+    ]
+    if names:
+        warn_user(
+            f"no optimizer has stepped trainable parameters {listed(names)} ({len(names)} in all), "
+            "which have gradients. Put new modules in before fully_shard, and build the optimizer "
+            "afterwards, from module.parameters(). Freeze by requires_grad_(False) what is not to "
+            "be trained."
+        )
+
+
+def _warn_about_data(param: torch.Tensor) -> None:
+    """Warn if the user has assigned an ordinary tensor to ``.data`` of a sharded parameter."""
+    if not isinstance(param, DTensor) or (owner := owner_of(param)) is None:
+        return
+    with without_torch_function():
+        address = param.data_ptr()  # a DTensor has no memory; that of its local tensor is another
+    if address:
+        fqn = owner.params[owner.indices[id(param)]].fqn
+        warn_user(
+            f"sharded parameter {fqn!r} of unit {owner.label!r} was given an ordinary tensor by "
+            "assignment to .data. It does not use that tensor, and keeps its values. Write to "
+            "it inside meshard.unsharded_params(module), or by module.load_state_dict()."
+        )
 
 
 _NEVER_TRAINED = {
@@ -197,10 +270,10 @@ _NEVER_TRAINED = {
 def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     """Return the groups that have parameters of ``optimizer``, from the cache if it is valid."""
     ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
-    shape = latest_registration(), ids
-    known = _stepped_by.get(optimizer)
-    if known is not None and known[0] == shape:
-        return [owner for ref in known[1] if (owner := ref()) is not None]
+    key = latest_registration(), ids
+    known = _known.get(optimizer)
+    if known is not None and known.key == key:
+        return alive(known.owners)
     params = params_in(optimizer)
     for param in params:
         tag, fqn = tag_of(param)
@@ -211,20 +284,15 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
                 f"this {type(optimizer).__name__} would never train the model: it holds parameter "
                 f"{fqn!r} {_NEVER_TRAINED[tag]}, from module.parameters()."
             )
+        _warn_about_data(param)
     owners = owners_of(params)
-    is_adafactor = isinstance(optimizer, torch.optim.Adafactor)
-    if is_adafactor and _reads_over_ranks(owners):
-        raise RuntimeError(
-            "Adafactor needs norms of rows and columns, which DTensor does not compute in place; "
-            "meshard.owner_optimizer steps it on unsharded parameters."
-        )
     names = {
         id(param): name
         for group in optimizer.param_groups
         for param, name in zip(group["params"], group.get("param_names", ()), strict=False)
     }
     warn_about_strays(params, owners, names)
-    _stepped_by[optimizer] = shape, [weakref.ref(each) for each in owners]
+    _known[optimizer] = _Known(key, [weakref.ref(each) for each in owners])
     return owners
 
 
@@ -254,9 +322,10 @@ def _before_step(
         return None
     for owner in owners:
         owner.check_may_step()
+    _count_step(optimizer, owners)
     for owner in owners:
         owner.forget_version()  # before the step, because an interrupted one skips _after_step
-    if _reads_over_ranks(owners):
+    if any(not owner.gradients.is_replicated for owner in owners):
         scalar_reads.begin_step()
     if spans.recorder is not None:
         spans.recorder.enter("optimizer", type(optimizer).__name__, owners[0].comm.clock)
@@ -268,8 +337,18 @@ def _before_step(
     return None
 
 
-def _reads_over_ranks(owners: Iterable[ParamGroup]) -> bool:
-    return any(not owner.gradients.is_replicated for owner in owners)
+def _count_step(optimizer: Optimizer, owners: Sequence[ParamGroup]) -> None:
+    """In the third step after a change of modules, look for parameters that no optimizer steps.
+
+    By then optimizers that step in turn have all stepped. (To make a state, torch's functions for
+    checkpoints step one optimizer alone.)
+    """
+    known = _known[optimizer]
+    if known.registered is not _registered:
+        known.registered, known.num_steps = _registered, 0
+    known.num_steps += 1
+    if known.num_steps == 3:
+        _warn_about_untrained(owners)
 
 
 def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callable[[], Any]:

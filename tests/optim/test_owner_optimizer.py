@@ -58,6 +58,7 @@ def times_inputs(model, inputs):
 
 def make(shapes, *, mesh=None, shard_dims=(), frozen=(), **kwargs):
     """Return a model of one unit with parameters ``w0``, ``w1``, ... of these shapes."""
+    warnings.filterwarnings("ignore", "no optimizer has stepped")  # most tests step a part of it
     params = {f"w{number}": nn.Parameter(torch.empty(shape)) for number, shape in enumerate(shapes)}
     model = seeded(Made(times_inputs, **params))
     for number in frozen:
@@ -78,6 +79,7 @@ class Ordinary:
     """The ordinary optimizer of the selected parameters in one process."""
 
     def __init__(self, model, ours, cls, options):
+        warnings.filterwarnings("ignore", "no optimizer has stepped")  # the other parameters
         self.params = {name: nn.Parameter(whole(param)) for name, param in model.named_parameters()}
         self.optimizer = cls([self.params[name] for name in ours.owners], **options)
 

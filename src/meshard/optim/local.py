@@ -41,6 +41,7 @@ from meshard.optim.mapping import (
     check_makes_optimizers,
     check_template,
     copy_options,
+    filled,
     objects_in,
     params_of,
 )
@@ -107,17 +108,10 @@ class LocalStep:
     def run(self) -> None:
         """Step by what ``take`` took."""
         grads, self._grads = self._grads, []
-        blanks = [placeholder.data for placeholder in self._placeholders]
-        try:
-            rows = zip(self._placeholders, self._sharded, grads, strict=True)
-            for placeholder, param, grad in rows:
-                placeholder.data = local_of(param)
-                placeholder.grad = None if grad is None else local_of(grad)
+        values = [local_of(param) for param in self._sharded]
+        own = [None if grad is None else local_of(grad) for grad in grads]
+        with filled(self._placeholders, values, own):
             (self._step if self._is_pointwise else self._step_sharded)(self._optimizer)
-        finally:
-            for placeholder, blank in zip(self._placeholders, blanks, strict=True):
-                placeholder.grad = None
-                placeholder.data = blank
 
     def show(self, states: States) -> None:
         """Write the state to ``states``, from where the next step reads it."""

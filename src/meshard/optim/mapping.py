@@ -9,9 +9,10 @@ placeholders. ``StateMap.show`` writes it to the state that users see when they 
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from operator import is_
 from typing import Any, Protocol
 
@@ -53,6 +54,24 @@ def copy_options(group: dict[str, Any], to: dict[str, Any]) -> None:
     for key, value in group.items():
         if key != "params":
             to[key] = value.clone() if isinstance(value, torch.Tensor) else value
+
+
+@contextlib.contextmanager
+def filled(
+    placeholders: Sequence[torch.Tensor],
+    values: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor | None],
+) -> Iterator[None]:
+    """Give placeholders these values and gradients for the time of a step."""
+    blanks = [placeholder.data for placeholder in placeholders]
+    try:
+        for placeholder, value, grad in zip(placeholders, values, grads, strict=True):
+            placeholder.data, placeholder.grad = value, grad
+        yield
+    finally:
+        for placeholder, blank in zip(placeholders, blanks, strict=True):
+            placeholder.grad = None
+            placeholder.data = blank
 
 
 class StateMap:

@@ -25,11 +25,15 @@ from meshard._torch.dtensor import gradient_dtype as dtype_of_gradient
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout
-from meshard.optim.mapping import MappedOptimizer, check_makes_optimizers, check_template
+from meshard.optim.mapping import (
+    MakeOptimizer,
+    MappedOptimizer,
+    check_makes_optimizers,
+    check_template,
+)
 from meshard.optim.owner_state import load_states, state_in_shards
 from meshard.optim.owner_step import (
     Batch,
-    MakeOptimizer,
     Member,
     StepOptions,
     placeholder_for,
@@ -137,7 +141,7 @@ class OwnerOptimizer(MappedOptimizer):
         """
         self._compare()
         packed = super().state_dict()
-        sharded = {}
+        sharded: dict[torch.Tensor, dict[str, Any]] = {}
         for batch in self._batches:
             states, written = state_in_shards(batch, self.state, self._written)
             sharded.update(states)

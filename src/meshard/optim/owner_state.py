@@ -14,7 +14,8 @@ from meshard._comm.blocking import full_tensor, gather_objects, ranks_that_diffe
 from meshard._torch.dtensor import is_plain, make_dtensor
 from meshard._torch.private import tree_flatten, tree_unflatten
 from meshard.optim.exchange import start_from_owners
-from meshard.optim.owner_step import Batch, States
+from meshard.optim.mapping import States
+from meshard.optim.owner_step import Batch
 
 _LABEL = "(state of owners)"
 _PLAIN = (int, float, complex, str, type(None))

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import math
 import operator
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -23,10 +23,7 @@ from meshard._torch.dtensor import is_placed_like, plain_of
 from meshard._torch.private import foreach_copy_
 from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout, start_from_owners, start_to_owners
-
-MakeOptimizer = Callable[[list[dict[str, Any]]], Optimizer]
-# The state of an OwnerOptimizer, by sharded parameter: empty if another rank owns it.
-States = dict[torch.Tensor, dict[str, Any]]
+from meshard.optim.mapping import MakeOptimizer, States, filled
 
 
 class Member(NamedTuple):
@@ -164,31 +161,24 @@ def _run(
     """Step by values and gradients, in this order in ``matrices``, and return the new values."""
     pairs = list(zip(batch.own, batch.placeholders, strict=True))
     stepped = [each for member, each in pairs if member.param.grad is not None]
-    blanks = [each.data for each in stepped]
     states.update({each.param: {} for each in batch if each.param not in states})
     if not pairs:
         return []
     try:
-        for placeholder, value in zip(stepped, matrices, strict=False):
-            placeholder.grad_dtype = None  # None: a .grad of any dtype is accepted
-            placeholder.data = value
-        is_new = batch.inner is None
-        inner = batch.inner = batch.inner or batch.make([{"params": batch.placeholders}])
-        for member, placeholder in pairs:  # users may have edited what they see
-            if states[member.param]:
-                inner.state[placeholder] = states[member.param]
-            elif not is_new:
-                inner.state.pop(placeholder, None)
-        inner.param_groups[0].update(options.hyperparameters)
-        for placeholder, grad in zip(stepped, matrices[len(stepped) :], strict=True):
-            placeholder.grad = grad
-        # Without the hooks of torch, which the user's optimizer has called already.
-        getattr(type(inner).step, "__wrapped__", type(inner).step)(inner)
-        options.written.update(_counts_in(inner, options.hyperparameters))
-        return [placeholder.data for placeholder in stepped]  # a step may replace ``.data``
+        with filled(stepped, matrices[: len(stepped)], matrices[len(stepped) :]):
+            is_new = batch.inner is None
+            inner = batch.inner = batch.inner or batch.make([{"params": batch.placeholders}])
+            for member, placeholder in pairs:  # users may have edited what they see
+                if states[member.param]:
+                    inner.state[placeholder] = states[member.param]
+                elif not is_new:
+                    inner.state.pop(placeholder, None)
+            inner.param_groups[0].update(options.hyperparameters)
+            # Without the hooks of torch, which the user's optimizer has called already.
+            getattr(type(inner).step, "__wrapped__", type(inner).step)(inner)
+            options.written.update(_counts_in(inner, options.hyperparameters))
+            return [placeholder.data for placeholder in stepped]  # a step may replace ``.data``
     finally:
-        for placeholder, blank in zip(stepped, blanks, strict=True):
-            placeholder.data, placeholder.grad = blank, None
         if batch.inner is not None:
             states.update({m.param: batch.inner.state.get(each, {}) for m, each in pairs})
 
@@ -237,4 +227,6 @@ def placeholder_for(param: torch.Tensor, device: torch.device) -> nn.Parameter:
     """
     filler = math.nan if param.is_floating_point() else 0
     one = torch.full((), filler, dtype=param.dtype, device=device)
-    return nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
+    placeholder = nn.Parameter(one.expand(param.shape), requires_grad=param.requires_grad)
+    placeholder.grad_dtype = None  # None: a .grad of any dtype is accepted
+    return placeholder
