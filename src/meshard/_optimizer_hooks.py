@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,7 +43,7 @@ from meshard._engine.param_group import (
     owners_of,
     sharded_params_of,
 )
-from meshard._engine.unit import Root, alive, units_of
+from meshard._engine.unit import alive, units_of
 from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, scalar_reads, set_local
@@ -56,18 +56,17 @@ from meshard._torch.private import (
 )
 from meshard._torch.user_line import listed, warn_user
 
-_registered: object = None  # a new object whenever a parameter or module is put into a module
+_registered = object()  # another one whenever a parameter or a module is put into a module
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of an optimizer that has stepped."""
+    """What is known of an optimizer that has stepped, until ``key`` changes."""
 
-    # ``latest_registration()``, and the ids in each param group. If they have changed, look anew.
-    key: tuple[object, list[tuple[int, ...]]]
+    # ``latest_registration()``, ``_registered``, and the ids in each param group.
+    key: tuple[object, object, list[tuple[int, ...]]]
     owners: list[weakref.ref[ParamGroup]]  # of its parameters
-    registered: object = None  # ``_registered`` in the last step
-    num_steps: int = 0  # since ``registered`` or ``key`` has changed
+    num_steps: int = 0
 
 
 _known: weakref.WeakKeyDictionary[Optimizer, _Known] = weakref.WeakKeyDictionary()
@@ -169,10 +168,12 @@ def warn_about_strays(
         and param.grad.any()  # torch.distributed.checkpoint steps by zeros to make a state
     ]
     if strays:
-        tag_left_out(_modules_around(around))
+        tag_left_out(_outermost(around))
         strays = [param for param in strays if tag_of(param)[0] is None]
     if strays and not owners:
-        inside = {id(param) for owner in around for param in _params_inside(owner)}
+        sharded = [owner for owner in around if owner.spec.mesh_info.mesh.size() > 1]
+        modules = (module for owner in sharded for module in alive(owner.modules))
+        inside = {id(param) for module in modules for param in module.parameters()}
         strays = [param for param in strays if id(param) in inside]
     if not strays:
         return
@@ -192,65 +193,45 @@ def warn_about_strays(
     warn_user(text)
 
 
-def _roots_of(owners: Iterable[ParamGroup]) -> set[Root]:
+def _outermost(owners: Iterable[ParamGroup]) -> list[nn.Module]:
+    """Return the modules of the roots of ``owners``."""
     held = (module for owner in owners for module in alive(owner.modules))
-    return {unit.root for module in held for unit in units_of(module)}
-
-
-def _modules_around(owners: Iterable[ParamGroup]) -> set[nn.Module]:
-    """Return the modules of all units that have a root in common with one of ``owners``."""
-    units = (unit for root in _roots_of(owners) for unit in alive(root.units))
-    return {module for unit in units for module in alive(unit.modules)}
-
-
-def _params_inside(owner: ParamGroup) -> Iterator[nn.Parameter]:
-    """Iterate over all parameters inside the modules of a unit of several ranks."""
-    if owner.spec.mesh_info.mesh.size() > 1:
-        for module in alive(owner.modules):
-            yield from module.parameters()
+    roots = dict.fromkeys(unit.root for module in held for unit in units_of(module))
+    return [module for root in roots for module in alive(alive(root.units)[0].modules)]
 
 
 def _warn_about_untrained(owners: Sequence[ParamGroup]) -> None:
-    """Warn about parameters with gradients that no optimizer has stepped.
+    """Warn about parameters inside the roots of ``owners`` that are not trained as they look.
 
-    They are looked for in all modules that have a root in common with one of ``owners``.
+    Some have gradients, and no optimizer has stepped them. Others are sharded, and the user has
+    assigned an ordinary tensor to ``.data``, which changes no shard.
     """
-    tag_left_out(_modules_around(owners))
-    outermost = [alive(root.units)[0] for root in _roots_of(owners)]
-    modules = [module for unit in outermost for module in alive(unit.modules)]
-    named = [pair for module in modules for pair in module.named_parameters()]
+    roots = _outermost(owners)
+    tag_left_out(roots)
+    named = [pair for module in roots for pair in module.named_parameters()]
     optimizers = {*_known, *(each for owner in all_owners() for each in owner.overlapped)}
     stepped = {id(param) for each in optimizers for param in params_in(each)}
-    names = [
-        name
-        for (name, _), param in zip(named, sharded_params_of(p for _, p in named), strict=True)
-        if param.grad is not None
-        and param.requires_grad
-        and id(param) not in stepped
-        and tag_of(param)[0] is not TensorTag.LEFT_OUT
-        and not accumulation_hooks_of(param)  # such a hook may step
-    ]
-    if names:
+    untrained, assigned = [], []
+    for (name, _), param in zip(named, sharded_params_of(p for _, p in named), strict=True):
+        is_stepped = id(param) in stepped or bool(accumulation_hooks_of(param))  # a hook may step
+        has_gradient = param.requires_grad and param.grad is not None
+        if has_gradient and not is_stepped and tag_of(param)[0] is not TensorTag.LEFT_OUT:
+            untrained.append(name)
+        with without_torch_function():
+            if isinstance(param, DTensor) and param.data_ptr():  # the memory is its local tensor's
+                assigned.append(name)
+    if untrained:
         warn_user(
-            f"no optimizer has stepped trainable parameters {listed(names)} ({len(names)} in all), "
-            "which have gradients. Put new modules in before fully_shard, and build the optimizer "
-            "afterwards, from module.parameters(). Freeze by requires_grad_(False) what is not to "
-            "be trained."
+            f"no optimizer has stepped trainable parameters {listed(untrained)} ({len(untrained)} "
+            "in all), which have gradients. Put new modules in before fully_shard, and build the "
+            "optimizer afterwards, from module.parameters(). Freeze by requires_grad_(False) what "
+            "is not to be trained."
         )
-
-
-def _warn_about_data(param: torch.Tensor) -> None:
-    """Warn if the user has assigned an ordinary tensor to ``.data`` of a sharded parameter."""
-    if not isinstance(param, DTensor) or (owner := owner_of(param)) is None:
-        return
-    with without_torch_function():
-        address = param.data_ptr()  # a DTensor has no memory; that of its local tensor is another
-    if address:
-        fqn = owner.params[owner.indices[id(param)]].fqn
+    if assigned:
         warn_user(
-            f"sharded parameter {fqn!r} of unit {owner.label!r} was given an ordinary tensor by "
-            "assignment to .data. It does not use that tensor, and keeps its values. Write to "
-            "it inside meshard.unsharded_params(module), or by module.load_state_dict()."
+            f".data of sharded parameters {listed(assigned)} was assigned an ordinary tensor, "
+            "which changes no shard. Write to them inside meshard.unsharded_params(module), or by "
+            "module.load_state_dict()."
         )
 
 
@@ -270,7 +251,7 @@ _NEVER_TRAINED = {
 def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
     """Return the groups that have parameters of ``optimizer``, from the cache if it is valid."""
     ids = [tuple(map(id, group["params"])) for group in optimizer.param_groups]
-    key = latest_registration(), ids
+    key = latest_registration(), _registered, ids
     known = _known.get(optimizer)
     if known is not None and known.key == key:
         return alive(known.owners)
@@ -284,7 +265,6 @@ def _owners_in(optimizer: Optimizer) -> list[ParamGroup]:
                 f"this {type(optimizer).__name__} would never train the model: it holds parameter "
                 f"{fqn!r} {_NEVER_TRAINED[tag]}, from module.parameters()."
             )
-        _warn_about_data(param)
     owners = owners_of(params)
     names = {
         id(param): name
@@ -322,7 +302,12 @@ def _before_step(
         return None
     for owner in owners:
         owner.check_may_step()
-    _count_step(optimizer, owners)
+    known = _known[optimizer]
+    known.num_steps += 1
+    # By the third step, optimizers that step in turn have all stepped. To make a state, torch's
+    # functions for checkpoints step one optimizer alone.
+    if known.num_steps == 3:
+        _warn_about_untrained(owners)
     for owner in owners:
         owner.forget_version()  # before the step, because an interrupted one skips _after_step
     if any(not owner.gradients.is_replicated for owner in owners):
@@ -335,20 +320,6 @@ def _before_step(
     if kwargs.get("closure") is not None:
         return args, {**kwargs, "closure": _around(kwargs["closure"], owners)}
     return None
-
-
-def _count_step(optimizer: Optimizer, owners: Sequence[ParamGroup]) -> None:
-    """In the third step after a change of modules, look for parameters that no optimizer steps.
-
-    By then optimizers that step in turn have all stepped. (To make a state, torch's functions for
-    checkpoints step one optimizer alone.)
-    """
-    known = _known[optimizer]
-    if known.registered is not _registered:
-        known.registered, known.num_steps = _registered, 0
-    known.num_steps += 1
-    if known.num_steps == 3:
-        _warn_about_untrained(owners)
 
 
 def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callable[[], Any]:

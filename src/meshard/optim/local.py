@@ -35,7 +35,6 @@ from meshard.optim.mapping import (
     MappedOptimizer,
     OptimGroups,
     Params,
-    StateMap,
     States,
     are_same,
     check_makes_optimizers,
@@ -44,6 +43,8 @@ from meshard.optim.mapping import (
     filled,
     objects_in,
     params_of,
+    show_state,
+    take_state,
 )
 
 POINTWISE: tuple[type[Optimizer], ...] = (
@@ -94,7 +95,7 @@ class LocalStep:
         if self._planned is None or not are_same(objects_in(optim_groups), self._planned):
             self._plan(optim_groups, states)
         if self._is_shown:
-            self._state_map.take(states)
+            take_state(self._optimizer, self._pairs, states)
             self._is_shown = False
         for number, own in zip(self._numbers, self._optimizer.param_groups, strict=True):
             copy_options(optim_groups[number], own)
@@ -116,7 +117,7 @@ class LocalStep:
     def show(self, states: States) -> None:
         """Write the state to ``states``, from where the next step reads it."""
         if not self._is_shown:
-            self._state_map.show(states)
+            show_state(self._optimizer, self._pairs, states)
             self._is_shown = True
 
     def _step_sharded(self, optimizer: Optimizer) -> None:
@@ -174,8 +175,7 @@ class LocalStep:
         # for differentiable steps.
         bare = inspect.unwrap(step) if self._is_pointwise else getattr(step, "__wrapped__", step)
         self._step: Callable[[Optimizer], object] = bare
-        pairs = [*placeholders.items(), *((param, param) for param in loose)]
-        self._state_map = StateMap(self._optimizer, pairs)
+        self._pairs = [*placeholders.items(), *((param, param) for param in loose)]
         self._sharded, self._placeholders = list(placeholders), list(placeholders.values())
         self.has_loose = bool(loose)
         self._planned = objects_in(optim_groups)

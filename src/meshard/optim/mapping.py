@@ -3,8 +3,8 @@
 Users hold a ``MappedOptimizer``, whose ``param_groups`` and ``state`` are those of the ordinary
 optimizer, on their own parameters. A private optimizer has a *placeholder* for each parameter: an
 ordinary tensor, which gets a value and a gradient for the time of a step. The state is that of the
-placeholders. ``StateMap.show`` writes it to the state that users see when they read it, and
-``StateMap.take`` reads it back before the next step.
+placeholders. ``show_state`` writes it to the state that users see when they read it, and
+``take_state`` reads it back before the next step.
 """
 
 from __future__ import annotations
@@ -74,45 +74,37 @@ def filled(
             placeholder.data = blank
 
 
-class StateMap:
-    """The state of a private optimizer in the form that users see, and back.
+# A parameter of the user, with its placeholder, which may be the parameter itself.
+Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
-    ``pairs`` has the parameters of the users, each with its placeholder, which may be the parameter
-    itself. A tensor of the shape of this rank's shard is shown as a DTensor over the same memory.
+
+def show_state(private: Optimizer, pairs: Pairs, states: States) -> None:
+    """Write the state of the private optimizer to ``states``, which users see.
+
+    A tensor of the shape of this rank's shard is shown as a DTensor over the same memory.
     """
+    own = private.state
+    for param, placeholder in pairs:
+        if placeholder not in own:
+            states.pop(param, None)
+        elif placeholder is param:
+            states[param] = own[param]
+        else:
+            shown = states.get(param, {})
+            states[param] = {
+                key: _shown(param, value, shown.get(key)) for key, value in own[placeholder].items()
+            }
 
-    def __init__(
-        self, private: Optimizer, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]
-    ) -> None:
-        self._private = private
-        self._pairs = list(pairs)
 
-    def show(self, states: States) -> None:
-        """Write the state of the private optimizer to ``states``."""
-        own = self._private.state
-        for param, placeholder in self._pairs:
-            if placeholder not in own:
-                states.pop(param, None)
-            elif placeholder is param:
-                states[param] = own[param]
-            else:
-                shown = states.get(param, {})
-                states[param] = {
-                    key: _shown(param, value, shown.get(key))
-                    for key, value in own[placeholder].items()
-                }
-
-    def take(self, states: States) -> None:
-        """Read ``states``, which users may have changed, into the private optimizer."""
-        own = self._private.state
-        own.clear()
-        for param, placeholder in self._pairs:
-            if placeholder is param and param in states:
-                own[param] = states[param]
-            elif param in states:
-                own[placeholder] = {
-                    key: _taken(param, value) for key, value in states[param].items()
-                }
+def take_state(private: Optimizer, pairs: Pairs, states: States) -> None:
+    """Read ``states``, which users may have changed, into the private optimizer."""
+    own = private.state
+    own.clear()
+    for param, placeholder in pairs:
+        if placeholder is param and param in states:
+            own[param] = states[param]
+        elif param in states:
+            own[placeholder] = {key: _taken(param, value) for key, value in states[param].items()}
 
 
 def _shown(param: torch.Tensor, value: Any, known: Any) -> Any:
