@@ -9,7 +9,7 @@ the ordinary ``param_groups`` and ``state``; ``mapping.py`` says how.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -22,7 +22,6 @@ from typing_extensions import override
 from meshard._engine.unit import require_units
 from meshard._torch.dtensor import (
     are_placed_like,
-    is_placed_like,
     is_plain,
     local_of,
     plain_of,
@@ -37,6 +36,7 @@ from meshard.optim.mapping import (
     Params,
     States,
     are_same,
+    check_gradient,
     check_makes_optimizers,
     check_template,
     copy_options,
@@ -104,7 +104,8 @@ class LocalStep:
         pairs = zip(self._grads, self._sharded, strict=True)
         given = [(grad, param) for grad, param in pairs if grad is not None]
         if given and not are_placed_like(*zip(*given, strict=True)):
-            _raise_for_placements(given)
+            for grad, param in given:
+                check_gradient(grad, param, f"a parameter of shape {tuple(param.shape)}")
 
     def run(self) -> None:
         """Step by what ``take`` took."""
@@ -193,20 +194,6 @@ def _portions_of(params: Sequence[torch.Tensor], is_cut: bool) -> list[list[torc
         portions.setdefault(key, []).append(param)
         num_bytes += plain_of(param).nbytes
     return list(portions.values()) or [[]]
-
-
-def _raise_for_placements(given: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    gradient, param = next(pair for pair in given if not is_placed_like(*pair))
-    raise RuntimeError(
-        f"the gradient of a parameter of shape {tuple(param.shape)} is {_spoken(gradient)},"
-        f" and the parameter is {_spoken(param)}; make .grad a DTensor like the parameter."
-    )
-
-
-def _spoken(tensor: torch.Tensor) -> str:
-    if not isinstance(tensor, DTensor):
-        return "an ordinary tensor"
-    return f"a DTensor with placements {tensor.placements} on {tensor.device_mesh}"
 
 
 class LocalOptimizer(MappedOptimizer):

@@ -74,6 +74,18 @@ def filled(
             placeholder.data = blank
 
 
+def check_gradient(grad: torch.Tensor, param: torch.Tensor, name: str) -> None:
+    """Raise a RuntimeError unless the gradient of a sharded parameter is placed like it."""
+    if isinstance(param, DTensor) and not is_placed_like(grad, param):
+        kind = "an ordinary tensor"
+        if isinstance(grad, DTensor):
+            kind = f"a DTensor with placements {grad.placements} on {grad.device_mesh}"
+        raise RuntimeError(
+            f"the gradient of {name} is {kind}, and the parameter is a DTensor with placements "
+            f"{param.placements} on {param.device_mesh}; make .grad a DTensor like the parameter."
+        )
+
+
 # A parameter of the user, with its placeholder, which may be the parameter itself.
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 

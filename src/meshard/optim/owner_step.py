@@ -12,18 +12,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._comm.blocking import gather_objects
 from meshard._comm.communicator import Communicator
 from meshard._comm.spans import profiled
 from meshard._engine.param_group import owner_of as param_group_of
-from meshard._torch.dtensor import is_placed_like, plain_of
+from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_copy_
 from meshard._torch.user_line import listed
 from meshard.optim.exchange import Layout, start_from_owners, start_to_owners
-from meshard.optim.mapping import MakeOptimizer, States, filled
+from meshard.optim.mapping import MakeOptimizer, States, check_gradient, filled
 
 
 class Member(NamedTuple):
@@ -144,11 +143,7 @@ def _step(batch: Batch, states: States, options: StepOptions) -> Generator[None]
 def _gradient_of(member: Member) -> torch.Tensor:
     grad = member.param.grad
     assert grad is not None
-    if isinstance(grad, DTensor) and not is_placed_like(grad, member.param):
-        raise RuntimeError(
-            f"the gradient of {member.fqn!r} has placements {grad.placements}, and the parameter "
-            "has others; redistribute it before step()."
-        )
+    check_gradient(grad, member.param, f"parameter {member.fqn!r}")
     return plain_of(grad)
 
 
