@@ -410,8 +410,8 @@ def overlap_optimizer(
     change = unit_clip(max_unit_norm, clip_value)
     if wait not in ("step", "gather"):
         raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
-    make: Any = functools.partial(optimizer, **optimizer_kwargs)
     check_makes_optimizers("overlap_optimizer", optimizer)
+    make: Any = functools.partial(optimizer, **optimizer_kwargs)
     template = make(params_of(module, param_groups))
     check_template("overlap_optimizer", template)
     if isinstance(template, OwnerOptimizer):
