@@ -475,6 +475,30 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta:
     return timeout
 
 
+def connect_by_gloo(group: dist.ProcessGroup, place: str, timeout: timedelta) -> Any:
+    """Return connections among the ranks of ``group``, which find each other in its store.
+
+    Unlike a group by ``dist.new_group``, they have no name, which would depend on the groups that
+    this process has made and destroyed: after an error, ranks may differ in that. The ranks pass
+    the same ``place`` instead, for each set of connections another one.
+    """
+    store = group.get_group_store()
+    if store is None:
+        raise RuntimeError(f"group {group.group_name!r} has no store; unset MESHARD_DEBUG.")
+    make = _or_error("torch.distributed.ProcessGroupGloo")
+    prefixed = _or_error("torch.distributed.PrefixStore")(place, store)
+    return make(prefixed, group.rank(), group.size(), timeout)
+
+
+def all_gather_by_gloo(
+    connections: Any, outputs: list[torch.Tensor], source: torch.Tensor, timeout: timedelta
+) -> None:
+    """Gather in host memory. Raises a RuntimeError after ``timeout``, or if a rank has ended."""
+    options = dist.distributed_c10d.AllgatherOptions()  # type: ignore[attr-defined]
+    options.timeout = timeout
+    connections.allgather([outputs], [source], options).wait()
+
+
 # --- names that differ between the supported versions --------------------------------------
 
 # torch 2.13 renamed the collectives on one tensor; the old names warn there.
