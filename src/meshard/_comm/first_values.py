@@ -2,8 +2,8 @@
 
 The ranks compare with the first reduction over all ranks and not earlier, because weights may be
 loaded after sharding. They compare a sum over a few elements of each parameter. This is enough to
-notice that ranks were seeded differently, or that only some have loaded weights. A difference is a
-warning, and under MESHARD_DEBUG=1 an error on all ranks.
+notice that ranks were seeded differently. A difference is a warning, and under MESHARD_DEBUG=1 an
+error on all ranks.
 """
 
 from __future__ import annotations
@@ -30,8 +30,24 @@ class FirstValues(NamedTuple):
 
     which: tuple[int, ...]  # the indices of the parameters that were not on the meta device
     total: torch.Tensor  # the sum of their samples
-    # Whether the sample of this rank's shards has changed since sharding; None: it has no elements.
-    is_written: bool | None = False
+    of_shards: torch.Tensor  # the same of this rank's shards
+
+    @classmethod
+    def of(
+        cls, unsharded: Sequence[torch.Tensor], shards: Sequence[torch.Tensor]
+    ) -> FirstValues | None:
+        """Return a sample; None if there is none to take (see ``sum_of_samples``)."""
+        which = tuple(index for index, each in enumerate(unsharded) if not each.is_meta)
+        total, of_shards = (
+            sum_of_samples([tensors[index] for index in which]) for tensors in (unsharded, shards)
+        )
+        return None if total is None or of_shards is None else cls(which, total, of_shards)
+
+    def is_written(self, shards: Sequence[torch.Tensor]) -> bool:
+        """Whether the sample of the shards has changed since."""
+        # Compare values, because writes through ``param.data`` do not raise the version counter.
+        now = sum_of_samples([shards[index] for index in self.which])
+        return now is None or int(now) != int(self.of_shards)
 
 
 def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -52,67 +68,37 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def compare_first_values(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
-    """Tell if ranks sharded different values, or if only some have loaded weights since.
+    """Tell if ranks sharded different values.
 
-    ``brought`` has the mesh and the sample of each unit. None: there is no sample, for example
-    because the parameters were on the meta device.
+    ``brought`` has the mesh and the sample of each unit. None: there is no sample, or its shards
+    were written to since.
     **Collective:** all ranks of the meshes, with the same number of units. Each rank of a mesh
-    sends five numbers over the first process group, and all that it received over the second.
+    sends two numbers over the first process group, and all that it received over the second.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[FirstValues | None]]] = {}
     for mesh_info, values in brought:
         by_groups.setdefault(tuple(mesh_info.groups), (mesh_info, []))[1].append(values)
     for mesh_info, samples in by_groups.values():
-        kept = [values if values and not values.is_written else None for values in samples]
-        totals = [
-            sum(int(values.total) for values in each if values is not None) % 2**62
-            for each in (kept, samples)
-        ]
-        which = zlib.crc32(repr([values and values.which for values in kept]).encode())
-        written, unwritten = (
-            sum(values is not None and values.is_written is each for values in samples)
-            for each in (True, False)
-        )
-        rows = rows_over_mesh(
-            [totals[0], which, totals[1], written, unwritten],
-            mesh_info,
-            purpose="comparison of initial values, at the first reduction",
-        )
+        which = zlib.crc32(repr([values and values.which for values in samples]).encode())
+        total = sum(int(values.total) for values in samples if values is not None) % 2**62
+        purpose = "comparison of initial values, at the first reduction"
+        rows = rows_over_mesh([which, total], mesh_info, purpose=purpose)
         ranks = ranks_of(mesh_info)
-        if any(row[1] != which for row in rows):  # ranks have samples of different parameters
-            _tell_if_some_loaded(dict(zip(ranks, rows, strict=False)))
+        if any(row[0] != which for row in rows):
+            continue  # these are samples of different parameters
+        others = [str(r) for r, row in zip(ranks, rows, strict=False) if row != rows[0]]
+        if not others:
             continue
-        others = [str(r) for r, row in zip(ranks, rows, strict=False) if row[0] != rows[0][0]]
-        if others:
-            _tell(
-                f"the ranks brought different values to fully_shard: rank(s) {', '.join(others)} "
-                f"differ from rank {ranks[0]}, and nothing was loaded since. Each rank kept its "
-                "part, so what is trained is a mixture of models, and replicas differ for good. "
-                "Seed every rank alike before building the model, load the same file on every "
-                "rank, or call fully_shard_units(..., sync_init=True)."
-            )
-
-
-def _tell_if_some_loaded(rows: dict[int, list[int]]) -> None:
-    """Tell if all ranks sharded equal values, and then some wrote to all units, others to none."""
-    if len({brought for _, _, brought, *_ in rows.values()}) > 1:
-        return  # the ranks that wrote may have loaded what another rank had from the start
-    loaded = [str(r) for r, (*_, written, unwritten) in rows.items() if written and not unwritten]
-    others = [str(r) for r, (*_, written, unwritten) in rows.items() if unwritten and not written]
-    if loaded and others:
-        _tell(
-            f"rank(s) {', '.join(loaded)} have loaded or changed their weights since fully_shard, "
-            f"and rank(s) {', '.join(others)} have not, so what is trained is a mixture of models. "
-            "Each rank loads its own part: call load_state_dict or load_pretrained on every rank, "
-            "or torch's set_model_state_dict with broadcast_from_rank0=True, which all ranks call "
-            "too."
+        text = (
+            f"the ranks brought different values to fully_shard: rank(s) {', '.join(others)} "
+            f"differ from rank {ranks[0]}, and nothing was loaded since. Each rank kept its "
+            "part, so what is trained is a mixture of models, and replicas differ for good. "
+            "Seed every rank alike before building the model, load the same file on every "
+            "rank, or call fully_shard_units(..., sync_init=True)."
         )
-
-
-def _tell(text: str) -> None:
-    if is_debugging():
-        raise RuntimeError(text)
-    warn_user(text)
+        if is_debugging():
+            raise RuntimeError(text)
+        warn_user(text)
 
 
 def rows_over_mesh(row: list[int], mesh_info: MeshInfo, *, purpose: str) -> list[list[int]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Protocol
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from meshard._comm.communicator import CommStream, Communicator, Handle, log_event
 from meshard._comm.divergence import explain_failure
-from meshard._comm.first_values import FirstValues, sum_of_samples
+from meshard._comm.first_values import FirstValues
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import Gradients
 from meshard._params.sharded_param import (
@@ -164,7 +164,7 @@ class ParamGroup:
         # Two sums over a few elements of the initial weights: one of the unsharded weights, which
         # ranks compare, and one of this rank's shards, to tell whether these were written to since,
         # as by load_state_dict. None: no sum was recorded.
-        self._first: tuple[FirstValues, torch.Tensor] | None = None
+        self._first: FirstValues | None = None
         # The optimizers of ``overlap_optimizer`` that step these parameters.
         self.overlapped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         # From the id() of a sharded parameter to its index in ``params``. Ids of parameters that
@@ -248,27 +248,16 @@ class ParamGroup:
         self._unsharded_version = _UNKNOWN
 
     def record_first_values(self, unsharded: list[torch.Tensor]) -> None:
-        """Record a sum over a few elements of ``unsharded`` and one of the shards; skip meta."""
-        which = tuple(index for index, each in enumerate(unsharded) if not each.is_meta)
-        total = sum_of_samples([unsharded[index] for index in which])
-        sharded = sum_of_samples(self._shards(which))
-        if total is not None and sharded is not None:
-            self._first = FirstValues(which, total), sharded
+        """Record a sample of ``unsharded``, from which the shards were cut."""
+        self._first = FirstValues.of(unsharded, self._shards())
 
     def first_values(self) -> FirstValues | None:
-        """Return the sum over initial weights, and whether shards were written to since then."""
-        if self._first is None:
-            return None
-        values, sharded = self._first
-        shards = self._shards(values.which)
-        # Compare values, because writes through ``param.data`` do not raise the version counter.
-        now = sum_of_samples(shards)
-        is_written = now is None or int(now) != int(sharded)
-        has_elements = is_written or any(shard.numel() for shard in shards)
-        return values._replace(is_written=is_written if has_elements else None)
+        """Return the sample of initial weights; None if shards were written to since."""
+        first = self._first
+        return None if first is None or first.is_written(self._shards()) else first
 
-    def _shards(self, which: Sequence[int]) -> list[torch.Tensor]:
-        return [plain_of(self.params[index].sharded).detach() for index in which]
+    def _shards(self) -> list[torch.Tensor]:
+        return [plain_of(param.sharded).detach() for param in self.params]
 
     # --- optimizer steps --------------------------------------------------------------
 
