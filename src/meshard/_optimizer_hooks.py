@@ -1,13 +1,11 @@
 """Hooks on the steps of all optimizers.
 
-The user registers nothing. Above all the hooks do five things:
+The user registers nothing. Above all the hooks do four things:
 
 * They refuse a step while gradients are pending: accumulated, and not in ``.grad``.
 * They make ``zero_grad`` clear pending gradients too.
 * They record each step, after which unsharded copies are stale. The versions of shards do not show
   a step, because torch's foreach kernels on DTensors do not raise them.
-* They make reads of scalars collective during a step. So an optimizer that reads a norm as a number
-  gets the norm of the whole parameter, and not of a shard.
 * They warn about parameters that would not be trained, or by each rank apart, without an error.
 """
 
@@ -46,7 +44,7 @@ from meshard._engine.param_group import (
 from meshard._engine.unit import alive, units_of
 from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
-from meshard._torch.dtensor import local_of, scalar_reads, set_local
+from meshard._torch.dtensor import local_of, set_local
 from meshard._torch.patches import params_in, patch_zero_grad
 from meshard._torch.private import (
     accumulation_hooks_of,
@@ -282,7 +280,7 @@ def _before_compiling(_: Any) -> None:
 
     ``torch.compile`` makes a DTensor anew from its local tensor, and raises an error if the storage
     offsets of the two differ. Those of our gradients do: the DTensor has offset 0, and its local
-    tensor, a view of the unit's flat gradient, has another (see ``wrap_like``).
+    tensor, a view of the unit's flat gradient, has another (see ``place_like``).
     """
     for owner in all_owners():
         for param in owner.params:
@@ -295,7 +293,6 @@ def _before_compiling(_: Any) -> None:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]
 ) -> tuple[tuple[Any, ...], dict[Any, Any]] | None:
-    scalar_reads.end_step()  # in case the previous step has raised
     owners = _owners_in(optimizer)
     before_compiling(_before_compiling)
     if not owners:
@@ -310,8 +307,6 @@ def _before_step(
         _warn_about_untrained(owners)
     for owner in owners:
         owner.forget_version()  # before the step, because an interrupted one skips _after_step
-    if any(not owner.gradients.is_replicated for owner in owners):
-        scalar_reads.begin_step()
     if spans.recorder is not None:
         spans.recorder.enter("optimizer", type(optimizer).__name__, owners[0].comm.clock)
     # torch passes the optimizer itself as the first argument.
@@ -323,14 +318,10 @@ def _before_step(
 
 
 def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callable[[], Any]:
-    """Return ``closure`` for use inside a step.
-
-    Reads of scalars in the closure are not collective. After it, no gradient may be pending.
-    """
+    """Return ``closure`` for use inside a step: after it, no gradient may be pending."""
 
     def closure_and_check() -> Any:
-        with scalar_reads.suspended():
-            loss = closure()
+        loss = closure()
         for owner in owners:
             owner.check_may_step()
         return loss
@@ -340,7 +331,6 @@ def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callabl
 
 @skip_dynamo
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-    scalar_reads.end_step()
     owners = _owners_in(optimizer)
     for owner in owners:
         owner.record_step()

@@ -8,7 +8,7 @@ from torch.distributed.tensor import Shard
 
 from meshard import clipping, grad_scaler
 from meshard._params.storage import MemoryLocation
-from meshard._torch.dtensor import local_of, make_dtensor, move_local, wrap_like
+from meshard._torch.dtensor import local_of, make_dtensor, move_local, place_like
 from tests.support.ranks import fake_group
 
 SHAPE = torch.Size([8, 3])
@@ -33,7 +33,7 @@ def test_a_parameter_is_moved_between_devices_in_place(cuda_mesh):
         away = torch.empty(2, 3, device="cuda")
     host = torch.ones(2, 3)
     param = torch.nn.Parameter(make_dtensor(away, cuda_mesh, (Shard(0),), SHAPE))
-    gradient = param.grad = wrap_like(param, away)
+    gradient = param.grad = place_like(param, away)
     param.register_post_accumulate_grad_hook(lambda _: None)
     hooks, version, seen = param._post_accumulate_grad_hooks, param._version, param.__dict__
     assert param.device.type == "cuda"
@@ -46,7 +46,7 @@ def test_a_parameter_is_moved_between_devices_in_place(cuda_mesh):
     assert param._post_accumulate_grad_hooks is hooks and param.__dict__ is seen
     assert param._version == version
     optimizer = torch.optim.SGD([param], lr=1.0)
-    param.grad = wrap_like(param, torch.full((2, 3), 3.0))
+    param.grad = place_like(param, torch.full((2, 3), 3.0))
     optimizer.step()
     assert torch.equal(host, torch.full((2, 3), -2.0))
 

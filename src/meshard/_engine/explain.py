@@ -1,9 +1,7 @@
-"""Explanations that meshard adds to two errors of torch.
+"""The explanation that meshard adds to torch's "got mixed torch.Tensor and DTensor".
 
-"got mixed torch.Tensor and DTensor": a parameter was read while its module held a shard. "storage
-of size 0": a backward has read a parameter after its memory was freed. torch raises both where no
-code of meshard runs. So the explanation is added when the error ends the program. For the first
-error it is also added when the error leaves the forward of a unit.
+A parameter was read while its module held a shard. torch raises this where no code of meshard runs.
+So the explanation is added when the error leaves the forward of a unit, or ends the program.
 """
 
 from __future__ import annotations
@@ -28,14 +26,6 @@ _REMEDIES = (
 )
 
 
-_OF_FREED = "storage of size 0"
-_RETURNS = (
-    "A backward has read a parameter of a unit that is resharded: the loss used a tensor that a "
-    "unit has stored and did not return, so nothing told when to gather it. Return it from the "
-    "unit's forward, or pass reshard_after_forward=False for that unit."
-)
-
-
 def explain(error: BaseException | None, unit: Unit) -> None:
     """If ``error`` is about mixed tensors and DTensors, add which units are sharded, and help."""
     units = [each for each in unit.lifecycle.units() if each.params and each.group.holds_shards]
@@ -45,15 +35,13 @@ def explain(error: BaseException | None, unit: Unit) -> None:
 
 @functools.cache
 def explain_uncaught() -> None:
-    """Install an excepthook that explains the two errors above when they end the program."""
+    """Install an excepthook that explains the error when it ends the program."""
     previous = sys.excepthook
 
     def explain_first(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
         _add(error, "")
-        if _OF_FREED in str(error):
-            error.args = (f"{error}\n\n{_RETURNS}", *error.args[1:])
         previous(kind, error, trace)
 
     sys.excepthook = explain_first

@@ -27,7 +27,7 @@ from meshard._torch.dtensor import (
     is_placed_like,
     local_of,
     move_local,
-    wrap_like,
+    place_like,
 )
 from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, without_torch_function
 
@@ -84,7 +84,7 @@ class ShardedGrads:
             if hooks := before[index]:
                 _run_hooks(tuple(hooks.values()), sharded, local)
             if old is None:
-                sharded.grad = wrap_like(sharded, local.to(gradient_dtype(sharded)))
+                sharded.grad = place_like(sharded, local.to(gradient_dtype(sharded)))
                 continue
             if not is_placed_like(old, sharded):  # such as from a loss that used the shard itself
                 old = sharded.grad = old.redistribute(sharded.device_mesh, sharded.placements)
@@ -143,7 +143,7 @@ def _run_hooks(
 ) -> None:
     """Run the hooks of ``register_hook``, which may change or replace the gradient ``local``."""
     # Pass a copy, because a hook may keep the tensor that it gets.
-    gradient: torch.Tensor = wrap_like(sharded, local.to(gradient_dtype(sharded), copy=True))
+    gradient: torch.Tensor = place_like(sharded, local.to(gradient_dtype(sharded), copy=True))
     for hook in hooks:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

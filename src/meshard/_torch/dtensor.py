@@ -7,20 +7,16 @@ gradient once, so both are avoided: ``DTensor(local, spec, requires_grad=False)`
 from __future__ import annotations
 
 import atexit
-import contextlib
 import copy
-import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from operator import attrgetter, is_not
+from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
-
-from meshard._torch.private import num_running_steps
 
 
 def make_dtensor(
@@ -74,16 +70,11 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]  # private
 
 
-def are_placed_like(tensors: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether ``is_placed_like`` holds for each pair of DTensors. Most pairs share one spec."""
-    specs = [[getattr(each, "_spec", None) for each in every] for every in (tensors, others)]
-    if None not in specs[0] and not any(map(is_not, *specs)):
-        return True
-    return all(map(is_placed_like, tensors, others))
-
-
 def is_placed_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are DTensors on the same mesh with the same placements."""
+    spec = getattr(tensor, "_spec", None)  # the same object in most cases
+    if spec is not None and spec is getattr(other, "_spec", None):
+        return True
     return (
         isinstance(tensor, DTensor)
         and isinstance(other, DTensor)
@@ -93,9 +84,20 @@ def is_placed_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def place_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return ``local``, of any dtype, as a DTensor with the placements and shape of ``tensor``."""
+    """Return ``local`` as a DTensor with the mesh, placements and shape of ``tensor``.
+
+    A DTensor has the storage offset, dtype and device of the tensor that it is made over, and torch
+    can neither pickle nor copy a DTensor with an offset. ``local`` may have an offset. So the
+    result is made over the local tensor of ``tensor``, which has none, and then gets ``local``.
+    """
     assert isinstance(tensor, DTensor)
-    return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+    own = local_of(tensor)
+    if local.dtype != own.dtype or local.device != own.device:
+        return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
+    # Not DTensor(), whose __init__ does nothing but has three wrappers that double the time.
+    made = DTensor.__new__(DTensor, own, tensor._spec, requires_grad=False)
+    made._local_tensor = local
+    return made
 
 
 def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
@@ -110,27 +112,10 @@ def move_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
 
 
 def _made_over(local: torch.Tensor, spec: Any) -> DTensor:
-    # The DTensor must be made over a tensor without a storage offset: see wrap_like. If ``local``
-    # has none it is taken itself, because tensor subclasses may not implement new_empty.
+    # Without a storage offset, as in ``place_like``. If ``local`` has none it is taken itself,
+    # because tensor subclasses may not implement new_empty.
     over = local.new_empty(0) if local.storage_offset() else local
     made = DTensor(over, spec, requires_grad=False)
-    made._local_tensor = local
-    return made
-
-
-def wrap_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
-    """Return ``local`` as a DTensor with the mesh, placements and shape of ``tensor``.
-
-    A DTensor has the storage offset and the dtype of the tensor that it is made over, and torch can
-    neither pickle nor copy a DTensor with an offset. ``local`` may have an offset. So the result is
-    made over the local tensor of ``tensor``, which has none, and gets ``local`` afterwards.
-    """
-    own = local_of(tensor)
-    if local.dtype != own.dtype:
-        return place_like(tensor, local)
-    spec = tensor._spec  # type: ignore[attr-defined]  # private
-    # Not DTensor(), whose __init__ does nothing but has three wrappers that double the time.
-    made = DTensor.__new__(DTensor, own, spec, requires_grad=False)
     made._local_tensor = local
     return made
 
@@ -186,67 +171,3 @@ def is_alias(one: torch.Tensor, other: torch.Tensor) -> bool:
         and (one.dtype, one.device, one.shape) == (other.dtype, other.device, other.shape)
         and one.stride() == other.stride()
     )
-
-
-class ScalarReads(threading.local):
-    """Whether ``item()``, ``float()`` and ``bool()`` of a DTensor read a value over all ranks.
-
-    torch reads the local tensor. If the DTensor is a sum or a norm, that is only this rank's part
-    (https://github.com/pytorch/pytorch/issues/166638). An optimizer that reads it would step by a
-    different number on each rank. So reads are **collective** inside the step of an optimizer,
-    which all ranks run. Elsewhere they are as in torch, because one rank alone may print a number.
-    torch calls no hook after a step that has raised, so each read checks that the step is still on
-    the stack.
-    """
-
-    _depth = 0  # how many nested optimizer steps ran at ``begin_step``; 0 after ``end_step``
-    _num_inside = 0  # how many ``inside_step`` blocks are active
-
-    def begin_step(self) -> None:
-        """Make reads collective until the present step of an optimizer returns or raises."""
-        _register_read()
-        self._depth = self._depth or num_running_steps()
-
-    def end_step(self) -> None:
-        """End the ``begin_step`` of the current step, or of a nested step that has raised."""
-        if self._depth and self._depth >= num_running_steps():
-            self._depth = 0
-
-    @contextlib.contextmanager
-    def inside_step(self) -> Iterator[None]:
-        """Make reads collective inside the block."""
-        _register_read()
-        self._num_inside += 1
-        try:
-            yield
-        finally:
-            self._num_inside -= 1
-
-    @contextlib.contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Read as torch does inside the block."""
-        before = self._depth, self._num_inside
-        self._depth = self._num_inside = 0
-        try:
-            yield
-        finally:
-            self._depth, self._num_inside = before
-
-    @property
-    def is_over_ranks(self) -> bool:
-        """Whether a read of this thread is collective."""
-        return self._num_inside > 0 or 0 < self._depth <= num_running_steps()
-
-
-scalar_reads = ScalarReads()
-
-
-def _register_read() -> None:
-    read = torch.ops.aten._local_scalar_dense.default
-    DTensor._op_dispatcher._custom_op_handlers.setdefault(read, _read)
-
-
-def _read(op_call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    tensor: DTensor = args[0]
-    local = tensor.full_tensor() if scalar_reads.is_over_ranks else local_of(tensor)
-    return op_call(local)

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -172,12 +172,6 @@ def current_frames() -> dict[int, FrameType]:
             gc.enable()
 
 
-def _is_frame_of(frame: FrameType, code: CodeType) -> bool:
-    """Whether a frame runs ``code``, or the copy of it that ``torch.compile`` has made."""
-    own = frame.f_code
-    return (own.co_firstlineno, own.co_filename) == (code.co_firstlineno, code.co_filename)
-
-
 def number_of(tensor: torch.Tensor) -> int:
     """Return the sequence number of the autograd node that made ``tensor``; -1 if none did."""
     node = tensor.grad_fn
@@ -324,18 +318,6 @@ foreach_mul_ = _or_error("torch._foreach_mul_")
 chunk_cat = _or_error("torch._chunk_cat")
 # Multiplies plain tensors by ``inv_scale`` in place. Sets ``found_inf`` to 1 if one was not finite.
 unscale_each = _or_error("torch._amp_foreach_non_finite_check_and_unscale_")
-
-# --- optimizers ----------------------------------------------------------------------------
-
-# The code of torch's wrapper around every optimizer's step, which also calls the hooks.
-_step_code = torch.optim.Optimizer.profile_hook_step(lambda *_: None).__code__
-
-
-def num_running_steps() -> int:
-    """Return how many steps of optimizers this thread is running, one inside the other."""
-    frames = traceback.walk_stack(sys._getframe())
-    return sum(_is_frame_of(frame, _step_code) for frame, _ in frames)
-
 
 # --- profiler, modules, pytree -------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
+from itertools import starmap
 from operator import attrgetter
 from typing import Any
 
@@ -21,11 +22,10 @@ from typing_extensions import override
 
 from meshard._engine.unit import require_units
 from meshard._torch.dtensor import (
-    are_placed_like,
+    is_placed_like,
     is_plain,
     local_of,
     plain_of,
-    scalar_reads,
 )
 from meshard._torch.patches import params_in
 from meshard._torch.private import without_torch_function
@@ -103,7 +103,7 @@ class LocalStep:
             self._grads = list(map(_GRADIENT, self._sharded))
         pairs = zip(self._grads, self._sharded, strict=True)
         given = [(grad, param) for grad, param in pairs if grad is not None]
-        if given and not are_placed_like(*zip(*given, strict=True)):
+        if not all(starmap(is_placed_like, given)):
             for grad, param in given:
                 check_gradient(grad, param, f"a parameter of shape {tuple(param.shape)}")
 
@@ -122,13 +122,12 @@ class LocalStep:
             self._is_shown = True
 
     def _step_sharded(self, optimizer: Optimizer) -> None:
-        """Step DTensors, with collective reads of scalars.
+        """Step DTensors.
 
         Raises a RuntimeError if the optimizer writes to its param groups.
         """
         given = [dict(group) for group in optimizer.param_groups]
-        with scalar_reads.inside_step():
-            self._step(optimizer)
+        self._step(optimizer)
         for before, group in zip(given, optimizer.param_groups, strict=True):
             written = [key for key in group if group[key] is not before.get(key)]
             if written:
