@@ -42,6 +42,7 @@ from meshard._engine.param_group import (
     sharded_params_of,
 )
 from meshard._engine.unit import alive, units_of
+from meshard._gradients.zero_grad import clear_around
 from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, set_local
@@ -109,7 +110,8 @@ def _on_registration(_: nn.Module, name: str, new: object) -> None:
 def watch_optimizers() -> None:
     """From now on, run these hooks around every optimizer step and in every ``zero_grad``."""
     _register_hooks()
-    patch_zero_grad(finish_copies=finish_copies, clear=clear_pending)
+    around = functools.partial(clear_around, finish_copies=finish_copies, clear=clear_pending)
+    patch_zero_grad(around)
 
 
 def check_may_step(params: Iterable[torch.Tensor]) -> list[ParamGroup]:

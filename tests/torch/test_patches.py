@@ -9,8 +9,8 @@ from torch import nn
 
 import meshard
 import meshard.compat
-from meshard._optimizer_hooks import clear_pending, finish_copies
-from meshard._torch import patches
+from meshard._gradients import zero_grad
+from meshard._optimizer_hooks import watch_optimizers
 from tests.support.ranks import fake_group
 
 
@@ -36,10 +36,10 @@ def test_a_module_and_an_optimizer_drop_what_is_pending_of_their_parameters(mode
     accumulate(model)
     model[0].zero_grad()
     assert pending(model) == ["1.bias", "1.weight"]
-    assert len(patches.pending_holders) == 1
+    assert len(zero_grad.pending_holders) == 1
     model.zero_grad()
     assert pending(model) == [] and not meshard.pending_gradients(model)
-    assert len(patches.pending_holders) == 0
+    assert len(zero_grad.pending_holders) == 0
     accumulate(model)
     torch.optim.SGD([model[0].weight, model[1].bias], lr=0.1).zero_grad()
     assert pending(model) == ["0.bias", "1.weight"]
@@ -48,7 +48,7 @@ def test_a_module_and_an_optimizer_drop_what_is_pending_of_their_parameters(mode
 def test_what_is_reduced_later_is_dropped_and_nothing_is_held_between_ordinary_steps(model):
     for _ in range(2):
         accumulate(model, meshard.GradientSync.FULL)
-        assert len(patches.pending_holders) == 0
+        assert len(zero_grad.pending_holders) == 0
         assert all(param.grad is not None for param in model.parameters())
         model.zero_grad()
     model.set_is_last_backward(False)
@@ -56,7 +56,7 @@ def test_what_is_reduced_later_is_dropped_and_nothing_is_held_between_ordinary_s
     model.zero_grad()
     meshard.finalize_gradients(model)
     assert all(param.grad is None for param in model.parameters())
-    assert len(patches.pending_holders) == 0
+    assert len(zero_grad.pending_holders) == 0
 
 
 @pytest.mark.parametrize("clear", ["module", "optimizer"])
@@ -71,7 +71,7 @@ def test_unsharded_parameters_stand_for_their_shards(model, clear):
     assert all(param.grad is None for param in shards)
     for unit in (model, *model):
         unit.reshard()
-    assert len(patches.pending_holders) == 0
+    assert len(zero_grad.pending_holders) == 0
 
 
 class Own(torch.optim.SGD):
@@ -206,7 +206,7 @@ def test_an_unrelated_model_is_cleared_at_a_cost_that_does_not_grow(of):
         owner = torch.optim.AdamW(module.parameters()) if of == "an optimizer" else module
         meshard.compat.unpatch_torch()
         own = instructions_of(owner.zero_grad)
-        patches.patch_zero_grad(finish_copies=finish_copies, clear=clear_pending)
+        watch_optimizers()
         extra.append(instructions_of(owner.zero_grad) - own)
         assert own > number
     assert 0 < extra[0] == extra[1] < 100

@@ -20,6 +20,7 @@ from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import Gradients
+from meshard._gradients.zero_grad import pending_holders
 from meshard._params.sharded_param import (
     ShardedParam,
     UnitParam,
@@ -30,7 +31,6 @@ from meshard._params.sharded_param import (
 )
 from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import is_plain, plain_of
-from meshard._torch.patches import pending_holders
 from meshard._torch.private import graph_task_id, is_in_transform
 from meshard._torch.user_line import listed, warn_user
 

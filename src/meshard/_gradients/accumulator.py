@@ -39,11 +39,11 @@ from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import FlatGradients, GradientLayout
 from meshard._gradients.published import HostGrads, ShardedGrads, unrecorded
 from meshard._gradients.settings import ReduceSettings, TensorHook
+from meshard._gradients.zero_grad import pending_holders
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import MissingSum
 from meshard._params.flat_params import FlatParams
 from meshard._params.unit_params import UnitParams
-from meshard._torch.patches import pending_holders
 from meshard.foreach_reduce import ReducePlan, Reduction, is_narrowed_late
 
 _MAX_LAYOUTS = 64

@@ -1,15 +1,12 @@
 """What meshard replaces in torch: ``zero_grad``, and for ``overlap_optimizer`` reads and clipping.
 
-Gradients that are accumulated and not reduced yet (*pending* ones) are in no ``.grad``. Users
-expect ``zero_grad`` to drop them, and torch has no hook for it. While the process has no pending
-gradients, a replaced method costs one ``if``.
+torch has no hook for ``zero_grad``. What runs around it is in ``_gradients/zero_grad.py``.
 """
 
 from __future__ import annotations
 
 import functools
-import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,28 +14,20 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._torch.dtensor import gradient_dtype, place_like, plain_of
 from meshard._torch.private import skip_dynamo
 
-# The objects that have, or may have, pending gradients for ``zero_grad()`` to clear.
-pending_holders: weakref.WeakSet[Any] = weakref.WeakSet()
-_finish_copies: Callable[[list[torch.Tensor]], None] | None = None
-_clear: Callable[[list[torch.Tensor]], None] | None = None
+# ``around(call, params_of, always_clears)`` runs in place of a method and calls it by ``call()``.
+# ``params_of()`` returns the parameters of the optimizer or module. ``always_clears``: the method
+# is torch's own, which clears gradients at every call.
+Around = Callable[[Callable[[], Any], Callable[[], Iterable[torch.Tensor]], bool], Any]
+_around: Around | None = None
 _replaced: dict[type, tuple[Any, Any]] = {}  # by class: its original zero_grad, and ours
 
 
-def patch_zero_grad(
-    *,
-    finish_copies: Callable[[list[torch.Tensor]], None],
-    clear: Callable[[list[torch.Tensor]], None],
-) -> None:
-    """Replace ``zero_grad`` of ``Optimizer`` and ``Module``.
-
-    ``finish_copies`` waits for copies that still use ``.grad``, and ``clear`` drops pending
-    gradients.
-    """
-    global _finish_copies, _clear
-    _finish_copies, _clear = finish_copies, clear
+def patch_zero_grad(around: Around) -> None:
+    """Replace ``zero_grad`` of ``Optimizer`` and ``Module`` by a call of ``around``."""
+    global _around
+    _around = around
     if not _replaced:
         _replace(Optimizer, params_in, always_clears=True)
         _replace(nn.Module, nn.Module.parameters, always_clears=True)
@@ -110,59 +99,11 @@ def _replace(
     @skip_dynamo
     @functools.wraps(own)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        call = own.__get__(self)  # binds a function as well as a partialmethod
-        if not pending_holders or _clear is None or _finish_copies is None:
-            return call(*args, **kwargs)
-        params = list(params_of(self))
-        _finish_copies(params)
-        if always_clears:
-            _clear(params)
-            return call(*args, **kwargs)
-        witness = _Witness(params)
-        try:
-            return call(*args, **kwargs)
-        finally:
-            if witness.was_cleared():
-                _clear(params)
+        # ``__get__`` binds a function as well as a partialmethod.
+        call = functools.partial(own.__get__(self), *args, **kwargs)
+        if _around is None:
+            return call()
+        return _around(call, functools.partial(params_of, self), always_clears)
 
     _replaced[owner] = own, zero_grad
     setattr(owner, "zero_grad", zero_grad)  # noqa: B010  # mypy refuses the assignment
-
-
-class _Witness:
-    """A parameter whose ``.grad`` shows whether a call of ``zero_grad`` has cleared gradients.
-
-    If the parameter has no ``.grad``, it gets one of zeros during the call.
-    """
-
-    def __init__(self, params: Sequence[torch.Tensor]) -> None:
-        self._param = min(params, key=lambda each: plain_of(each).numel(), default=None)
-        if self._param is None:
-            return
-        self._is_lent = self._param.grad is None
-        if self._is_lent:
-            self._param.grad = _zero_grad_of(self._param)
-        self._grad = self._param.grad
-        self._versions = _versions(self._grad)
-
-    def was_cleared(self) -> bool:
-        """Return whether ``.grad`` was removed or written to. Also take back the lent zeros."""
-        if self._param is None:
-            return False
-        is_same = self._param.grad is self._grad
-        if is_same and self._is_lent:
-            self._param.grad = None
-        return not is_same or _versions(self._grad) != self._versions
-
-
-def _versions(tensor: Any) -> tuple[int, int]:
-    # An edit in place of a DTensor raises only the version of the DTensor, and an edit of its local
-    # tensor only that of the local tensor. Foreach kernels on DTensors raise neither, so their
-    # edits go unnoticed.
-    return tensor._version, plain_of(tensor)._version
-
-
-def _zero_grad_of(param: torch.Tensor) -> torch.Tensor:
-    local = plain_of(param)
-    zeros = torch.zeros(local.shape, dtype=gradient_dtype(param), device=local.device)
-    return place_like(param, zeros) if isinstance(param, DTensor) else zeros
