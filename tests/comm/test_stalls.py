@@ -6,6 +6,7 @@ import re
 import tempfile
 import threading
 import time
+from collections import OrderedDict
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 
 import meshard
-from meshard._comm.stalls import WatchedStream
+from meshard._comm import stalls, streams
 from meshard.checkpoint import Checkpointer
 from tests.support.fake_device import FakeDevice
 from tests.support.models import seeded
@@ -205,64 +206,68 @@ def event(*, is_over=False):
     return mock.Mock(**{"query.return_value": is_over})
 
 
-def test_a_collective_that_a_device_does_not_finish_is_reported_once():
+@pytest.fixture
+def look():
+    """Return what the thread calls, with a list of handles in which there are no others."""
+    with mock.patch.multiple(stalls, _handles=OrderedDict(), _moved_at=0.0, _thread="none"):
+        yield stalls._look
+
+
+def queue(*events, device=None):
+    for number, each in enumerate(events):
+        stalls.watch_event(each, ("all_gather", "abcdefghi"[number]), device or FakeDevice())
+
+
+def test_a_collective_that_a_device_does_not_finish_is_reported_once(look):
     with reports(10) as found:
-        watched = WatchedStream(FakeDevice())
         over, stuck, later = event(), event(), event()
-        for each, unit in ((over, "a"), (stuck, "b"), (later, "c")):
-            watched.add(each, ("all_gather", unit))
+        queue(over, stuck, later)
         now, over.query.return_value = time.monotonic(), True
-        watched.look(now + 9, 10)
-        watched.look(now + 11, 10)  # the first one has ended in between
+        look(now + 9, 10)
+        look(now + 11, 10)  # the first one has ended in between
         assert not found
-        watched.look(now + 22, 10)
-        watched.look(now + 33, 10)
+        look(now + 22, 10)
+        look(now + 33, 10)
         (text,) = found
         assert "waits for the all_gather of unit 'b', which its device has not finished 22" in text
 
 
-def test_a_device_that_goes_on_is_not_reported():
+def test_a_device_that_goes_on_is_not_reported(look):
     with reports(10) as found:
-        watched = WatchedStream(FakeDevice())
         events = [event() for _ in range(9)]
-        for each in events:
-            watched.add(each, ("all_gather", "a"))
+        queue(*events)
         now = time.monotonic()
         for seconds, each in enumerate(events):
             each.query.return_value = True
-            watched.look(now + 8 * seconds, 10)
+            look(now + 8 * seconds, 10)
         assert not found
 
 
-def test_no_event_is_queried_while_a_graph_is_captured():
+def test_no_event_is_queried_while_a_graph_is_captured(look):
     """Any query would spoil the capture, even one of an event that was recorded before it."""
     device, before, captured = FakeDevice(), event(), event()
-    device.is_current_stream_capturing = lambda: False
     with reports(10):
-        watched = WatchedStream(device)
-        watched.add(before, ("all_gather", "a"))
+        device.is_current_stream_capturing = lambda: False
+        queue(before, device=device)
+        look(time.monotonic() + 9, 10)  # the capture may have begun
         device.is_current_stream_capturing = lambda: True
-        watched.add(captured, ("all_gather", "b"))
-        watched.look(time.monotonic() + 100, 10)
+        queue(captured, device=device)
+        look(time.monotonic() + 100, 10)
     assert not before.query.called
     assert not captured.query.called
 
 
-def test_events_that_are_over_are_forgotten_as_others_come():
-    """So that none is left which the other thread would query during a capture."""
-    with reports(10):
-        watched = WatchedStream(FakeDevice())
-        events = [event(is_over=True) for _ in range(5)]
-        for each in events:
-            watched.add(each, ("all_gather", "a"))
-        for each in events:
-            each.query.reset_mock()
-        watched.look(time.monotonic() + 100, 10)
-    assert [each.query.called for each in events] == [False] * 4 + [True]
+def test_the_list_does_not_grow_and_forgets_what_is_done(look):
+    events = [event(is_over=True) for _ in range(stalls._MOST + 5)]
+    for each in events:
+        queue(each)
+    assert len(stalls._handles) == stalls._MOST
+    look(time.monotonic() + 100, 10)
+    assert not stalls._handles
 
 
 def test_steps_on_streams_are_watched(monkeypatch):
     added = []
-    monkeypatch.setattr(WatchedStream, "add", lambda self, event, what: added.append(what))
+    monkeypatch.setattr(streams, "watch_event", lambda event, what, device: added.append(what))
     run_steps(monkeypatch, (2, 2))
     assert {op for op, _ in added} == {"all_gather", "reduce_scatter", "all_reduce"}

@@ -1,8 +1,9 @@
 """Warnings about collectives that take too long: which one, for how long, which ranks are missing.
 
 A rank that runs one batch more than the others waits for them until its process group gives up:
-after 10 (NCCL) or 30 minutes (gloo) by default. In each process one thread looks at the waits of
-all threads, and queries the events that follow collectives on a device. It never synchronises.
+after 10 (NCCL) or 30 minutes (gloo) by default. Each process has one list of what was started and
+is not known to be done: waits of the host, and collectives that were queued on a device. One thread
+looks at the list. It never synchronises.
 """
 
 from __future__ import annotations
@@ -13,8 +14,7 @@ import logging
 import os
 import threading
 import time
-import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -26,8 +26,7 @@ from meshard._torch.user_line import user_frame
 
 _VARIABLE = "MESHARD_STALL_SECONDS"
 _DEFAULT_SECONDS = 30.0
-_IS_CAPTURING = "is_current_stream_capturing"  # torch.cuda has it, not every device module
-_EVENTS = 1024  # how many collectives a ``WatchedStream`` remembers at most
+_MOST = 1024  # how many handles the list has at most
 _logger = logging.getLogger("meshard")
 
 # An operation, and the name of the unit that it serves. If it serves no unit, the second string is
@@ -59,10 +58,10 @@ class Waiting:
     """A context in which a thread waits for other ranks.
 
     On CPU a step enters such a context at every wait, so ``__enter__`` does as little as possible.
-    The watching thread does the rest, in ``look``.
+    The watching thread does the rest.
     """
 
-    __slots__ = ("_group", "_is_reported", "_missing", "_thread", "_what", "began")
+    __slots__ = ("_group", "_missing", "_thread", "_what", "began", "is_reported")
 
     def __init__(
         self,
@@ -72,22 +71,20 @@ class Waiting:
     ) -> None:
         """``missing`` returns the ranks that have not arrived. Pass None if that is unknown."""
         self._what, self._group, self._missing = what, group, missing
-        self._is_reported = False
+        self.is_reported = False
 
     def __enter__(self) -> None:
         self.began, self._thread = time.monotonic(), threading.get_ident()
-        _waits[id(self)] = self
-        if _thread is None:
-            _start_to_look()
+        _watch(self)
 
     def __exit__(self, *_: object) -> None:
-        del _waits[id(self)]
+        _handles.pop(id(self), None)
 
-    def look(self, now: float, seconds: float) -> None:
-        """Report the wait, once, if it has lasted ``seconds``."""
-        if self._is_reported or now - self.began < seconds:
-            return
-        self._is_reported = True
+    def done(self) -> bool:
+        return False  # when the wait ends, it leaves the list
+
+    def text(self, seconds: float) -> str:
+        """Return what to report if the wait has lasted ``seconds``."""
         what = self._what if isinstance(self._what, str) else spoken(self._what)
         if self._missing is not None:
             who = f"{_have(self._missing())} not come"
@@ -98,87 +95,60 @@ class Waiting:
             who = "not all ranks have come"
         frame = user_frame(current_frames().get(self._thread))
         where = f", in {frame.f_code.co_filename}:{frame.f_lineno}" if frame else ""
-        _report(f"has waited {now - self.began:.3g} s for the {what}{where}: {who}")
+        return f"has waited {seconds:.3g} s for the {what}{where}: {who}"
 
 
-class WatchedStream:
-    """The collectives that were queued on a device, each with the event that follows it."""
+class _Queued:
+    """A collective that was queued on a device, and the event that follows it."""
 
-    def __init__(self, device_module: Any) -> None:
-        self._events: deque[tuple[Any, float, Collective]] = deque(maxlen=_EVENTS)
-        self._module = device_module
-        self._device: int | None = None
-        self._moved_at = 0.0  # when an event was last seen to be over
-        self._reported: Any = None
-        _streams.append(weakref.ref(self))
-        if _thread is None:
-            _start_to_look()
-
-    def add(self, event: Any, collective: Collective) -> None:
-        """Remember a collective, whose end is ``event``; forget some that are over.
-
-        During a graph capture, an event query by any thread would invalidate the capture. So if
-        this thread captures, it forgets all events, and the watching thread has none to query.
-        """
-        events, is_capturing = self._events, getattr(self._module, _IS_CAPTURING, None)
-        if is_capturing is not None and is_capturing():
-            events.clear()  # they are over: a capture begins by waiting for the device
-            return
-        if self._device is None and hasattr(self._module, "current_device"):
-            self._device = self._module.current_device()
-        now = time.monotonic()
-        self._forget_if_over(now, most=2)  # up to two for each one added, so few remain
-        events.append((event, now, collective))
-
-    def _forget_if_over(self, now: float, most: int, queued_by: float = float("inf")) -> None:
-        """Forget collectives that are over and were queued no later than ``queued_by``.
-
-        Forget up to ``most``, and stop at the first that is not over or was queued later.
-        """
-        events = self._events
-        with contextlib.suppress(IndexError):  # none is left; the other thread forgets them too
-            for _ in range(most):
-                event, queued_at, _ = events[0]
-                if queued_at > queued_by or not event.query():
-                    return
-                events.popleft()
-                self._moved_at = now
-
-    def look(self, now: float, seconds: float) -> None:
-        """Report the first collective that is not over, once.
-
-        It must have been queued ``seconds`` ago, and no other may have ended for as long.
-        """
-        events = self._events
-        with self._on_device():
-            # A query during a graph capture would invalidate the capture. The first ``add`` inside
-            # a capture drops all events. Before that, events of the warm-up may still be here. So
-            # events younger than ``seconds`` are not queried, which is enough if the capture
-            # follows its warm-up at once.
-            self._forget_if_over(now, most=_EVENTS, queued_by=now - seconds)
-        if not events or now - max(events[0][1], self._moved_at) < seconds:
-            return
-        event, queued_at, collective = events[0]
-        if self._reported is not event:
-            self._reported = event
-            _report(
-                f"waits for the {spoken(collective)}, which its device has not finished "
-                f"{now - queued_at:.3g} s after it was queued: other ranks have not come, or the "
-                "device still computes what comes before it"
+    def __init__(self, event: Any, collective: Collective, device_module: Any) -> None:
+        self.began, self.is_reported = time.monotonic(), False
+        self._event, self._collective = event, collective
+        self._on_device: Callable[[], Any] = contextlib.nullcontext
+        if hasattr(device_module, "current_device"):
+            self._on_device = functools.partial(
+                device_module.device, device_module.current_device()
             )
 
-    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+    def done(self) -> bool:
         # The watching thread starts on device 0. A query there would create a CUDA context, which
         # takes memory on a device that may belong to another rank.
-        if self._device is None:
-            return contextlib.nullcontext()
-        guard: contextlib.AbstractContextManager[Any] = self._module.device(self._device)
-        return guard
+        with self._on_device():
+            return bool(self._event.query())
+
+    def text(self, seconds: float) -> str:
+        """Return what to report ``seconds`` after the collective was queued."""
+        return (
+            f"waits for the {spoken(self._collective)}, which its device has not finished "
+            f"{seconds:.3g} s after it was queued: other ranks have not come, or the device still "
+            "computes what comes before it"
+        )
 
 
-_waits: dict[int, Waiting] = {}  # the waits under way, by id()
-_streams: list[weakref.ref[WatchedStream]] = []
+def watch_event(event: Any, collective: Collective, device_module: Any) -> None:
+    """Watch a collective on the current device, whose end is ``event``.
+
+    During a graph capture, an event query by any thread would invalidate the capture. So if this
+    thread captures, all handles are dropped, and the watching thread has no event to query.
+    """
+    if getattr(device_module, "is_current_stream_capturing", bool)():
+        _handles.clear()  # their events are over: a capture begins by waiting for the device
+    else:
+        _watch(_Queued(event, collective, device_module))
+
+
+# Handles by id(), in the order in which they began.
+_handles: OrderedDict[int, Waiting | _Queued] = OrderedDict()
 _thread: threading.Thread | None = None
+_moved_at = 0.0  # when a handle was last seen to be done
+
+
+def _watch(handle: Waiting | _Queued) -> None:
+    _handles[id(handle)] = handle
+    if len(_handles) > _MOST:
+        _handles.popitem(last=False)
+    if _thread is None:
+        _start_to_look()
 
 
 def _start_to_look() -> None:
@@ -190,7 +160,7 @@ def _start_to_look() -> None:
 def _forget_thread() -> None:
     global _thread
     _thread = None
-    _waits.clear()
+    _handles.clear()
 
 
 os.register_at_fork(after_in_child=_forget_thread)  # a forked process has no such thread
@@ -208,12 +178,26 @@ def _look_for_ever() -> None:
 
 
 def _look(now: float, seconds: float) -> None:
-    _streams[:] = [ref for ref in _streams if ref() is not None]
-    for each in (*_waits.values(), *(ref() for ref in _streams)):
-        # The wait, or its process group, may end during ``look``.
+    """Report the oldest handle that is not done, once.
+
+    It must have begun ``seconds`` ago. No other may have been found done for as long, because a
+    device may be far behind the host. Younger handles are not asked: their events may be those of
+    the warm-up of a graph capture that has begun, in which no collective was queued yet.
+    """
+    global _moved_at
+    for handle in list(_handles.values()):
+        if now - handle.began < seconds:
+            return
+        # The wait, or its process group, may end meanwhile.
         with contextlib.suppress(Exception):
-            if each is not None:
-                each.look(now, seconds)
+            if handle.done():
+                _handles.pop(id(handle), None)
+                _moved_at = now
+                continue
+            if not handle.is_reported and now - _moved_at >= seconds:
+                handle.is_reported = True
+                _report(handle.text(now - handle.began))
+        return
 
 
 def _have(ranks: list[int]) -> str:

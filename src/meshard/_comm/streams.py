@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from meshard._comm import spans
 from meshard._comm.communicator import CommStream, Communicator, Handle
-from meshard._comm.stalls import Collective, WatchedStream
+from meshard._comm.stalls import Collective, watch_event
 from meshard._torch.private import all_gather_single, reduce_scatter_single
 
 
@@ -107,7 +107,6 @@ class StreamCommunicator(Communicator):
         self._entry: Any = None  # the event of the last entry into a comm stream, to be reused
         self._compute: Any = None  # inside on_stream: the stream that was current before
         self._after: dict[CommStream, list[Handle]] = {}
-        self._watched = WatchedStream(device_module)
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
 
     @contextlib.contextmanager
@@ -209,5 +208,5 @@ class StreamCommunicator(Communicator):
         recorded = self.record(result, *keep)
         recorded.result = result
         recorded.issued = None if spans.recorder is None else spans.issued()
-        self._watched.add(recorded.event, collective)
+        watch_event(recorded.event, collective, self._device_module)
         return recorded
