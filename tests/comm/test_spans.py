@@ -13,7 +13,9 @@ from meshard._comm.cpu import WorkCommunicator, WorkHandle
 from meshard._comm.streams import StreamCommunicator
 from tests.support.fake_device import FakeDevice
 from tests.support.listed_spans import listed
+from tests.support.models import MlpStack, seeded
 from tests.support.ranks import fake_group, on_ranks
+from tests.support.sharding import shard_blocks
 
 DELAY = 0.3  # on a busy machine a thread of gloo may come late
 
@@ -70,3 +72,15 @@ def test_a_profiler_shows_the_ranges_with_and_without_a_trace():
         comm = WorkCommunicator()
         assert names_of(contextlib.nullcontext()) == ["meshard::all_reduce layer"]
         assert names_of(listed()) == ["meshard::all_reduce layer"]
+
+
+@pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # as torch 2.11 tells each user
+@on_ranks(2)
+def test_a_profiler_shows_ranges_of_each_unit():
+    model = shard_blocks(seeded(MlpStack()))
+    with torch.profiler.profile() as profile:
+        model(torch.ones(1, 6)).sum().backward()
+    shown = {each.key for each in profile.key_averages()}
+    for unit in ("blocks.0", "(root)"):
+        for what in ("all_gather", "copy_out", "reduce", "reduce_scatter"):
+            assert f"meshard::{what} {unit}" in shown

@@ -88,7 +88,8 @@ def test_a_wait_names_collective_unit_line_and_the_ranks_that_have_not_come():
     with reported("more batches or microbatches", "MESHARD_STALL_SECONDS", late=2) as found:
         model(torch.ones(1, 4))
     pattern = rf"rank {dist.get_rank()} has waited [\d.]+ s for the all_gather of unit "
-    pattern += rf"'\(root\)' \(root \d+\), in {re.escape(__file__)}:\d+: rank 2 has not come\."
+    pattern += rf"'\(root\)' \(root \d+, 20 x torch.float32\), in {re.escape(__file__)}:\d+: "
+    pattern += r"rank 2 has not come\."
     for happens, _ in (text.split("\n") for text in found):
         assert re.fullmatch(pattern, happens), happens
 

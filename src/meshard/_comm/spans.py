@@ -94,20 +94,27 @@ def stop() -> None:
 # --- hooks ------------------------------------------------------------------------------------
 
 
+def ranged(what: str, label: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that torch.profiler, if it records, shows as ``meshard::what label``.
+
+    ``label`` is the name of the unit.
+    """
+    # record_function takes microseconds even without a profiler, so it is called only with one.
+    if not is_profiling():
+        return _NOTHING
+    return torch.profiler.record_function(f"meshard::{what} {label}")
+
+
 def profiled(
     what: str, label: str, clock: Clock, event: CommEvent | None = None
 ) -> contextlib.AbstractContextManager[Any]:
-    """Return a context that records its block as ``what``, if a profiler or a trace is active.
+    """Return a context that records its block like ``ranged``, and for a trace if one is active.
 
-    ``event`` describes the collective that is issued inside the block, if any. ``label`` is the
-    name of the unit.
+    ``event`` describes the collective that is issued inside the block, if any.
     """
-    # record_function takes microseconds even without a profiler, so it is called only with one.
-    if recorder is None and not is_profiling():
-        return _NOTHING
-    shown = torch.profiler.record_function(f"meshard::{what} {label}") if is_profiling() else None
-    traced = _NOTHING if recorder is None else recorder.span(what, label, clock, event)
-    return traced if shown is None else _both(shown, traced)
+    if recorder is None:
+        return ranged(what, label)
+    return _both(ranged(what, label), recorder.span(what, label, clock, event))
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import CommStream, Communicator, Handle, log_event
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues
+from meshard._comm.spans import ranged
 from meshard._engine.step_state import Failure
 from meshard._gradients.accumulator import Gradients
 from meshard._gradients.zero_grad import pending_holders
@@ -461,7 +462,8 @@ class ParamGroup:
         if gathered.size(0) != shard_count:  # each rank has sent the shards of several
             gathered = gathered.view(shard_count, -1)
         # No torch.no_grad(): no gathered tensor requires grad, or all_gather_copy_out disables it.
-        self.unit_params.all_gather_copy_out(gathered)
+        with ranged("copy_out", self.label):
+            self.unit_params.all_gather_copy_out(gathered)
         if post_forward_group is not None:
             own = gathered.chunk(post_forward_group.size())[post_forward_group.rank()]
             self._post_forward_shard = PostForwardShard(own.clone(), post_forward_group)

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, Handle, log_event
+from meshard._comm.spans import ranged
 from meshard._gradients.accumulator import Gradients
 from meshard._gradients.published import unrecorded
 from meshard._gradients.settings import ReduceSettings, check_divide_factor
@@ -89,7 +90,7 @@ class ReduceQueue:
             # First advance the earlier reductions, so that the new one can use memory that they
             # free. They were sending during the backward of this unit, so the wait is mostly short.
             self._advance()
-        with unrecorded():
+        with unrecorded(), ranged("reduce", gradients.unit_params.label):
             has_started = gradients.start_reduce(
                 settings,
                 over_replicas=over_replicas,
