@@ -14,6 +14,7 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
@@ -101,9 +102,11 @@ class Waiting:
 class _Queued:
     """A collective that was queued on a device, and the event that follows it."""
 
-    def __init__(self, event: Any, collective: Collective, device_module: Any) -> None:
+    def __init__(
+        self, event: Any, collective: Collective, *, owner: object, device_module: Any
+    ) -> None:
         self.began, self.is_reported = time.monotonic(), False
-        self._event, self._collective = event, collective
+        self._event, self._collective, self._owner = event, collective, weakref.ref(owner)
         self._on_device: Callable[[], Any] = contextlib.nullcontext
         if hasattr(device_module, "current_device"):
             self._on_device = functools.partial(
@@ -111,6 +114,8 @@ class _Queued:
             )
 
     def done(self) -> bool:
+        if self._owner() is None:
+            return True
         # The watching thread starts on device 0. A query there would create a CUDA context, which
         # takes memory on a device that may belong to another rank.
         with self._on_device():
@@ -125,8 +130,8 @@ class _Queued:
         )
 
 
-def watch_event(event: Any, collective: Collective, device_module: Any) -> None:
-    """Watch a collective on the current device, whose end is ``event``.
+def watch_event(event: Any, collective: Collective, *, owner: object, device_module: Any) -> None:
+    """Watch a collective on the current device, whose end is ``event``, while ``owner`` is alive.
 
     During a graph capture, an event query by any thread would invalidate the capture. So if this
     thread captures, all handles are dropped, and the watching thread has no event to query.
@@ -134,7 +139,7 @@ def watch_event(event: Any, collective: Collective, device_module: Any) -> None:
     if getattr(device_module, "is_current_stream_capturing", bool)():
         _handles.clear()  # their events are over: a capture begins by waiting for the device
     else:
-        _watch(_Queued(event, collective, device_module))
+        _watch(_Queued(event, collective, owner=owner, device_module=device_module))
 
 
 # Handles by id(), in the order in which they began.
@@ -178,7 +183,7 @@ def _look_for_ever() -> None:
 
 
 def _look(now: float, seconds: float) -> None:
-    """Report the oldest handle that is not done, once.
+    """Report the oldest handle that is not done and was not reported.
 
     It must have begun ``seconds`` ago. No other may have been found done for as long, because a
     device may be far behind the host. Younger handles are not asked: their events may be those of
@@ -193,11 +198,12 @@ def _look(now: float, seconds: float) -> None:
             if handle.done():
                 _handles.pop(id(handle), None)
                 _moved_at = now
-                continue
-            if not handle.is_reported and now - _moved_at >= seconds:
-                handle.is_reported = True
-                _report(handle.text(now - handle.began))
-        return
+            elif not handle.is_reported:
+                if now - _moved_at >= seconds:
+                    for each in list(_handles.values()):  # the others wait for the same reason
+                        each.is_reported = True
+                    _report(handle.text(now - handle.began))
+                return
 
 
 def _have(ranks: list[int]) -> str:

@@ -208,5 +208,5 @@ class StreamCommunicator(Communicator):
         recorded = self.record(result, *keep)
         recorded.result = result
         recorded.issued = None if spans.recorder is None else spans.issued()
-        watch_event(recorded.event, collective, self._device_module)
+        watch_event(recorded.event, collective, owner=self, device_module=self._device_module)
         return recorded
