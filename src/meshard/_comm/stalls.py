@@ -200,7 +200,9 @@ def _look(now: float, seconds: float) -> None:
                 _moved_at = now
             elif not handle.is_reported:
                 if now - _moved_at >= seconds:
-                    for each in list(_handles.values()):  # the others wait for the same reason
+                    # What is queued on a device behind the first collective waits for it too.
+                    of_device = isinstance(handle, _Queued)
+                    for each in list(_handles.values()) if of_device else (handle,):
                         each.is_reported = True
                     _report(handle.text(now - handle.began))
                 return
