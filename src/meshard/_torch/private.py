@@ -467,9 +467,8 @@ def connect_by_gloo(group: dist.ProcessGroup, place: str, timeout: timedelta) ->
     store = group.get_group_store()
     if store is None:
         raise RuntimeError(f"group {group.group_name!r} has no store; unset MESHARD_DEBUG.")
-    make = _or_error("torch.distributed.ProcessGroupGloo")
-    prefixed = _or_error("torch.distributed.PrefixStore")(place, store)
-    return make(prefixed, group.rank(), group.size(), timeout)
+    prefixed = dist.PrefixStore(place, store)  # type: ignore[attr-defined]
+    return dist.ProcessGroupGloo(prefixed, group.rank(), group.size(), timeout)
 
 
 def all_gather_by_gloo(
