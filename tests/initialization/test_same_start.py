@@ -158,3 +158,18 @@ def test_the_first_reduction_compares_what_ranks_brought(how, mesh_shape):
         assert f"rank(s) {others} differ from rank 0" in text
         assert "fully_shard_units(..., sync_init=True)" in text
     assert not any("initial values" in event.unit for event in ledger.events)
+
+
+@pytest.mark.parametrize("loading", [(0,), (0, 1, 2)])
+@on_ranks(3)
+def test_weights_that_only_some_ranks_load_after_sharding_are_warned_about(loading):
+    model = shard_blocks(seeded(MlpStack(dim=4)))  # the last rank owns no row of some weights
+    if dist.get_rank() in loading:
+        model.load_state_dict(seeded(MlpStack(dim=4), seed=1).state_dict())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(torch.ones(2, 4)).sum().backward()
+    told = [str(each.message).split(", so")[0] for each in caught]
+    some = "rank(s) 0 have loaded or changed their weights since fully_shard, and rank(s) 1, 2 have"
+    assert told == ([f"{some} not"] if loading == (0,) else [])

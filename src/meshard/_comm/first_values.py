@@ -2,8 +2,8 @@
 
 The ranks compare with the first reduction over all ranks and not earlier, because weights may be
 loaded after sharding. They compare a sum over a few elements of each parameter. This is enough to
-notice that ranks were seeded differently. A difference is a warning, and under MESHARD_DEBUG=1 an
-error on all ranks.
+notice that ranks were seeded differently, or that only some have loaded weights since. A difference
+is a warning, and under MESHARD_DEBUG=1 an error on all ranks.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ class FirstValues(NamedTuple):
     which: tuple[int, ...]  # the indices of the parameters that were not on the meta device
     total: torch.Tensor  # the sum of their samples
     of_shards: torch.Tensor  # the same of this rank's shards
+    is_written: bool = False  # whether the sample of the shards has changed since
 
     @classmethod
     def of(
@@ -43,11 +44,11 @@ class FirstValues(NamedTuple):
         )
         return None if total is None or of_shards is None else cls(which, total, of_shards)
 
-    def is_written(self, shards: Sequence[torch.Tensor]) -> bool:
-        """Whether the sample of the shards has changed since."""
+    def compared_with(self, shards: Sequence[torch.Tensor]) -> FirstValues:
+        """Return the sample, which tells whether the shards are written to since."""
         # Compare values, because writes through ``param.data`` do not raise the version counter.
         now = sum_of_samples([shards[index] for index in self.which])
-        return now is None or int(now) != int(self.of_shards)
+        return self._replace(is_written=now is None or int(now) != int(self.of_shards))
 
 
 def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -68,37 +69,62 @@ def sum_of_samples(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
 
 def compare_first_values(brought: Iterable[tuple[MeshInfo, FirstValues | None]]) -> None:
-    """Tell if ranks sharded different values.
+    """Tell if ranks sharded different values, or if only some have loaded weights since.
 
-    ``brought`` has the mesh and the sample of each unit. None: there is no sample, or its shards
-    were written to since.
+    ``brought`` has the mesh and the sample of each unit. None: there is no sample.
     **Collective:** all ranks of the meshes, with the same number of units. Each rank of a mesh
-    sends two numbers over the first process group, and all that it received over the second.
+    sends five numbers over the first process group, and all that it received over the second.
     """
     by_groups: dict[tuple[dist.ProcessGroup, ...], tuple[MeshInfo, list[FirstValues | None]]] = {}
     for mesh_info, values in brought:
         by_groups.setdefault(tuple(mesh_info.groups), (mesh_info, []))[1].append(values)
     for mesh_info, samples in by_groups.values():
-        which = zlib.crc32(repr([values and values.which for values in samples]).encode())
-        total = sum(int(values.total) for values in samples if values is not None) % 2**62
+        kept = [values and not values.is_written and values for values in samples]
+        which = zlib.crc32(repr([values and values.which for values in kept]).encode())
+        totals = [sum(int(values.total) for values in each if values) for each in (kept, samples)]
+        written = [values is not None and values.is_written for values in samples]
+        row = [which, totals[0] % 2**62, totals[1] % 2**62, int(all(written)), int(any(written))]
         purpose = "comparison of initial values, at the first reduction"
-        rows = rows_over_mesh([which, total], mesh_info, purpose=purpose)
-        ranks = ranks_of(mesh_info)
-        if any(row[0] != which for row in rows):
-            continue  # these are samples of different parameters
-        others = [str(r) for r, row in zip(ranks, rows, strict=False) if row != rows[0]]
-        if not others:
-            continue
-        text = (
+        rows = dict(
+            zip(ranks_of(mesh_info), rows_over_mesh(row, mesh_info, purpose=purpose), strict=False)
+        )
+        if len({which for which, *_ in rows.values()}) == 1:
+            _tell_if_unlike({rank: total for rank, (_, total, *_) in rows.items()})
+        elif len({total for _, _, total, *_ in rows.values()}) == 1:
+            _tell_if_some_loaded({rank: (each[3], each[4]) for rank, each in rows.items()})
+
+
+def _tell_if_unlike(totals: dict[int, int]) -> None:
+    first = next(iter(totals))
+    others = [str(rank) for rank, total in totals.items() if total != totals[first]]
+    if others:
+        _tell(
             f"the ranks brought different values to fully_shard: rank(s) {', '.join(others)} "
-            f"differ from rank {ranks[0]}, and nothing was loaded since. Each rank kept its "
+            f"differ from rank {first}, and nothing was loaded since. Each rank kept its "
             "part, so what is trained is a mixture of models, and replicas differ for good. "
             "Seed every rank alike before building the model, load the same file on every "
             "rank, or call fully_shard_units(..., sync_init=True)."
         )
-        if is_debugging():
-            raise RuntimeError(text)
-        warn_user(text)
+
+
+def _tell_if_some_loaded(written: dict[int, tuple[int, int]]) -> None:
+    """Tell if some ranks have written to all units since, and others to none."""
+    loaded = [str(rank) for rank, (is_all, _) in written.items() if is_all]
+    others = [str(rank) for rank, (_, is_any) in written.items() if not is_any]
+    if loaded and others:
+        _tell(
+            f"rank(s) {', '.join(loaded)} have loaded or changed their weights since fully_shard, "
+            f"and rank(s) {', '.join(others)} have not, so what is trained is a mixture of models. "
+            "Each rank loads its own part: call load_state_dict or load_pretrained on every rank, "
+            "or torch's set_model_state_dict with broadcast_from_rank0=True, which all ranks call "
+            "too."
+        )
+
+
+def _tell(text: str) -> None:
+    if is_debugging():
+        raise RuntimeError(text)
+    warn_user(text)
 
 
 def rows_over_mesh(row: list[int], mesh_info: MeshInfo, *, purpose: str) -> list[list[int]]:

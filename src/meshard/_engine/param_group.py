@@ -253,9 +253,8 @@ class ParamGroup:
         self._first = FirstValues.of(unsharded, self._shards())
 
     def first_values(self) -> FirstValues | None:
-        """Return the sample of initial weights; None if shards were written to since."""
-        first = self._first
-        return None if first is None or first.is_written(self._shards()) else first
+        """Return the sample of initial weights, if there is one."""
+        return self._first and self._first.compared_with(self._shards())
 
     def _shards(self) -> list[torch.Tensor]:
         return [plain_of(param.sharded).detach() for param in self.params]
