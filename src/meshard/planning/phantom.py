@@ -231,7 +231,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
 
 def _fill_alike(name: str, args: Any) -> None:
     if name == "allgather_base" and args[1].numel():
-        output, source = args[0].view(-1), args[1].reshape(-1)
+        output, source = args[0].view(-1), args[1].reshape(-1).clone()  # it may lie in the output
         output.view(-1, *source.shape).copy_(source)
     elif name == "allgather":
         (source,) = args[1]
