@@ -114,6 +114,8 @@ def foreach_reduce(
     layout.reduce_scatter_copy_in(buffer, list(gradients), used)
     laid_out = _laid_out(partial, layout, shard_group.rank(), accumulate_dtype)
     reduced = Reduction(plan, layout, buffer, laid_out, comm).finish()
+    if not comm.waits_block_host:
+        reduced = reduced.clone()  # into memory of the current stream: ``comm`` is gone soon
     shards: list[torch.Tensor | None] = [None] * len(params)
     used = layout.used_anywhere(reduced, used)
     for index, shard in layout.shards(reduced, shard_group.rank(), used):
@@ -226,11 +228,6 @@ def _near_root(divisor: Fraction) -> Fraction:
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
-def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
-    """Return the dtype that holds the values of both."""
-    return one if one is other else torch.promote_types(one, other)
-
-
 def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
     """Divide in place, rounding once if the divisor or its reciprocal is exact as a float."""
     numerator, denominator = divisor.as_integer_ratio()
@@ -248,7 +245,7 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         if tensor.is_cpu:
             tensor.div_(quotient)
         else:
-            dtype = _wider(tensor.dtype, torch.float32)
+            dtype = torch.promote_types(tensor.dtype, torch.float32)
             tensor.div_(torch.full((1,), quotient, dtype=dtype, device=tensor.device))
 
 
@@ -287,7 +284,8 @@ class Reduction:
 
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** the scatter and all-reduce streams; ``finish`` makes the caller's stream wait.
-    **Lifetime:** the object keeps all tensors in use alive until ``finish``.
+    **Lifetime:** the object keeps what was sent until the reduce-scatter is over (on a device until
+    ``free_sent`` or ``finish``), and other tensors in use until ``finish``.
     """
 
     def __init__(
@@ -324,8 +322,9 @@ class Reduction:
             rows = narrow.copy_(rows)
         self.sent = rows
         with comm.on_stream(CommStream.SCATTER):
-            # CPU ranks add up in the wider dtype, and divide before they round to the narrower.
-            sum_dtype = _wider(wire, plan.accumulate_dtype)
+            # CPU ranks add up in this dtype. NCCL adds up in the wire dtype, and the sum is widened.
+            # Both divide before the cast to the accumulate dtype.
+            sum_dtype = torch.promote_types(wire, plan.accumulate_dtype)
             scatter = comm.reduce_scatter(
                 rows, sum_dtype, group=group, label=plan.label, num_counts=layout.num_counts
             )
@@ -341,10 +340,14 @@ class Reduction:
             total = total.to(plan.accumulate_dtype)
             scattered = comm.record(total, after=scatter)
             self._ends.append(scattered)
-            self._kept = total, partial  # other streams have allocated one and use the other
-        self._result = total
+            if not comm.waits_block_host:
+                # One is allocated on this stream and read on the next, the other may come from
+                # compute (rules 3 and 4 of _comm/streams.py).
+                self._kept = total, partial
+            del partial
         if plan.replicate_group is None:
-            return  # a sum over all ranks, or a partial
+            self._result = total  # a sum over all ranks, or a partial
+            return
 
         with comm.on_stream(CommStream.ALL_REDUCE):
             scattered.wait()

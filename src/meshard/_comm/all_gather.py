@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommStream, Communicator, Handle
+from meshard._comm.communicator import Communicator, Handle
 from meshard._mesh.layout import FlatLayout, matching_parts
 from meshard._torch.private import foreach_copy_
 
@@ -85,15 +85,17 @@ class GatherPlan:
         group: dist.ProcessGroup,
         label: str,
     ) -> Handle:
-        """Start gathering the unit; its shard must not be edited until the handle is released."""
-        with comm.on_stream(CommStream.GATHER):
-            if not self._casts:
-                return comm.all_gather(buffer, group=group, label=label)
-            numel, dtype = self.on_wire.shard_form
-            memory = comm.gather_memory(numel, dtype, device=buffer.device, group=group)
-            own = memory[group.rank()]
-            self._pack(own, segments, inputs)
-            return comm.all_gather(own, group=group, label=label, memory=memory)
+        """Start gathering the unit; its shard must not be edited until the handle is released.
+
+        **Stream:** the current one, which is that for gathers.
+        """
+        if not self._casts:
+            return comm.all_gather(buffer, group=group, label=label)
+        numel, dtype = self.on_wire.shard_form
+        memory = comm.gather_memory(numel, dtype, device=buffer.device, group=group)
+        own = memory[group.rank()]
+        self._pack(own, segments, inputs)
+        return comm.all_gather(own, group=group, label=label, memory=memory)
 
     def _pack(
         self,

@@ -43,7 +43,11 @@ class CommStream(enum.Enum):
 
 
 class Handle(Protocol):
-    """A collective, or local work, that has been started. It keeps alive what the work uses."""
+    """A collective, or local work, that has been started.
+
+    It keeps alive what the work uses, until the first ``wait``. On a device that may be the wait of
+    a comm stream: whoever waits there must keep these tensors until compute has waited too.
+    """
 
     result: torch.Tensor  # of a collective; valid after ``wait`` and before ``release``
 
@@ -251,7 +255,7 @@ class Communicator:
     def record(self, *keep: torch.Tensor, after: Handle | None = None) -> Handle:
         """Return a handle for the work that the current stream has queued so far.
 
-        The handle keeps ``keep`` alive. ``after`` is the collective that precedes the work: a trace
+        The handle keeps ``keep`` alive until its first wait. ``after`` is the collective that precedes the work: a trace
         counts a wait for the handle as a wait for that collective.
         """
         raise NotImplementedError
@@ -355,8 +359,8 @@ class Communicator:
 
         The rows may be overwritten and freed, so the caller must not use them afterwards.
         ``sum_dtype`` is the dtype of the rows, or a wider one. The last ``num_counts`` columns are
-        the same in all rows, and must come out exact. A user's own reduce-scatter, which may round
-        what it sends, does not get them.
+        the same in all rows, and a positive number must stay positive there. So a user's own
+        reduce-scatter, which may round what it sends, does not get them.
         """
         if group.size() == 1:
             return self._local(rows.view(-1).to(sum_dtype))
@@ -364,8 +368,7 @@ class Communicator:
         if custom is not None:
             return self._custom_reduce_scatter(rows, sum_dtype, custom, group, label, num_counts)
         with announced("reduce_scatter", rows, group, label, comm=self):
-            total = self._allocate((rows.size(1),), sum_dtype, rows.device, group, None)
-            return self._start_reduce_scatter(total, rows, group, label)
+            return self._start_reduce_scatter(rows, sum_dtype, group, label)
 
     def _custom_reduce_scatter(
         self,
@@ -454,9 +457,9 @@ class Communicator:
         raise NotImplementedError
 
     def _start_reduce_scatter(
-        self, total: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, label: str
+        self, rows: torch.Tensor, sum_dtype: torch.dtype, group: dist.ProcessGroup, label: str
     ) -> Handle:
-        """Start filling ``total [n]``, which may have a wider dtype than ``rows``."""
+        """Start a reduce-scatter, whose result ``[n]`` may have a wider dtype than ``rows``."""
         raise NotImplementedError
 
     def _start_all_reduce(

@@ -49,16 +49,7 @@ def sum_two(output: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> Non
 class WorkHandle:
     """A ``c10d.Work``, or None if it is done, and a function to call after it (``then``)."""
 
-    __slots__ = (
-        "__weakref__",
-        "_issued",
-        "_keep",
-        "_then",
-        "_work",
-        "collective",
-        "group",
-        "result",
-    )
+    __slots__ = ("_collective", "_group", "_issued", "_keep", "_then", "_work", "result")
 
     def __init__(
         self,
@@ -71,15 +62,15 @@ class WorkHandle:
     ) -> None:
         self._work = work
         self.result = result
-        self.collective = collective
-        self.group = group
+        self._collective = collective
+        self._group = group
         self._keep = keep
         self._then = then
         self._issued = None if spans.recorder is None else _recorded(work)
 
     def wait(self) -> None:
         if self._work is not None:
-            waiting = Waiting(self.collective, self.group)
+            waiting = Waiting(self._collective, self._group)
             with waiting:
                 self._work.wait()
             if self._issued is not None:
@@ -137,8 +128,9 @@ class WorkCommunicator(Communicator):
         return WorkHandle(work, memory, ("all_gather", label), group, [source])
 
     def _start_reduce_scatter(
-        self, total: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, label: str
+        self, rows: torch.Tensor, sum_dtype: torch.dtype, group: dist.ProcessGroup, label: str
     ) -> Handle:
+        total = rows.new_empty(rows.size(1), dtype=sum_dtype)
         if group.size() == 2:
             return _exchange(total, rows, group, label)
         received = torch.empty_like(rows)

@@ -164,12 +164,10 @@ class GradientLayout:
         for each in self._ranges:
             gradient, layout = gradients[each.index], self.params[each.index]
             part = buffer.narrow(1, each.offset, each.numel)
-            if gradient is not None and layout.is_regular:
-                part.copy_(gradient.reshape(self.shard_count, -1))
-            else:
+            if gradient is None or not layout.is_regular:
                 part.zero_()
-                if gradient is not None:
-                    _copy_into(part, gradient, layout)
+            if gradient is not None:
+                _copy_into(part, gradient, layout)
             if self.is_large:
                 gradients[each.index] = None
         self.write_counts(buffer, used)

@@ -50,7 +50,7 @@ class EventHandle:
         self._device_module = comm._device_module
         self._clock = comm.clock
         self.event = event
-        self._keep = keep  # rule 3: dropped only after compute has waited for the comm stream
+        self._keep = keep  # dropped by the first wait
         self._compute = compute  # the stream from which the comm stream was entered
         self.issued: spans.Issued | None = None  # the collective for which a trace counts the wait
 
@@ -108,6 +108,7 @@ class StreamCommunicator(Communicator):
         self._compute: Any = None  # inside on_stream: the stream that was current before
         self._after: dict[CommStream, list[Handle]] = {}
         self._held_until_done: deque[tuple[Any, Sequence[torch.Tensor]]] = deque()
+        self._is_capturing = getattr(device_module, "is_current_stream_capturing", bool)
 
     @contextlib.contextmanager
     def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
@@ -153,6 +154,9 @@ class StreamCommunicator(Communicator):
 
     def _drop_what_is_done(self) -> None:
         """Drop tensors that ``hold_until_done`` keeps, if the work on them is done."""
+        if self._held_until_done and self._is_capturing():
+            # A query would invalidate the capture, which has begun by waiting for the device.
+            self._held_until_done.clear()
         while self._held_until_done and self._held_until_done[0][0].query():
             self._held_until_done.popleft()
 
@@ -171,15 +175,12 @@ class StreamCommunicator(Communicator):
         return self._handle(None, memory, ("all_gather", label), group, source)
 
     def _start_reduce_scatter(
-        self, total: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, label: str
+        self, rows: torch.Tensor, sum_dtype: torch.dtype, group: dist.ProcessGroup, label: str
     ) -> Handle:
-        received = total
-        if total.dtype != rows.dtype:
-            received = torch.empty_like(total, dtype=rows.dtype)
+        received = self._allocate((rows.size(1),), rows.dtype, rows.device, group, None)
         reduce_scatter_single(received, rows.view(-1), group=group)
-        if received is not total:
-            total.copy_(received)
-        return self._handle(None, total, ("reduce_scatter", label), group, rows, received)
+        total = received.to(sum_dtype)
+        return self._handle(None, total, ("reduce_scatter", label), group, rows)
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str

@@ -157,21 +157,22 @@ class FlatParams(UnitParams):
     # --- gather ----------------------------------------------------------------------------
 
     def start_gather(self, comm: Communicator) -> Handle:
-        buffer, segments = self.flat_shard.buffer, self.flat_shard.segments
-        if self.host_copies is not None:
-            buffer = self.host_copies.fetch(buffer, comm, label=self.label)
-            segments = self.flat_shard.layout.split(buffer)
-        inputs = self._custom_inputs(comm) if self._custom else ()
         group = self.spec.mesh_info.shard_group
-        return self._plan.start(
-            buffer, segments, inputs=inputs, comm=comm, group=group, label=self.label
-        )
+        with comm.on_stream(CommStream.GATHER):  # only once, so that ``gather_after`` holds
+            buffer, segments = self.flat_shard.buffer, self.flat_shard.segments
+            if self.host_copies is not None:
+                buffer = self.host_copies.fetch(buffer, comm, label=self.label)
+                segments = self.flat_shard.layout.split(buffer)
+            inputs = self._custom_inputs(comm) if self._custom else ()
+            return self._plan.start(
+                buffer, segments, inputs=inputs, comm=comm, group=group, label=self.label
+            )
 
     @torch.no_grad()
     def _custom_inputs(self, comm: Communicator) -> list[torch.Tensor]:
         # What is made here may become part of a parameter, which autograd saves. So it must not be
         # an inference tensor.
-        with torch.inference_mode(False), comm.on_stream(CommStream.GATHER):
+        with torch.inference_mode(False):
             inputs: list[torch.Tensor] = []
             for each in self._custom:
                 shard = each.shard

@@ -10,77 +10,17 @@ and all-reduces of more than two ranks: gloo adds those up in an order of its ow
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
 
-from meshard._comm import spans
 from meshard._comm.communicator import CommSettings, Handle
 from meshard._comm.cpu import WorkCommunicator, sum_rows
-from meshard._shared_memory.ring import WHY_UNSUPPORTED, Ring, open_ring
+from meshard._shared_memory.ring import WHY_UNSUPPORTED, Ring, SlotHandle, open_ring
 from meshard._torch.private import backend_name
 
 _VARIABLE = "MESHARD_SHARED_MEMORY"
-
-
-class SlotHandle:
-    """A collective in which this rank reads what the others have written to a slot.
-
-    ``then`` computes the result from the slot; None: the slot is the result. It must not refer to
-    this object, as such a cycle would delay ``__del__``.
-    """
-
-    def __init__(
-        self, ring: Ring, name: str, result: torch.Tensor, then: Callable[[], object] | None = None
-    ) -> None:
-        self.result = result
-        self._ring = ring
-        self._then = then
-        self._is_open = True  # until the slot is released
-        self._issued = None if spans.recorder is None else spans.issued()
-        if self._issued is not None:
-            self._issued.ends_later()
-        self._number = ring.publish(name, self)
-
-    def wait(self) -> None:
-        if not self._is_open:
-            return
-        began = time.monotonic()
-        self._ring.wait(self._number)
-        if self._then is not None:
-            self._then()
-        # The calling thread reads what others have published. A trace counts this as a wait.
-        if self._issued is not None:
-            self._issued.waited(began, time.monotonic())
-        if self._then is not None:
-            self.release()
-
-    synchronize = wait
-
-    def done(self) -> bool:
-        return not self._is_open or self._ring.is_published(self._number)
-
-    def release(self) -> None:
-        if self._is_open:
-            self._is_open, self._then = False, None
-            self._ring.release(self._number)
-            if self._issued is not None:
-                self._issued.end()
-
-    def give_way(self) -> None:
-        self.wait()
-        if self._is_open:
-            self.result = self.result.clone()
-            self.release()
-
-    def __del__(self) -> None:
-        # If the collective was dropped unfinished, as when the model is deleted, other ranks must
-        # not wait for this one. But a forked process, which has a copy of this object, must not
-        # release the slot in the name of the rank.
-        if self._ring.process == os.getpid():
-            self.release()
 
 
 def _is_candidate(group: dist.ProcessGroup) -> bool:
@@ -168,11 +108,12 @@ class SharedMemoryCommunicator(WorkCommunicator):
         return SlotHandle(ring, self._name("all_gather", label, group, source), slot)
 
     def _start_reduce_scatter(
-        self, total: torch.Tensor, rows: torch.Tensor, group: dist.ProcessGroup, label: str
+        self, rows: torch.Tensor, sum_dtype: torch.dtype, group: dist.ProcessGroup, label: str
     ) -> Handle:
         ring = self._ring(group)
         if ring is None:
-            return super()._start_reduce_scatter(total, rows, group, label)
+            return super()._start_reduce_scatter(rows, sum_dtype, group, label)
+        total = rows.new_empty(rows.size(1), dtype=sum_dtype)
         rank, slot = ring.rank, ring.take((group.size(), *rows.shape), rows.dtype)
         _write(slot[rank], rows)
         name = self._name("reduce_scatter", label, group, rows)

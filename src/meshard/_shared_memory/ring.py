@@ -27,12 +27,13 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
+from meshard._comm import spans
 from meshard._comm.blocking import exchange_numbers
 from meshard._comm.divergence import REMEDY
 from meshard._comm.stalls import Waiting
@@ -43,8 +44,9 @@ if sys.platform == "linux":
 
 # Why ranks cannot share memory on this machine; empty if they can. A sender writes first the data,
 # then its number of published collectives. Another process may read the data once it sees the
-# number, so the two writes must become visible in this order. x86-64 guarantees that. Other
-# processors need fences, which Python lacks, so there all ranks send through gloo.
+# number, so the two writes must become visible in this order. x86-64 guarantees that for ordinary
+# stores, and memcpy ends other ones by a fence. Other processors need fences, which Python lacks,
+# so there all ranks send through gloo.
 WHY_UNSUPPORTED = ""
 if not (hasattr(os, "memfd_create") and hasattr(os, "pidfd_open")):
     WHY_UNSUPPORTED = "this system has no memfd_create or no pidfd_open (Linux has them)"
@@ -108,13 +110,6 @@ class _Process:
         return bool(self._poll.poll(0))
 
 
-class User(Protocol):
-    """A collective of this rank that has not released its slot."""
-
-    def give_way(self) -> None:
-        """Release the slot, after waiting for the other ranks if need be."""
-
-
 class _Slot(NamedTuple):
     number: int
     begin: int
@@ -144,7 +139,7 @@ class Ring:
         self._slots: deque[_Slot] = deque()  # those not used again yet, oldest first
         self._next = 0  # number of the next collective
         self._taken: _Slot | None = None  # the slot of the next collective
-        self._users: weakref.WeakValueDictionary[int, User] = weakref.WeakValueDictionary()
+        self._users: weakref.WeakValueDictionary[int, SlotHandle] = weakref.WeakValueDictionary()
         self._unreleased: set[int] = set()
 
     # --- slots -----------------------------------------------------------------------------
@@ -152,7 +147,7 @@ class Ring:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return the slot of the next collective, once all ranks have released what lay there.
 
-        If it is not published, the next call of ``take`` returns the same memory.
+        If it is not published, the next call for as many bytes returns the same memory.
         """
         numel = math.prod(shape)
         num_bytes = _aligned(numel * dtype.itemsize)
@@ -162,10 +157,10 @@ class Ring:
         last = self._next - _NAMES  # its name is overwritten
         stale = [each.number for each in self._slots if each.begin < end and begin < each.end]
         last = max([last, *stale])
-        while self._slots and self._slots[0].number <= last:
-            self._slots.popleft()
         if last >= 0:
             self._wait_until_released(last)
+        while self._slots and self._slots[0].number <= last:
+            self._slots.popleft()  # only now: the wait may be interrupted
         self._taken = _Slot(self._next, begin, end, capacity)
         if not numel:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -182,18 +177,18 @@ class Ring:
         for other in self._others:
             self._wait(self._released, other, last, "read what was published")
 
-    def publish(self, name: str, user: User) -> int:
-        """Publish this rank's part of the slot that was taken. Return the collective's number."""
+    def publish(self, name: str, user: SlotHandle) -> None:
+        """Publish this rank's part of the slot that was taken, and number the collective."""
         number, slot = self._next, self._taken
         assert slot is not None
+        self._unreleased.add(number)  # first: a handle may be dropped, and so released, meanwhile
+        user.number = number
         self._next, self._taken = number + 1, None
         self._head, self._capacity = slot.end, slot.capacity
         self._slots.append(slot)
-        self._unreleased.add(number)
         self._users[number] = user
         self._name(self.rank, number)[:] = _encoded(name)
         self._published[self.rank][0] = self._next  # last, as others read the rest after it
-        return number
 
     def release(self, number: int) -> None:
         self._unreleased.discard(number)
@@ -272,6 +267,65 @@ def _encoded(name: str) -> bytes:
 def _decoded(name: memoryview) -> list[str]:
     """Return the lines of a name: the collective, and what is sent."""
     return bytes(name).rstrip(b"\0").decode(errors="replace").split("\n")
+
+
+class SlotHandle:
+    """A collective in which this rank reads what the others have written to a slot.
+
+    ``then`` computes the result from the slot; None: the slot is the result. It must not refer to
+    this object, as such a cycle would delay ``__del__``.
+    """
+
+    def __init__(
+        self, ring: Ring, name: str, result: torch.Tensor, then: Callable[[], object] | None = None
+    ) -> None:
+        self.result = result
+        self._ring = ring
+        self._then = then
+        self._is_open = True  # until the slot is released
+        self._issued = None if spans.recorder is None else spans.issued()
+        if self._issued is not None:
+            self._issued.ends_later()
+        self.number = -1  # set by ``publish``
+        ring.publish(name, self)
+
+    def wait(self) -> None:
+        if not self._is_open:
+            return
+        began = time.monotonic()
+        self._ring.wait(self.number)
+        if self._then is not None:
+            self._then()
+        # The calling thread reads what others have published. A trace counts this as a wait.
+        if self._issued is not None:
+            self._issued.waited(began, time.monotonic())
+        if self._then is not None:
+            self.release()
+
+    synchronize = wait
+
+    def done(self) -> bool:
+        return not self._is_open or self._ring.is_published(self.number)
+
+    def release(self) -> None:
+        if self._is_open:
+            self._is_open, self._then = False, None
+            self._ring.release(self.number)
+            if self._issued is not None:
+                self._issued.end()
+
+    def give_way(self) -> None:
+        self.wait()
+        if self._is_open:
+            self.result = self.result.clone()
+            self.release()
+
+    def __del__(self) -> None:
+        # If the collective was dropped unfinished, as when the model is deleted, other ranks must
+        # not wait for this one. But a forked process, which has a copy of this object, must not
+        # release the slot in the name of the rank.
+        if self._ring.process == os.getpid():
+            self.release()
 
 
 def open_ring(group: dist.ProcessGroup, *, is_wanted: bool = True) -> Ring | None:
