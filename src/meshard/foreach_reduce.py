@@ -322,8 +322,8 @@ class Reduction:
             rows = narrow.copy_(rows)
         self.sent = rows
         with comm.on_stream(CommStream.SCATTER):
-            # CPU ranks add up in this dtype. NCCL adds up in the wire dtype, and the sum is widened.
-            # Both divide before the cast to the accumulate dtype.
+            # CPU ranks add up in this dtype. NCCL adds up in the wire dtype, and the sum is
+            # widened. Both divide before the cast to the accumulate dtype.
             sum_dtype = torch.promote_types(wire, plan.accumulate_dtype)
             scatter = comm.reduce_scatter(
                 rows, sum_dtype, group=group, label=plan.label, num_counts=layout.num_counts

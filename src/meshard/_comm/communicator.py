@@ -255,8 +255,8 @@ class Communicator:
     def record(self, *keep: torch.Tensor, after: Handle | None = None) -> Handle:
         """Return a handle for the work that the current stream has queued so far.
 
-        The handle keeps ``keep`` alive until its first wait. ``after`` is the collective that precedes the work: a trace
-        counts a wait for the handle as a wait for that collective.
+        The handle keeps ``keep`` alive until its first wait. ``after`` is the collective that
+        precedes the work: a trace counts a wait for the handle as a wait for that collective.
         """
         raise NotImplementedError
 
