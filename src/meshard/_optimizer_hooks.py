@@ -203,8 +203,9 @@ def _outermost(owners: Iterable[ParamGroup]) -> list[nn.Module]:
 def _warn_about_untrained(owners: Sequence[ParamGroup]) -> None:
     """Warn about parameters inside the roots of ``owners`` that are not trained as they look.
 
-    Some have gradients, and no optimizer has stepped them. Others are sharded, and the user has
-    assigned an ordinary tensor to ``.data``, which changes no shard.
+    Some have gradients and are in no unit or in one of ``owners``, and no optimizer has stepped
+    them. Others are sharded, and the user has assigned an ordinary tensor to ``.data``, which
+    changes no shard.
     """
     roots = _outermost(owners)
     tag_left_out(roots)
@@ -215,7 +216,10 @@ def _warn_about_untrained(owners: Sequence[ParamGroup]) -> None:
     for (name, _), param in zip(named, sharded_params_of(p for _, p in named), strict=True):
         is_stepped = id(param) in stepped or bool(accumulation_hooks_of(param))  # a hook may step
         has_gradient = param.requires_grad and param.grad is not None
-        if has_gradient and not is_stepped and tag_of(param)[0] is not TensorTag.LEFT_OUT:
+        # Another unit may be another optimizer's, which has not stepped yet.
+        is_beside = (owner := owner_of(param)) is None or owner in owners
+        is_left_out = tag_of(param)[0] is TensorTag.LEFT_OUT
+        if has_gradient and is_beside and not (is_stepped or is_left_out):
             untrained.append(name)
         with without_torch_function():
             if isinstance(param, DTensor) and param.data_ptr():  # the memory is its local tensor's

@@ -228,6 +228,11 @@ def _near_root(divisor: Fraction) -> Fraction:
     return Fraction(2) ** max(0, math.floor(math.log2(divisor) / 2 + 0.5))
 
 
+def _wider(one: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the dtype that holds the values of both."""
+    return one if one is other else torch.promote_types(one, other)
+
+
 def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
     """Divide in place, rounding once if the divisor or its reciprocal is exact as a float."""
     numerator, denominator = divisor.as_integer_ratio()
@@ -245,7 +250,7 @@ def divide_(tensor: torch.Tensor, divisor: Fraction) -> None:
         if tensor.is_cpu:
             tensor.div_(quotient)
         else:
-            dtype = torch.promote_types(tensor.dtype, torch.float32)
+            dtype = _wider(tensor.dtype, torch.float32)
             tensor.div_(torch.full((1,), quotient, dtype=dtype, device=tensor.device))
 
 
@@ -324,7 +329,7 @@ class Reduction:
         with comm.on_stream(CommStream.SCATTER):
             # CPU ranks add up in this dtype. NCCL adds up in the wire dtype, and the sum is
             # widened. Both divide before the cast to the accumulate dtype.
-            sum_dtype = torch.promote_types(wire, plan.accumulate_dtype)
+            sum_dtype = _wider(wire, plan.accumulate_dtype)
             scatter = comm.reduce_scatter(
                 rows, sum_dtype, group=group, label=plan.label, num_counts=layout.num_counts
             )

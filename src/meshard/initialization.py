@@ -66,6 +66,7 @@ def leave_meta(group: ParamGroup) -> list[ShardedParam]:
 
     Afterwards the shards may be written to in place. Parameters stay the same objects.
     """
+    group.end_unshard()
     group.reshard()
     group.finish_pending_step()
     group.finish_copies()

@@ -96,6 +96,7 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
             continue
         location = MemoryLocation.host_memory(group.spec.device, pin=True) if to_host else None
         if group.unit_params.is_offloaded is not to_host:
+            group.end_unshard()
             group.reshard()
             # Freed even if set_keep_unsharded_storage(True) was called.
             group.unit_params.free_unsharded()

@@ -328,6 +328,7 @@ def _gather(group: ParamGroup, options: SummonOptions) -> list[nn.Parameter]:
     **Collective:** the shard group; with ``rank0_only`` only that of the first replica.
     """
     storage, mesh_info = _storage_of(group), group.spec.mesh_info
+    group.end_unshard()
     group.reshard()
     own = storage.buffer.to(group.spec.device)
     rows = None

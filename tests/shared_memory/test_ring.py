@@ -24,7 +24,7 @@ class Use:
 
     def __init__(self, ring, name, *, keep):
         self.ring = ring
-        self.number = ring.publish(name, self)
+        ring.publish(name, self)  # which numbers it
         if not keep:
             ring.release(self.number)
 

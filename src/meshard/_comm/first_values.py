@@ -31,7 +31,8 @@ class FirstValues(NamedTuple):
     which: tuple[int, ...]  # the indices of the parameters that were not on the meta device
     total: torch.Tensor  # the sum of their samples
     of_shards: torch.Tensor  # the same of this rank's shards
-    is_written: bool = False  # whether the sample of the shards has changed since
+    # Whether the sample of the shards has changed since; None: they have no elements.
+    is_written: bool | None = None
 
     @classmethod
     def of(
@@ -47,7 +48,10 @@ class FirstValues(NamedTuple):
     def compared_with(self, shards: Sequence[torch.Tensor]) -> FirstValues:
         """Return the sample, which tells whether the shards are written to since."""
         # Compare values, because writes through ``param.data`` do not raise the version counter.
-        now = sum_of_samples([shards[index] for index in self.which])
+        sampled = [shards[index] for index in self.which]
+        if not any(each.numel() for each in sampled):
+            return self
+        now = sum_of_samples(sampled)
         return self._replace(is_written=now is None or int(now) != int(self.of_shards))
 
 
@@ -82,8 +86,10 @@ def compare_first_values(brought: Iterable[tuple[MeshInfo, FirstValues | None]])
         kept = [values and not values.is_written and values for values in samples]
         which = zlib.crc32(repr([values and values.which for values in kept]).encode())
         totals = [sum(int(values.total) for values in each if values) for each in (kept, samples)]
-        written = [values is not None and values.is_written for values in samples]
-        row = [which, totals[0] % 2**62, totals[1] % 2**62, int(all(written)), int(any(written))]
+        written = [each.is_written for each in samples if each and each.is_written is not None]
+        has_loaded = bool(written) and all(written)
+        has_not = bool(written) and not any(written)
+        row = [which, totals[0] % 2**62, totals[1] % 2**62, int(has_loaded), int(has_not)]
         purpose = "comparison of initial values, at the first reduction"
         rows = dict(
             zip(ranks_of(mesh_info), rows_over_mesh(row, mesh_info, purpose=purpose), strict=False)
@@ -108,9 +114,9 @@ def _tell_if_unlike(totals: dict[int, int]) -> None:
 
 
 def _tell_if_some_loaded(written: dict[int, tuple[int, int]]) -> None:
-    """Tell if some ranks have written to all units since, and others to none."""
-    loaded = [str(rank) for rank, (is_all, _) in written.items() if is_all]
-    others = [str(rank) for rank, (_, is_any) in written.items() if not is_any]
+    """Tell if some ranks have written to all of their units since, and others to none."""
+    loaded = [str(rank) for rank, (has_loaded, _) in written.items() if has_loaded]
+    others = [str(rank) for rank, (_, has_not) in written.items() if has_not]
     if loaded and others:
         _tell(
             f"rank(s) {', '.join(loaded)} have loaded or changed their weights since fully_shard, "

@@ -492,6 +492,8 @@ class GradientAccumulator(Gradients):
             rows = flat
         elif is_narrowed_late(gradients, plan.wire_dtype):
             rows = layout.allocate(plan.accumulate_dtype)
+        elif hooks:  # which may communicate, before this memory is sent
+            rows = layout.allocate(plan.wire_dtype)
         else:
             rows = comm.send_memory(
                 layout.row_numel, plan.wire_dtype, device=layout.device, group=plan.shard_group

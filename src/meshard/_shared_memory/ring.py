@@ -192,7 +192,10 @@ class Ring:
 
     def release(self, number: int) -> None:
         self._unreleased.discard(number)
-        self._released[self.rank][0] = min(self._unreleased, default=self._next)
+        word = self._released[self.rank]
+        # Another handle may be dropped, and so released, between the two: look again.
+        while word[0] != (least := min(self._unreleased, default=self._next)):
+            word[0] = least
 
     # --- waiting ---------------------------------------------------------------------------
 
