@@ -22,7 +22,7 @@ from meshard._engine.hooks import UnitHook, run_in_units
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import Lease, ParamGroup
 from meshard._engine.unit import Unit, own_class, require_units, unit_of, with_siblings
-from meshard._gradients.settings import DivideFactor, ReduceHook, check_divide_factor
+from meshard._gradients.accumulator import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import MeshInfo, separate_reduce_scatter_pg
 from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import (

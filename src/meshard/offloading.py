@@ -11,8 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._engine.unit import Unit, require_units
-from meshard._gradients.accumulator import GradientAccumulator
-from meshard._gradients.published import ShardedGrads
+from meshard._gradients.accumulator import GradientAccumulator, ShardedGrads
 from meshard._params.flat_params import FlatParams, check_not_custom
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.storage import MemoryLocation

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from meshard._engine.unit import Unit, require_units
-from meshard._gradients.settings import ReduceHook
+from meshard._gradients.accumulator import ReduceHook
 from meshard.policies import check_can_be_added
 
 

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from meshard._engine.step_state import Failure
+from meshard._engine.program import Failure
 from tests.support import insides
 from tests.support.models import MlpStack, seeded
 from tests.support.ranks import fake_group

@@ -16,9 +16,9 @@ from meshard._gradients.accumulator import (
     GradientAccumulator,
     GradientRules,
     Gradients,
+    ShardedGrads,
     Window,
 )
-from meshard._gradients.published import ShardedGrads
 from meshard._mesh.layout import matching_parts
 from meshard.foreach_reduce import Divisors, ReducePlan, Reduction
 

@@ -27,7 +27,7 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import Lease, owner_of
-from meshard._engine.step_state import ManualFinalization
+from meshard._engine.program import ManualFinalization
 from meshard._engine.unit import (
     Root,
     Unit,

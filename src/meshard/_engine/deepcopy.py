@@ -19,7 +19,7 @@ from torch import nn
 from meshard._comm.divergence import name_copy
 from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.step_state import ManualFinalization
+from meshard._engine.program import ManualFinalization
 from meshard._engine.unit import (
     Root,
     Unit,

@@ -36,11 +36,10 @@ from meshard._engine.param_group import (
     ParamGroup,
     ParamState,
 )
-from meshard._engine.program import Call, Event, Pass, Recorder
-from meshard._engine.step_state import BackwardRun, ManualFinalization
+from meshard._engine.program import BackwardRun, Call, Event, ManualFinalization, Pass, Recorder
 from meshard._engine.unit import Root, Unit, alive
+from meshard._gradients.accumulator import unrecorded
 from meshard._gradients.buckets import BucketedGradients
-from meshard._gradients.published import unrecorded
 from meshard._gradients.reduce_queue import ReduceQueue
 from meshard._torch.patches import patch_new_optimizers
 from meshard._torch.private import (

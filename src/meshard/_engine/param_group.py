@@ -19,7 +19,7 @@ from meshard._comm.communicator import CommStream, Communicator, Handle, log_eve
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues
 from meshard._comm.spans import ranged
-from meshard._engine.step_state import Failure
+from meshard._engine.program import Failure
 from meshard._gradients.accumulator import Gradients
 from meshard._gradients.zero_grad import pending_holders
 from meshard._params.sharded_param import (

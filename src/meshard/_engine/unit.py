@@ -22,10 +22,14 @@ from torch import nn
 from meshard._comm.communicator import CommSettings
 from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.step_state import Failure
-from meshard._gradients.accumulator import GradientAccumulator, GradientRules, Gradients
+from meshard._engine.program import Failure
+from meshard._gradients.accumulator import (
+    GradientAccumulator,
+    GradientRules,
+    Gradients,
+    ReduceSettings,
+)
 from meshard._gradients.buckets import BucketedGradients
-from meshard._gradients.settings import ReduceSettings
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.sharded_param import UnitParam

@@ -32,11 +32,12 @@ from meshard._comm.spans import profiled
 from meshard._gradients.accumulator import (
     GradientRules,
     Gradients,
+    ReduceSettings,
+    TensorHook,
     on_arrived,
+    unrecorded,
 )
 from meshard._gradients.comm_hook import CommHook, GradBucket
-from meshard._gradients.published import unrecorded
-from meshard._gradients.settings import ReduceSettings, TensorHook
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
 from meshard.foreach_reduce import divide_, resolve_divisors
 

@@ -15,9 +15,12 @@ from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, Handle, log_event
 from meshard._comm.spans import ranged
-from meshard._gradients.accumulator import Gradients
-from meshard._gradients.published import unrecorded
-from meshard._gradients.settings import ReduceSettings, check_divide_factor
+from meshard._gradients.accumulator import (
+    Gradients,
+    ReduceSettings,
+    check_divide_factor,
+    unrecorded,
+)
 from meshard.foreach_reduce import Reduction
 
 _MOST = 3  # at most so many reductions in flight, unless the user sets a limit on CPU
