@@ -21,7 +21,7 @@ from meshard._engine.deepcopy import copy_with_units
 from meshard._engine.hooks import UnitHook, run_in_units
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import Lease, ParamGroup
-from meshard._engine.unit import Unit, own_class, require_units, unit_of, with_siblings
+from meshard._engine.unit import Unit, alive, own_class, require_units, unit_of, with_siblings
 from meshard._gradients.accumulator import DivideFactor, ReduceHook, check_divide_factor
 from meshard._mesh.mesh_info import MeshInfo, separate_reduce_scatter_pg
 from meshard._torch.dtensor import gradient_dtype
@@ -553,21 +553,19 @@ class UnshardHandle:
     """An ``unshard(async_op=True)`` in flight."""
 
     def __init__(self, units: list[Unit]) -> None:
-        self._started = [
-            (weakref.ref(unit.group), unit.lifecycle.start_for_user(unit))
-            for unit in units
-            if unit.params
-        ]
+        self._started = [weakref.ref(unit.group) for unit in units if unit.params]
+        for unit in units:
+            unit.lifecycle.abort_if_cut_off()
+            if unit.params:
+                unit.group.start_for_user()
 
     def wait(self) -> None:
         """Wait until the unsharded parameters may be used on the current stream.
 
         Does nothing if a forward has used them meanwhile, or they were resharded.
         """
-        for ref, number in self._started:
-            group = ref()
-            if group is not None:
-                group.finish_for_user(number)
+        for group in alive(self._started):
+            group.finish_for_user()
         self._started.clear()
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from meshard._engine.unit import Unit, require_units
-from meshard._gradients.accumulator import GradientAccumulator, ShardedGrads
+from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.flat_params import FlatParams, check_not_custom
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.storage import MemoryLocation
@@ -103,7 +103,6 @@ def _move(module: nn.Module, optimizer: Optimizer | None, *, to_host: bool) -> N
             assert isinstance(group.unit_params, FlatParams)  # other units were refused above
             sources += group.unit_params.move(location)
             assert isinstance(gradients, GradientAccumulator)
-            assert isinstance(gradients.published, ShardedGrads)
             sources += gradients.published.move(location or group.spec.location)
         if optimizer is not None:
             sources += _move_state(optimizer, unit, location)

@@ -133,9 +133,7 @@ def test_the_device_keeps_one_gradient_on_its_way_and_none_after(monkeypatch, ru
     store = HostCopies.store
 
     def bytes_on_the_way():
-        copies = [
-            unit.gradients.published._host_copies._writing for unit in insides.units(run.model)
-        ]
+        copies = [unit.group.unit_params.host_copies._writing for unit in insides.units(run.model)]
         return sum(tensor.nbytes for copy in copies if copy is not DONE for tensor in copy._keep)
 
     def look(self, host, source, comm, **options):

@@ -27,7 +27,6 @@ from meshard._engine.hooks import (
 )
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import Lease, owner_of
-from meshard._engine.program import ManualFinalization
 from meshard._engine.unit import (
     Root,
     Unit,
@@ -236,7 +235,13 @@ def plan(
             own_info, chosen = replicating[own_info], None
         shard_dim = _shard_dim(fqn, param, chosen)
         local = plain_of(param)
-        if _check_gather_methods(fqn, local):
+        if is_plain(local) and has_own_methods(local):
+            raise ValueError(
+                f"parameter {fqn!r} has fsdp_pre_all_gather or fsdp_post_all_gather set on the "
+                "tensor itself, which its shard would not have; set them on the local tensor of "
+                "the sharded parameter, after fully_shard."
+            )
+        if has_gather_methods(fqn, local):
             check_placement(fqn, local, own_info, shard_dim)
         placement = None
         if isinstance(param, DTensor):
@@ -318,17 +323,6 @@ def _chosen_mesh_info(
         except ValueError as error:
             raise ValueError(f"shard_placement_fn for parameter {fqn!r}: {error}") from error
     return sharding[mesh], chosen.placement
-
-
-def _check_gather_methods(fqn: str, local: torch.Tensor) -> bool:
-    """Return whether a parameter's class has fsdp_pre_all_gather and fsdp_post_all_gather."""
-    if is_plain(local) and has_own_methods(local):
-        raise ValueError(
-            f"parameter {fqn!r} has fsdp_pre_all_gather or fsdp_post_all_gather set on the tensor "
-            "itself, which its shard would not have; set them on the local tensor of the sharded "
-            "parameter, after fully_shard."
-        )
-    return has_gather_methods(fqn, local)
 
 
 def _shard_dim(fqn: str, param: nn.Parameter, placement: Any) -> int:
@@ -481,9 +475,7 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     groups = (group for spec in specs for group in spec.mesh_info.groups)
     Root(units, name_root(groups), Lifecycle)
     for lifecycle in used:
-        if lifecycle.finalization is not None:
-            unit.lifecycle.finalization = ManualFinalization()
-        unit.lifecycle.is_last_backward &= lifecycle.is_last_backward
+        unit.lifecycle.take_modes_of(lifecycle)
     for inner in inside if used else ():
         inner.step = UnitStep()  # forget the unit's progress in a step of its old root
         inner.group.release(Lease.KEPT)

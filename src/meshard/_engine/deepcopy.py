@@ -19,7 +19,6 @@ from torch import nn
 from meshard._comm.divergence import name_copy
 from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
-from meshard._engine.program import ManualFinalization
 from meshard._engine.unit import (
     Root,
     Unit,
@@ -130,10 +129,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
                 if id(owner) in memo:
                     own.add_owner(memo[id(owner)], name)
             own.install(own.sharded)
-    source, root = units[0].lifecycle, units[0].root
-    Root(copies, name_copy(root.names), Lifecycle)
-    copies[0].lifecycle.is_last_backward = source.is_last_backward
-    copies[0].lifecycle.finalization = source.finalization and ManualFinalization()
+    Root(copies, name_copy(units[0].root.names), Lifecycle)
+    copies[0].lifecycle.take_modes_of(units[0].lifecycle)
 
 
 def _copy_settings(settings: UnitSettings, memo: dict[int, Any]) -> UnitSettings:

@@ -256,15 +256,15 @@ class ModuleHooks(UnitHook):
         unit = self._unit()
         if unit is None:
             return None
-        group = unit.group
+        group, lifecycle = unit.group, unit.lifecycle
         if group.is_summoned:
             group.summoned_by.check_may_run(group)
             return None
-        was_idle = unit.lifecycle.is_idle
-        without_modes(unit.lifecycle.begin_call, unit)
+        was_idle = lifecycle.is_idle
+        without_modes(lifecycle.begin_call, unit)
         if not self._casts:
             return None
-        dtype, device = unit.input_dtype, unit.group.spec.device
+        dtype, device = unit.input_dtype, group.spec.device
         if device.type != "cpu" and (was_idle or unit.is_root):
             args, kwargs = moved_from_host(args, device), moved_from_host(kwargs, device)
         elif dtype is None:

@@ -188,7 +188,7 @@ class Lifecycle:
             return None
         with_graph, group = torch.is_grad_enabled(), unit.group
         if not self.running:
-            self._begin_forward(unit)
+            self._begin_forward()
         was_unsharded = group.leases & Lease.USER  # by the user's unshard()
         if was_unsharded and unit.reshards_after_forward:
             unit.step.lost_unshard = True
@@ -203,13 +203,12 @@ class Lifecycle:
             return call
         # Take over the user's edits of shards and of requires_grad. Skip this in a second call of
         # the unit in one forward of the root, if the first has left the unit unsharded.
-        is_first = self.present_pass.calls[unit.number][0] is call
+        is_first = self.recorder.current.calls[unit.number][0] is call
         if is_first or group.state is not ParamState.INSTALLED or group.leases & Lease.USER:
             group.drop_if_stale()
             group.read_flags()
         following = self._following(unit.settings.forward_prefetch, self.recorder.next_in_forward())
-        keeps_shard = with_graph and unit.reshards_after_forward and not was_unsharded
-        to_keep = unit.settings.post_forward_group if keeps_shard else None
+        to_keep = unit.settings.post_forward_group if with_graph and not was_unsharded else None
         self._unshard(unit, Lease.RUNS, following, in_forward=True, post_forward_group=to_keep)
         unit.step.is_due |= with_graph and group.num_trainable > 0
         return call
@@ -237,24 +236,19 @@ class Lifecycle:
         if may_be_cut_off and not _is_on_stack(outermost, inside=unit):
             self.abort()
 
-    def _begin_forward(self, unit: Unit) -> None:
+    def _begin_forward(self) -> None:
         self._refuse_unless_waited("a forward")
-        self._refuse_other_reductions()
+        # DDP or an optimizer in backward would take gradients before they are reduced.
+        if any(map(is_reduced_by_ddp, alive(self.units()[0].modules))):
+            raise RuntimeError(_NOT_IN_DDP)
+        for group in self.groups() if has_backward_optimizers() else ():
+            for param in group.params:
+                if has_backward_optimizer(param.sharded):
+                    raise RuntimeError(_NOT_IN_BACKWARD.format(param.fqn, group.label))
         if self.recorder.begin(sum(group.num_steps for group in self.groups())):
             for group in self.groups():
                 if group.leases & Lease.LATER:  # unsharded for a backward that never came
                     group.release(Lease.LATER)
-
-    def _refuse_other_reductions(self) -> None:
-        """Raise if DDP or an optimizer in backward would take gradients before they are reduced."""
-        if any(map(is_reduced_by_ddp, alive(self.units()[0].modules))):
-            raise RuntimeError(_NOT_IN_DDP)
-        if not has_backward_optimizers():
-            return
-        for group in self.groups():
-            for param in group.params:
-                if has_backward_optimizer(param.sharded):
-                    raise RuntimeError(_NOT_IN_BACKWARD.format(param.fqn, group.label))
 
     def end_call(
         self, unit: Unit, module: nn.Module, *, failed: bool, is_hidden: bool = False
@@ -394,11 +388,6 @@ class Lifecycle:
                     self._start_unshard(unit, in_forward=in_forward)
                     group.leases |= Lease.AHEAD
                     self._prefetched.append(unit)
-
-    def start_for_user(self, unit: Unit) -> int:
-        """Start gathering for the user's ``unshard()``; return a number for ``finish_for_user``."""
-        self.abort_if_cut_off()
-        return unit.group.start_for_user()
 
     def _start_unshard(self, unit: Unit, *, in_forward: bool) -> None:
         is_freed_after = unit.settings.reshard_after_backward
@@ -627,6 +616,8 @@ class Lifecycle:
             self.recorder.close(run.reached)
         reached = {number for each in ended for number in each.calls}
         for unit in reversed(units):  # inner units first
+            if not unit.step.is_due and unit.group.is_at_rest:
+                continue
             runs, is_open = self._runs(unit), self.recorder.is_open(unit.number)
             # A backward with create_graph=True makes a graph in which no hook reports a backward.
             # So units that such a graph needs (GRAPH) are reduced here, by all ranks.
@@ -701,8 +692,9 @@ class Lifecycle:
 
         **Collective:** the meshes of all sharded units. The user's ``CommLedger`` does not list it.
         """
-        groups = [group for group in self.groups() if group.params]
-        sharded = [group for group in groups if not group.gradients.is_replicated]
+        sharded = [
+            each for each in self.groups() if each.params and not each.gradients.is_replicated
+        ]
         brought = [(group.spec.mesh_info, group.first_values()) for group in sharded]
         without_modes(compare_first_values, brought)
         self._has_compared = True
@@ -770,13 +762,20 @@ class Lifecycle:
 
     def _flush(self, unit: Unit, *, ends_window: bool) -> None:
         gradients = unit.gradients
-        self._queue.finish_while(lambda of: of is gradients and not of.publishes)
+        if gradients.is_in_flight:
+            self._queue.finish_while(lambda of: of is gradients and not of.publishes)
         if gradients.arrived:  # from a backward that went through no forward of the unit
             self._end_use(unit, Lease.LATER)
         if gradients.is_pending or gradients.arrived:
             self._start_reduction(unit, over_replicas=True, ends_window=ends_window)
         elif ends_window:
             gradients.end_window()
+
+    def take_modes_of(self, other: Lifecycle) -> None:
+        """Take over what ``set_is_last_backward`` and ``set_manual_backward_finalization`` set."""
+        self.is_last_backward &= other.is_last_backward
+        if other.finalization is not None:
+            self.finalization = ManualFinalization()
 
     def set_manual(self, enabled: bool) -> None:
         """Choose whether ``finalize_backward`` or the last backward completes ``.grad``."""

@@ -57,16 +57,6 @@ class ParamState(enum.IntEnum):  # an IntEnum, because hashing one is fast
     SUMMONED = enum.auto()
 
 
-_ALLOWED = {
-    ParamState.SHARDED: (ParamState.GATHERING, ParamState.SUMMONED),
-    ParamState.GATHERING: (ParamState.UNSHARDED, ParamState.SHARDED),
-    # UNSHARDED to itself: Ctrl-C came in ``finish_unshard`` after ``_move``, and it runs again.
-    ParamState.UNSHARDED: (ParamState.UNSHARDED, ParamState.INSTALLED, ParamState.SHARDED),
-    ParamState.INSTALLED: (ParamState.UNSHARDED,),
-    ParamState.SUMMONED: (ParamState.SHARDED,),
-}
-
-
 class Lease:
     """The reasons for which a unit stays unsharded. When none is left, it is resharded."""
 
@@ -126,16 +116,6 @@ class SummonOptions:
             )
 
 
-def refuse_transforms(label: str, error: RuntimeError) -> None:
-    """If a transform of torch.func is active, raise a clearer error than ``error``."""
-    if is_in_transform():
-        raise RuntimeError(
-            f"torch.func (grad, vjp, jacrev, hessian) cannot go through unit {label!r}, whose "
-            "parameters are gathered and freed; call it inside "
-            "meshard.unsharded_params(module), where the module is an ordinary one."
-        ) from error
-
-
 class ParamGroup:
     """The parameters of one unit, with their gradients.
 
@@ -156,9 +136,8 @@ class ParamGroup:
         self.failure: Failure  # one object for all units of a root; ``Root`` sets it
         self.modules: list[weakref.ref[nn.Module]] = []  # the unit's modules; ``Root`` sets them
         self.leases = 0  # bits of ``Lease``: why the unit stays unsharded
-        self._num_given_back = 0  # how often the user's unshard() has ended
         self.pending_step: AwaitedStep | None = None  # optimizer step; the next gather awaits it
-        self.state = ParamState.SHARDED  # written by _move only
+        self.state = ParamState.SHARDED
         self.summoned_by: SummonOptions  # valid while the state is SUMMONED
         self._gather: Handle | None = None
         self._post_forward_shard: PostForwardShard | None = None
@@ -188,25 +167,26 @@ class ParamGroup:
     def label(self) -> str:
         return self.unit_params.label
 
-    def _move(self, to: ParamState) -> None:
-        assert to in _ALLOWED[self.state], f"unit {self.label!r}: {self.state} to {to}"
-        self.state = to
-
     @property
     def holds_shards(self) -> bool:
         """Whether modules hold the sharded parameters. False inside ``unsharded_params``."""
         return self.state not in (ParamState.INSTALLED, ParamState.SUMMONED)
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether the group is sharded, and nothing is kept of what a forward has gathered."""
+        return not self.leases and not self._post_forward_shard and self.state is ParamState.SHARDED
+
+    @property
     def is_summoned(self) -> bool:
         return self.state is ParamState.SUMMONED
 
     def summon(self, options: SummonOptions) -> None:
-        self._move(ParamState.SUMMONED)
+        self.state = ParamState.SUMMONED
         self.summoned_by = options
 
     def dismiss(self) -> None:
-        self._move(ParamState.SHARDED)
+        self.state = ParamState.SHARDED
 
     def check_not_summoned(self, what: str) -> None:
         if self.is_summoned:
@@ -346,7 +326,10 @@ class ParamGroup:
         self.leases = (self.leases | why) & ~Lease.AHEAD
         if self.leases & Lease.LENT:
             pending_holders.add(self)
-        self._install_unsharded()
+        if self.state is not ParamState.INSTALLED:
+            # Change the state first, so that a clean-up after Ctrl-C knows what to undo.
+            self.state = ParamState.INSTALLED
+            install_unsharded(self.params)
 
     def keep(self, why: int = Lease.KEPT) -> None:
         """Keep the unit unsharded for the reason ``why``: a later backward will read parameters."""
@@ -378,19 +361,18 @@ class ParamGroup:
         elif is_free:
             self.reshard(keep_post_forward=keep_post_forward)
 
-    def start_for_user(self) -> int:
-        """Start gathering for the user's ``unshard()``. Returns a number for ``finish_for_user``.
+    def start_for_user(self) -> None:
+        """Start gathering for the user's ``unshard()``.
 
         **Collective:** the shard group.
         """
         self.drop_if_stale()
         self.start_unshard()
         self.leases |= Lease.USER
-        return self._num_given_back
 
-    def finish_for_user(self, number: int) -> None:
-        """Put the gathered parameters into modules, unless that ``unshard()`` has ended since."""
-        if self.leases & Lease.USER and self._num_given_back == number:
+    def finish_for_user(self) -> None:
+        """Put the gathered parameters into modules, unless the user's ``unshard()`` has ended."""
+        if self.leases & Lease.USER:
             self.take(Lease.USER)
             self.void_graphs_of_older_steps()
             self.read_flags()
@@ -405,7 +387,6 @@ class ParamGroup:
             return
         self._carry_flags()
         self.leases &= ~Lease.USER
-        self._num_given_back += 1
         if voids_graphs:
             self._void_graphs()
 
@@ -437,9 +418,14 @@ class ParamGroup:
             try:
                 self._gather = self.unit_params.start_gather(self.comm)
             except RuntimeError as error:
-                refuse_transforms(self.label, error)
+                if is_in_transform():
+                    raise RuntimeError(
+                        "torch.func (grad, vjp, jacrev, hessian) cannot go through unit "
+                        f"{self.label!r}, whose parameters are gathered and freed; call it inside "
+                        "meshard.unsharded_params(module), where the module is an ordinary one."
+                    ) from error
                 raise
-        self._move(ParamState.GATHERING)
+        self.state = ParamState.GATHERING
 
     def finish_unshard(self, post_forward_group: dist.ProcessGroup | None = None) -> None:
         """Gather the parameters if need be, and wait. On a device only the current stream waits.
@@ -467,7 +453,7 @@ class ParamGroup:
             own = gathered.chunk(post_forward_group.size())[post_forward_group.rank()]
             self._post_forward_shard = PostForwardShard(own.clone(), post_forward_group)
         self.pending_step = None
-        self._move(ParamState.UNSHARDED)
+        self.state = ParamState.UNSHARDED
         self._versions = list(map(_VERSION, self.params))
         self._gather = None
         log_event("unsharded", self.unit_params.label)
@@ -486,7 +472,7 @@ class ParamGroup:
     def _void_graphs(self) -> None:
         if self.state in (ParamState.UNSHARDED, ParamState.INSTALLED):
             self._warn_of_edits()
-        copies = (param.unsharded for param in self.params if param.unsharded is not param.sharded)
+        copies = [each.unsharded for each in self.params if each.unsharded is not each.sharded]
         increment_version([plain_of(each) for each in copies])
         self._versions = list(map(_VERSION, self.params))
 
@@ -517,7 +503,7 @@ class ParamGroup:
         self.install_sharded()
         if self.state in (ParamState.GATHERING, ParamState.UNSHARDED):
             log_event("reshard", self.unit_params.label)
-            self._move(ParamState.SHARDED)
+            self.state = ParamState.SHARDED
             if not self.keeps_storage and not self.leases & Lease.HIDDEN:
                 self.unit_params.free_unsharded()
 
@@ -573,18 +559,12 @@ class ParamGroup:
         if self.state is not ParamState.INSTALLED:
             self.num_trainable -= take_frozen(self.params)
 
-    def _install_unsharded(self) -> None:
-        if self.state is not ParamState.INSTALLED:
-            # Change the state first, so that a clean-up after Ctrl-C knows what to undo.
-            self._move(ParamState.INSTALLED)
-            install_unsharded(self.params)
-
     def install_sharded(self) -> None:
         """Make modules hold the sharded parameters."""
-        self._carry_flags()
         if self.state is ParamState.INSTALLED:
+            self._carry_flags()
             install_sharded(self.params)
-            self._move(ParamState.UNSHARDED)
+            self.state = ParamState.UNSHARDED
             pending_holders.discard(self)
 
     def _carry_flags(self) -> None:

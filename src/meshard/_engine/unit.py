@@ -138,14 +138,10 @@ class Unit:
 
         By default the root stays unsharded if grad is enabled: the backward begins with the root.
         """
-        is_default = self.settings.reshard_after_forward is None
-        return self.reshards_before_backward or (is_default and not torch.is_grad_enabled())
-
-    @property
-    def reshards_before_backward(self) -> bool:
-        """Whether the unit is resharded between its forward and its backward."""
         chosen = self.settings.reshard_after_forward
-        return not self.is_root if chosen is None else bool(chosen)
+        if chosen is None:
+            return not (self.is_root and torch.is_grad_enabled())
+        return bool(chosen)
 
     def add_child(self, child: Unit) -> None:
         """Put ``child`` directly inside this unit."""

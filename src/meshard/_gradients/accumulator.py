@@ -391,27 +391,62 @@ def unrecorded() -> contextlib.AbstractContextManager[Any]:
 
 
 class ShardedGrads:
-    """The ``.grad`` of the sharded parameters of one unit."""
+    """The ``.grad`` of the sharded parameters of one unit.
 
-    # False if gradients in a host buffer wait for ``settle`` to add them to ``.grad``.
-    are_shown = True
+    If they live in host memory, reduced gradients are copied to a host buffer while the backward
+    goes on. If possible, ``.grad`` become views of the buffer at once, and ``settle`` only waits
+    for the copies. Otherwise (for example, ``.grad`` is set already) ``settle`` also adds the
+    buffer to ``.grad``.
+    """
 
     def __init__(self, unit_params: UnitParams) -> None:
         self._unit_params = unit_params
+        self.arriving: FlatGradients | None = None  # in a host buffer, to be added to .grad
 
     def publish(self, new: FlatGradients) -> Handle | None:
         """Add reduced gradients to ``.grad``, which may become views of ``new``.
 
-        Returns the copy to host memory, if there is one. The caller must wait for the copy.
+        In host memory, ``.grad`` is valid after ``settle``. Then this returns the copy, on
+        ``CommStream.HOST``; it keeps ``new`` alive until the caller has waited for it.
         """
-        self._add(new)
-        return None
+        copies, comm = self._unit_params.host_copies, self._unit_params.comm
+        if copies is None:
+            self._add(new)
+            return None
+        if self.arriving is not None:
+            self.settle()  # so that host buffers of several backwards do not pile up
+        # New memory each time, because the user may still hold the last ``.grad``. torch caches
+        # pinned memory, so later steps mostly make no driver calls.
+        host = self._unit_params.spec.location.empty_like(new.flat)
+        copying = copies.store(host, new.flat, comm, label=self._unit_params.label)
+        arriving = new._replace(flat=host)
+        if self._will_read(arriving):
+            self.arriving = arriving
+        else:
+            self._add(arriving)
+        return copying
 
     def settle(self) -> None:
-        """Wait until ``.grad`` has all gradients. On the device it has them at once."""
+        """Wait for copies to host memory, and add what they brought to ``.grad``."""
+        if self._unit_params.host_copies is not None:
+            self._unit_params.host_copies.wait()
+        if self.arriving is not None:
+            arrived, self.arriving = self.arriving, None
+            with unrecorded():  # an evaluation calls this too, perhaps under inference_mode
+                self._add(arrived)
 
     def drop_arriving(self, gone: frozenset[int]) -> None:
-        """Drop gradients of some parameters that ``settle`` would add. On the device: none."""
+        """Wait for copies in flight. Drop what ``settle`` would add to ``.grad`` of ``gone``."""
+        if self._unit_params.host_copies is not None:
+            self._unit_params.host_copies.wait()
+        if self.arriving is not None:
+            self.arriving = self.arriving.without(gone)
+
+    def _will_read(self, new: FlatGradients) -> bool:
+        """Whether ``_add`` will read values of ``new``, in a hook, a sum or a cast."""
+        shards, grads, before, after = self._inspect()
+        is_read = any(before) or any(after) or any(grad is not None for grad in grads)
+        return is_read or any(gradient_dtype(shards[each]) != new.flat.dtype for each in new.used)
 
     def _add(self, new: FlatGradients) -> None:
         shards, grads, before, after = self._inspect()
@@ -432,19 +467,6 @@ class ShardedGrads:
         for index in sorted(new.used) if any(after) else ():
             for hook in tuple((after[index] or {}).values()):
                 hook(shards[index])
-
-    def _add_unread(self, new: FlatGradients) -> bool:
-        """Make every ``.grad`` a view of ``new``, if possible. Return whether it was.
-
-        The values of ``new`` are still being copied, so no hook, sum or cast may have to read them.
-        """
-        shards, grads, before, after = self._inspect()
-        is_read = any(before) or any(after) or any(grad is not None for grad in grads)
-        dtype = new.flat.dtype
-        if is_read or any(gradient_dtype(shards[index]) != dtype for index in new.used):
-            return False
-        self._add(new)
-        return True
 
     def _inspect(self) -> tuple[list[Any], list[Any], list[Any], list[Any]]:
         """Return four parallel lists: parameters, their ``.grad``, and their hooks.
@@ -487,58 +509,6 @@ def _run_hooks(
     local.copy_(local_of(gradient))
 
 
-class HostGrads(ShardedGrads):
-    """The ``.grad`` of the sharded parameters of one unit, in host memory.
-
-    Reduced gradients are copied to a host buffer while the backward goes on. If possible, ``.grad``
-    become views of the buffer at once, and ``settle`` only waits for the copies. Otherwise (for
-    example, ``.grad`` is set already) ``settle`` also adds the buffer to ``.grad``.
-    """
-
-    def __init__(self, unit_params: UnitParams) -> None:
-        super().__init__(unit_params)
-        assert unit_params.host_copies is not None
-        self._host_copies = unit_params.host_copies
-        self._arriving: FlatGradients | None = None  # in a host buffer, to be added to .grad
-
-    @property
-    def are_shown(self) -> bool:  # type: ignore[override]  # of a constant
-        """Whether ``.grad`` is complete once the copies to host memory are over."""
-        return self._arriving is None
-
-    def publish(self, new: FlatGradients) -> Handle:
-        """Start copying reduced gradients to the host. ``.grad`` is valid after ``settle``.
-
-        **Stream:** ``CommStream.HOST``. **Lifetime:** the result keeps ``new`` alive until its
-        wait.
-        """
-        comm, label = self._unit_params.comm, self._unit_params.label
-        if self._arriving is not None:
-            self.settle()  # so that host buffers of several backwards do not pile up
-        # New memory each time, because the user may still hold the last ``.grad``. torch caches
-        # pinned memory, so later steps mostly make no driver calls.
-        host = self._unit_params.spec.location.empty_like(new.flat)
-        copying = self._host_copies.store(host, new.flat, comm, label=label)
-        arriving = new._replace(flat=host)
-        if not self._add_unread(arriving):
-            self._arriving = arriving
-        return copying
-
-    def settle(self) -> None:
-        """Wait for all copies, and add what they brought to ``.grad``. Blocks the host."""
-        self._host_copies.wait()
-        if self._arriving is not None:
-            arrived, self._arriving = self._arriving, None
-            with unrecorded():  # an evaluation calls this too, perhaps under inference_mode
-                self._add(arrived)
-
-    def drop_arriving(self, gone: frozenset[int]) -> None:
-        """Wait for copies in flight. Drop what ``settle`` would add to ``.grad`` of ``gone``."""
-        self._host_copies.wait()
-        if self._arriving is not None:
-            self._arriving = self._arriving.without(gone)
-
-
 # --- U and Q --------------------------------------------------------------------------------
 
 
@@ -561,8 +531,7 @@ class GradientAccumulator(Gradients):
         self._reducing: _Reducing  # about the reduction in flight
         # Parameters whose gradients the user has cleared while they were in a reduction.
         self._cleared_in_flight: frozenset[int] = frozenset()
-        is_on_host = unit_params.host_copies is not None
-        self.published = (HostGrads if is_on_host else ShardedGrads)(unit_params)  # A: .grad
+        self.published = ShardedGrads(unit_params)  # A: .grad
         # From parameter index to the sum over other mesh axes (TP) that its part of ``U`` lacks.
         self._missing_sums: dict[int, MissingSum] = {}
         self._converted = [i for i, param in enumerate(self._params) if param.needs_conversion]
@@ -603,7 +572,7 @@ class GradientAccumulator(Gradients):
 
     @property
     def are_shown(self) -> bool:
-        return self.published.are_shown
+        return self.published.arriving is None
 
     def _drop_arrived(self) -> None:
         self._cleared_in_flight = frozenset()
