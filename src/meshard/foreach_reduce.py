@@ -9,7 +9,12 @@ holds if a group has one rank:
 
 So a partial always has the same meaning (by default the mean over the shard group). The result is
 the sum over all microbatches and ranks, divided by ``c``. The old partial is added between the two
-collectives. If it were added after the all-reduce, replicas would differ.
+collectives. If it were added after the all-reduce, replicas would differ. In a group of one rank
+no collective is issued.
+
+Behind the gradients a row has counts: 1 for each parameter that the rank has used, else 0 (see
+``_comm/gradient_buffer.py``). They are summed too, and never divided. Where the sum is 0, no rank
+has used the parameter, and its result is None. Only a rank that has not used all reads them.
 
 ``foreach_reduce`` is the whole reduction as one blocking call. The engine runs the same stages one
 by one: see ``Reduction``.
@@ -274,7 +279,7 @@ class ReducePlan(NamedTuple):
 
 
 def is_narrowed_late(gradients: Sequence[torch.Tensor | None], wire_dtype: torch.dtype) -> bool:
-    """Whether to divide gradients before they are cast to float16, where they may overflow."""
+    """Whether to pack gradients in the accumulate dtype, as float16 may overflow undivided."""
     return wire_dtype == torch.float16 and any(
         gradient is not None and gradient.dtype != wire_dtype for gradient in gradients
     )
@@ -285,7 +290,8 @@ class Reduction:
 
     On CPU, where waits block the host, ``__init__`` starts the reduce-scatter. ``advance`` waits
     for the collective under way and starts the next. On a device ``__init__`` queues everything.
-    ``rows`` are packed by ``layout``. The caller must not use them again.
+    ``rows`` are packed by ``layout``. The caller must not use them again. A user's own collective
+    gets the gradients only; counts follow in an all-reduce of their own. Hooks run outside.
 
     **Collective:** the ranks of both groups, which must advance in the same order.
     **Stream:** the scatter and all-reduce streams; ``finish`` makes the caller's stream wait.
@@ -309,35 +315,34 @@ class Reduction:
         self._result: torch.Tensor
         self._stages = self._run(layout, rows, partial)
         self._in_flight = next(self._stages, None)
-        while self._in_flight is not None and not comm.waits_block_host:
-            self._in_flight = next(self._stages, None)
 
     def _run(
         self, layout: GradientLayout, rows: torch.Tensor, partial: torch.Tensor | None
     ) -> Iterator[Handle]:
-        """Yield each collective that the host must wait for before the next stage begins."""
+        """Yield, on CPU, each collective that the host must wait for before the next stage."""
         plan, comm, numel = self._plan, self._comm, layout.shard_numel
         wire, group = plan.wire_dtype, plan.shard_group
         divisors = plan.divisors
 
-        # What is sent is divided first only in float16, which would overflow.
+        # What is sent is divided first only in float16, which would overflow. It comes in a wider
+        # dtype if it is a sum of microbatches, or is narrowed late.
         _divide(rows, numel, divisors.before_scatter)
         if rows.dtype != wire and group.size() > 1:
             narrow = comm.send_memory(rows.size(1), wire, device=rows.device, group=group)
             rows = narrow.copy_(rows)
         self.sent = rows
         with comm.on_stream(CommStream.SCATTER):
-            # CPU ranks add up in this dtype. NCCL adds up in the wire dtype, and the sum is
-            # widened. Both divide before the cast to the accumulate dtype.
+            # The accumulate dtype, or the wire dtype if that is wider. CPU ranks add up in it; NCCL
+            # adds up in the wire dtype, and the sum is widened.
             sum_dtype = _wider(wire, plan.accumulate_dtype)
             scatter = comm.reduce_scatter(
                 rows, sum_dtype, group=group, label=plan.label, num_counts=layout.num_counts
             )
-            del rows
-            yield scatter
-            scatter.wait()
+            del rows  # ``sent`` alone keeps them
             if comm.waits_block_host:
+                yield scatter
                 self.sent = None  # free it before the all-reduce takes memory
+            scatter.wait()
             total = scatter.result
             _divide(total, numel, divisors.after_scatter)
             if partial is not None:
@@ -346,12 +351,12 @@ class Reduction:
             scattered = comm.record(total, after=scatter)
             self._ends.append(scattered)
             if not comm.waits_block_host:
-                # One is allocated on this stream and read on the next, the other may come from
-                # compute (rules 3 and 4 of _comm/streams.py).
+                # ``total`` is allocated on this stream and read on the next, ``partial`` may come
+                # from compute (rules 3 and 4 of _comm/streams.py).
                 self._kept = total, partial
             del partial
         if plan.replicate_group is None:
-            self._result = total  # a sum over all ranks, or a partial
+            self._result = total  # the result, if there are no replicas, or the new partial
             return
 
         with comm.on_stream(CommStream.ALL_REDUCE):
@@ -363,7 +368,8 @@ class Reduction:
                 label=plan.label,
                 num_counts=layout.num_counts,
             )
-            yield across
+            if comm.waits_block_host:
+                yield across
             across.wait()
             total = across.result.to(plan.accumulate_dtype)
             _divide(total, numel, divisors.after_all_reduce)

@@ -277,6 +277,11 @@ def test_ranks_that_send_different_sizes_are_told():
     handle = comm.all_gather(torch.ones(numel), group=dist.group.WORLD, label="unit")
     with pytest.raises(RuntimeError, match=r"(?s)all_gather of unit 'unit'.*same shapes"):
         handle.wait()
+    # From here on the ranks differ in where a slot lies, so equal sizes are refused too.
+    comm.all_reduce(torch.ones(1000 * numel), group=dist.group.WORLD, label="unit")
+    handle = comm.all_gather(torch.ones(4), group=dist.group.WORLD, label="unit")
+    with pytest.raises(RuntimeError, match="different collectives"):
+        handle.wait()
     dist.barrier()
 
 

@@ -446,12 +446,12 @@ class ParamGroup:
         gathered, shard_count = gather.result, self.spec.mesh_info.shard_count
         if gathered.size(0) != shard_count:  # each rank has sent the shards of several
             gathered = gathered.view(shard_count, -1)
-        # No torch.no_grad(): no gathered tensor requires grad, or all_gather_copy_out disables it.
-        with ranged("copy_out", self.label):
-            self.unit_params.all_gather_copy_out(gathered)
         if post_forward_group is not None:
             own = gathered.chunk(post_forward_group.size())[post_forward_group.rank()]
             self._post_forward_shard = PostForwardShard(own.clone(), post_forward_group)
+        # No torch.no_grad(): no gathered tensor requires grad, or all_gather_copy_out disables it.
+        with ranged("copy_out", self.label):
+            self.unit_params.all_gather_copy_out(gathered)
         self.pending_step = None
         self.state = ParamState.UNSHARDED
         self._versions = list(map(_VERSION, self.params))

@@ -125,10 +125,10 @@ class SharedMemoryCommunicator(WorkCommunicator):
         ring = self._ring(group) if group.size() == 2 else None
         if ring is None:
             return super()._start_all_reduce(buffer, group, label)
-        slot, other = ring.take((2, *buffer.shape), buffer.dtype), 1 - ring.rank
+        slot = ring.take((2, *buffer.shape), buffer.dtype)
         _write(slot[ring.rank], buffer)
         name = self._name("all_reduce", label, group, buffer)
-        return SlotHandle(ring, name, buffer, lambda: buffer.add_(slot[other]))
+        return SlotHandle(ring, name, buffer, lambda: torch.add(slot[0], slot[1], out=buffer))
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -134,10 +134,8 @@ class Ring:
         start, size = _LINE * (1 + count), _NAMES * _NAME_BYTES
         self._names = [segment.view(start + each * size, size) for each in range(count)]
         self._start = _aligned(start + count * size, mmap.PAGESIZE)
-        self._capacity = 0  # bytes of the ring
-        self._head = 0  # where the last slot ends
+        self._last = _Slot(number=-1, begin=0, end=0, capacity=0)  # that was published
         self._slots: deque[_Slot] = deque()  # those not used again yet, oldest first
-        self._next = 0  # number of the next collective
         self._taken: _Slot | None = None  # the slot of the next collective
         self._users: weakref.WeakValueDictionary[int, SlotHandle] = weakref.WeakValueDictionary()
         self._unreleased: set[int] = set()
@@ -149,19 +147,18 @@ class Ring:
 
         If it is not published, the next call for as many bytes returns the same memory.
         """
-        numel = math.prod(shape)
+        numel, number, head = math.prod(shape), self._last.number + 1, self._last.end
         num_bytes = _aligned(numel * dtype.itemsize)
-        capacity = max(self._capacity, _ROOM * num_bytes)
-        begin = self._head if self._head + num_bytes <= capacity else 0
+        capacity = max(self._last.capacity, _ROOM * num_bytes)
+        begin = head if head + num_bytes <= capacity else 0
         end = begin + num_bytes
-        last = self._next - _NAMES  # its name is overwritten
         stale = [each.number for each in self._slots if each.begin < end and begin < each.end]
-        last = max([last, *stale])
+        last = max([number - _NAMES, *stale])  # the name of that number is overwritten
         if last >= 0:
             self._wait_until_released(last)
         while self._slots and self._slots[0].number <= last:
             self._slots.popleft()  # only now: the wait may be interrupted
-        self._taken = _Slot(self._next, begin, end, capacity)
+        self._taken = _Slot(number, begin, end, capacity)
         if not numel:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
         memory = self._segment.view(self._start + begin, numel * dtype.itemsize)
@@ -174,27 +171,32 @@ class Ring:
             user = self._users.get(number) if number <= last else None
             if user is not None:
                 user.give_way()
+        # Those without a user were interrupted as they began or ended.
+        self._unreleased.difference_update([each for each in self._unreleased if each <= last])
+        self.release(last)
         for other in self._others:
             self._wait(self._released, other, last, "read what was published")
 
     def publish(self, name: str, user: SlotHandle) -> None:
         """Publish this rank's part of the slot that was taken, and number the collective."""
-        number, slot = self._next, self._taken
+        # An interrupt may come between any two of these lines, and so may ``release`` of another
+        # handle that is dropped.
+        slot, self._taken = self._taken, None
         assert slot is not None
-        self._unreleased.add(number)  # first: a handle may be dropped, and so released, meanwhile
-        user.number = number
-        self._next, self._taken = number + 1, None
-        self._head, self._capacity = slot.end, slot.capacity
+        self._unreleased.add(slot.number)
+        self._users[slot.number] = user
+        # The place is compared too: after an error that was caught, ranks may differ in it.
+        self._name(self.rank, slot.number)[:] = _encoded(f"{name}, at {slot.begin}")
         self._slots.append(slot)
-        self._users[number] = user
-        self._name(self.rank, number)[:] = _encoded(name)
-        self._published[self.rank][0] = self._next  # last, as others read the rest after it
+        self._last = slot
+        self._published[self.rank][0] = slot.number + 1  # others read the rest after it
+        user.number = slot.number
 
     def release(self, number: int) -> None:
         self._unreleased.discard(number)
         word = self._released[self.rank]
         # Another handle may be dropped, and so released, between the two: look again.
-        while word[0] != (least := min(self._unreleased, default=self._next)):
+        while word[0] != (least := min(self._unreleased, default=self._last.number + 1)):
             word[0] = least
 
     # --- waiting ---------------------------------------------------------------------------
@@ -312,8 +314,8 @@ class SlotHandle:
 
     def release(self) -> None:
         if self._is_open:
-            self._is_open, self._then = False, None
             self._ring.release(self.number)
+            self._is_open, self._then = False, None
             if self._issued is not None:
                 self._issued.end()
 
