@@ -93,7 +93,7 @@ def main() -> None:
         loss, ledger = train(mesh, device, mode)
         if dist.get_rank() == 0:
             calls = ", ".join(f"{count} {op}" for op, count in ledger.counts.items())
-            sent = f"{ledger.wire_bytes / 2**20:g} MiB ({calls or 'nothing'})"
+            sent = f"{ledger.wire_bytes / 2**20:.0f} MiB ({calls or 'nothing'})"
             print(f"until the last {mode.name:14}: loss {loss:.5f}, sent per step {sent}")
     dist.destroy_process_group()
 
