@@ -83,7 +83,7 @@ def compare_first_values(brought: Iterable[tuple[MeshInfo, FirstValues | None]])
     for mesh_info, values in brought:
         by_groups.setdefault(tuple(mesh_info.groups), (mesh_info, []))[1].append(values)
     for mesh_info, samples in by_groups.values():
-        kept = [values and not values.is_written and values for values in samples]
+        kept = [None if values is None or values.is_written else values for values in samples]
         which = zlib.crc32(repr([values and values.which for values in kept]).encode())
         totals = [sum(int(values.total) for values in each if values) for each in (kept, samples)]
         written = [each.is_written for each in samples if each and each.is_written is not None]

@@ -695,14 +695,15 @@ class GradientAccumulator(Gradients):
         )
         if self.unit_params.comm.is_checked:
             _check_agreement(plan, mesh_info, over_replicas=self.publishes, ends_window=ends_window)
-        comm = self.unit_params.comm
+        comm, arrived = self.unit_params.comm, on_arrived(settings)
+        before = [hook.before for hook in hooks if hook.before]
         if flat is not None:
             for index in sorted(self._missing_sums):
                 self._add_up(layout, flat, index)
             rows = flat
         elif is_narrowed_late(gradients, plan.wire_dtype):
             rows = layout.allocate(plan.accumulate_dtype)
-        elif hooks:  # which may communicate, before this memory is sent
+        elif arrived or before:  # hooks may communicate, before this memory is sent
             rows = layout.allocate(plan.wire_dtype)
         else:
             rows = comm.send_memory(
@@ -710,11 +711,11 @@ class GradientAccumulator(Gradients):
             )
         if flat is None:
             layout.reduce_scatter_copy_in(rows, gradients, used)
-            layout.run_hooks(on_arrived(settings), rows, used)
+            layout.run_hooks(arrived, rows, used)
         if settings.zero_unused and used != self.rules.everything:
             used = frozenset(layout.indices)
             layout.write_counts(rows, used)
-        layout.run_hooks([hook.before for hook in hooks if hook.before], rows, used)
+        layout.run_hooks(before, rows, used)
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
         self.reduction, self.is_in_flight = Reduction(plan, layout, rows, partial, comm), True

@@ -62,7 +62,7 @@ class SharedMemoryCommunicator(WorkCommunicator):
     def _name(self, op: str, label: str, group: dist.ProcessGroup, sent: torch.Tensor) -> str:
         root = self.root_names.get(group, "no root")
         # A ring keeps the beginning of a name, and units differ in the end of their label.
-        return f"{op} of unit {label[-100:]!r} ({root})\n{sent.numel()} x {sent.dtype}"
+        return f"{sent.numel()} x {sent.dtype}\n{op} of unit {label[-100:]!r} ({root})"
 
     def memory_report(self, groups: Iterable[dist.ProcessGroup]) -> str:
         candidates = [group for group in dict.fromkeys(groups) if _is_candidate(group)]

@@ -168,12 +168,11 @@ class Ring:
         # This rank first finishes its own collectives that lie there. So do all ranks before they
         # start the same collective, and so none waits for a rank that waits for it.
         for number in sorted(self._unreleased):
-            user = self._users.get(number) if number <= last else None
-            if user is not None:
-                user.give_way()
-        # Those without a user were interrupted as they began or ended.
-        self._unreleased.difference_update([each for each in self._unreleased if each <= last])
-        self.release(last)
+            if number <= last:
+                user = self._users.get(number)
+                if user is not None:
+                    user.give_way()
+                self.release(number)  # also if its user was interrupted as it began or ended
         for other in self._others:
             self._wait(self._released, other, last, "read what was published")
 
@@ -184,13 +183,13 @@ class Ring:
         slot, self._taken = self._taken, None
         assert slot is not None
         self._unreleased.add(slot.number)
-        self._users[slot.number] = user
         # The place is compared too: after an error that was caught, ranks may differ in it.
-        self._name(self.rank, slot.number)[:] = _encoded(f"{name}, at {slot.begin}")
+        self._name(self.rank, slot.number)[:] = _encoded(f"at {slot.begin}, {name}")
         self._slots.append(slot)
         self._last = slot
         self._published[self.rank][0] = slot.number + 1  # others read the rest after it
         user.number = slot.number
+        self._users[slot.number] = user
 
     def release(self, number: int) -> None:
         self._unreleased.discard(number)
@@ -219,7 +218,8 @@ class Ring:
 
     def _raise_difference(self, number: int, other: int) -> None:
         lines = [
-            f"  rank {rank} of the group: " + ", ".join(_decoded(self._name(rank, number)))
+            f"  rank {rank} of the group: "
+            + ", ".join(reversed(_decoded(self._name(rank, number))))
             for rank in sorted((self.rank, other))
         ]
         raise RuntimeError(
@@ -243,7 +243,7 @@ class Ring:
         def missing() -> list[int]:
             return [self._ranks[each] for each in self._others if words[each][0] <= number]
 
-        with Waiting(_decoded(self._name(self.rank, number))[0], missing=missing):
+        with Waiting(_decoded(self._name(self.rank, number))[-1], missing=missing):
             self._nap_until(word, other, number, what)
 
     def _nap_until(self, word: memoryview, other: int, number: int, what: str) -> None:
@@ -270,7 +270,7 @@ def _encoded(name: str) -> bytes:
 
 
 def _decoded(name: memoryview) -> list[str]:
-    """Return the lines of a name: the collective, and what is sent."""
+    """Return the lines of a name: what is sent, and the collective."""
     return bytes(name).rstrip(b"\0").decode(errors="replace").split("\n")
 
 
