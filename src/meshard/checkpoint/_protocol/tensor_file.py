@@ -1,0 +1,112 @@
+"""A file of tensors as safetensors lays it out, and the bytes of tensors in memory.
+
+A file is eight bytes with the length of a header in JSON, the header, and the data of all tensors
+without gaps. We write it ourselves, because the writers of ``safetensors`` take all tensors of a
+file at once; anything that reads safetensors reads it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import math
+import struct
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+# What is copied to the host, or read, at a time.
+PIECE_BYTES = 2**25
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
+    torch.float8_e8m0fnu: "F8_E8M0",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Entry(NamedTuple):
+    """A tensor of a file. Its data follows that of the entry before."""
+
+    name: str
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+def header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
+    """Return what stands before the data. A dtype that safetensors lacks is written as bytes.
+
+    Raises:
+        ValueError: A tensor is called ``__metadata__``, which has a meaning in such files.
+    """
+    rows: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for entry in entries:
+        if entry.name == "__metadata__":
+            raise ValueError("a tensor is called '__metadata__', which no safetensors file can hold.")
+        begin, end = end, end + entry.num_bytes
+        has_name = entry.dtype in DTYPE_NAMES
+        rows[entry.name] = {
+            "dtype": DTYPE_NAMES[entry.dtype] if has_name else "U8",
+            "shape": [*entry.sizes] if has_name else [*entry.sizes, entry.dtype.itemsize],
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(rows, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # aligns the data
+    return struct.pack("<Q", len(text)) + text
+
+
+# --- bytes of tensors ----------------------------------------------------------------------
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with these elements one after the other in host memory."""
+    return tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Iterate over the elements in order, in contiguous host tensors of ``PIECE_BYTES`` at most."""
+    if tensor.nbytes <= PIECE_BYTES:
+        yield on_host(tensor)
+        return
+    rows = PIECE_BYTES // (tensor.nbytes // tensor.size(0))
+    for block in tensor.split(rows) if rows else tensor.unbind():
+        yield from pieces(block)
+
+
+def copied_bytes(tensor: torch.Tensor) -> bytes:
+    """Return a copy of the elements of a tensor."""
+    host = on_host(tensor)
+    return bytes(bytes_of(host))
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on the CPU. **Lifetime:** that of ``tensor``.
+
+    torch itself shows it to Python only as an array of NumPy, which may not be installed.
+    """
+    assert tensor.is_contiguous() and tensor.is_cpu
+    if not tensor.numel():
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
