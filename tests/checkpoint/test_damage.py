@@ -17,8 +17,7 @@ from torch import nn
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
 from meshard.checkpoint.__main__ import main as command
-from meshard.checkpoint._protocol import manifest as manifests
-from meshard.checkpoint._protocol import saving, storage
+from meshard.checkpoint._protocol import commits, saving, storage
 from tests.checkpoint.runs import assert_same_values, net, train, trained, values_of
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.spread import spread
@@ -43,7 +42,7 @@ def assert_refused(folder, text, **options):
     assert sorted(folder.rglob("*")) == files
 
 
-FILES = {"manifest.json": r"manifest\.json", "__0_0.distcp": r"__0_0\.distcp"}
+FILES = {"manifest.json": r"manifest\.json", "rank-00000.safetensors": r"rank-00000\.safetensors"}
 
 
 @spread(part=range(24), file=FILES)
@@ -51,9 +50,6 @@ def test_a_flipped_bit_is_named_and_refused(tmp_path, file, part):
     saved(tmp_path)
     path = tmp_path / "step-1" / file
     size = path.stat().st_size
-    if file != "manifest.json":  # behind the tensors are objects for torch only
-        found = Checkpointer(tmp_path).manifest()
-        size = max(c.blob.begin + c.blob.size for e in found.tensors.values() for c in e.chunks)
     data = bytearray(path.read_bytes())
     data[part * (size - 1) // 23] ^= 4
     path.write_bytes(data)
@@ -64,23 +60,22 @@ def test_a_flipped_bit_is_named_and_refused(tmp_path, file, part):
 def test_every_byte_of_every_file_has_a_checksum(tmp_path):
     saved(tmp_path)
     found = Checkpointer(tmp_path).manifest()
-    for file, blobs in found.files().items():
+    for file, ranges in found.files.items():
         end = 0
-        for blob in blobs:
-            assert blob.begin == end, file
-            end += blob.size
+        for part in ranges:
+            assert part.begin == end, file
+            end += part.size
         assert end == (tmp_path / "step-1" / file).stat().st_size
 
 
-@pytest.mark.parametrize("file", ["manifest.json", "__0_0.distcp", ".metadata"])
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00000.safetensors"])
 def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path, file):
     saved(tmp_path)
     path = tmp_path / "step-1" / file
     os.truncate(path, path.stat().st_size // 2)
     assert {each.file for each in Checkpointer(tmp_path).verify()} == {file}
-    if file != ".metadata":  # which only torch reads
-        assert_refused(tmp_path, re.escape(file))
-    if file == "__0_0.distcp":
+    assert_refused(tmp_path, re.escape(file))
+    if file == "rank-00000.safetensors":
         path.unlink()
         assert_refused(tmp_path, re.escape(file))
         assert Checkpointer(tmp_path).verify() == [(file, "is missing")]
@@ -88,12 +83,12 @@ def test_a_file_that_is_cut_off_or_missing_is_named(tmp_path, file):
 
 def test_files_of_two_steps_that_were_exchanged_are_noticed(tmp_path):
     saved(tmp_path, steps=(1, 2))
-    one, two = (tmp_path / f"step-{step}" / "__0_0.distcp" for step in (1, 2))
+    one, two = (tmp_path / f"step-{step}" / "rank-00000.safetensors" for step in (1, 2))
     other = one.read_bytes()
     one.write_bytes(two.read_bytes())
     two.write_bytes(other)
-    assert_refused(tmp_path, r"__0_0\.distcp", step=1)
-    assert_refused(tmp_path, r"__0_0\.distcp", step=2)
+    assert_refused(tmp_path, r"rank-00000\.safetensors", step=1)
+    assert_refused(tmp_path, r"rank-00000\.safetensors", step=2)
 
 
 def rewritten(folder, change):
@@ -101,16 +96,16 @@ def rewritten(folder, change):
     path = folder / "step-1" / "manifest.json"
     content = json.loads(path.read_text())["content"]
     change(content)
-    checksum = manifests._checksum(manifests._canonical(content))
-    path.write_bytes(manifests._canonical({"checksum": checksum, "content": content}))
+    checksum = commits.checksum_of(commits.canonical(content))
+    path.write_bytes(commits.canonical({"checksum": checksum, "content": content}))
 
 
 def test_a_path_out_of_the_folder_and_a_newer_format_are_refused(tmp_path):
     saved(tmp_path)
-    rewritten(tmp_path, lambda content: content.update(files=["../../secret"]))
+    rewritten(tmp_path, lambda content: content["files"][0].__setitem__(0, "../../secret"))
     assert_refused(tmp_path, r"'\.\./\.\./secret', which is outside of its folder")
-    rewritten(tmp_path, lambda content: content.update(format_version=2))
-    assert_refused(tmp_path, r"format 2 of a newer meshard .*\nUpdate meshard|Update meshard")
+    rewritten(tmp_path, lambda content: content.update(format_version=3))
+    assert_refused(tmp_path, r"format 3 of a newer meshard .*\nUpdate meshard|Update meshard")
 
 
 def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path):
@@ -205,12 +200,13 @@ def test_a_folder_that_other_ranks_do_not_see_is_told(tmp_path):
     own.mkdir()
     text = "rank 1: .*, which the first rank has made, is not there. All ranks must see one folder"
     assert_not_saved(Checkpointer(own), text, 1, nn.Linear(1, 1))
-    assert list(own.iterdir()) == []
+    assert [path.name for path in own.iterdir() if path.name != ".meshard-lock"] == []
 
 
 @on_threads(2)
 def test_a_store_that_fails_on_the_first_rank_is_told_to_the_others(tmp_path):
-    checkpointer, model = Checkpointer(tmp_path), nn.Linear(1, 1)
+    checkpointer, model = Checkpointer(tmp_path), nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
     checkpointer.save(1, model)
     if dist.get_rank() == 0:
         fail = mock.Mock(side_effect=PermissionError("the credentials have expired"))
@@ -236,7 +232,7 @@ def test_no_space_left_is_told_and_nothing_is_left_behind(tmp_path):
     if dist.get_rank() == 1:
         checkpointer._storage.write = write
     assert_not_saved(checkpointer, "rank 1: no space is left for", 2, nn.Linear(1, 1))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-1"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".meshard-lock", "step-1"]
 
 
 def test_a_sync_that_fails_while_the_file_is_written_is_raised(tmp_path, monkeypatch):
@@ -261,9 +257,9 @@ def test_the_commands_end_with_1_where_nothing_is_or_a_file_is_cut_off(tmp_path,
     assert "There is no checkpoint in" in capsys.readouterr().err
     Checkpointer(tmp_path).save(1, nn.Linear(9, 9))
     assert command(["verify", str(tmp_path), "--all"]) == 0
-    os.truncate(tmp_path / "step-1" / "__0_0.distcp", 1000)
+    os.truncate(tmp_path / "step-1" / "rank-00000.safetensors", 1000)
     assert command(["export", str(tmp_path), str(tmp_path / "out")]) == 1
-    assert "__0_0.distcp ends before byte" in capsys.readouterr().err
+    assert "rank-00000.safetensors ends before byte" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()  # the same command may be given again
 
 
@@ -271,13 +267,13 @@ def test_a_folder_that_another_process_removes_meanwhile_is_gone(tmp_path, monke
     checkpointer = Checkpointer(tmp_path, keep=None)
     checkpointer.save(1, nn.Linear(1, 1))
     (tmp_path / "step-1" / "manifest.json").unlink()  # as prune by hand begins
-    is_leftover = manifests.is_leftover
+    is_leftover = commits._is_leftover
 
     def remove_first(at, folder):
-        shutil.rmtree(tmp_path / folder.name)
+        shutil.rmtree(tmp_path / folder)
         return is_leftover(at, folder)
 
-    monkeypatch.setattr(manifests, "is_leftover", remove_first)
+    monkeypatch.setattr(commits, "_is_leftover", remove_first)
     checkpointer.save(2, nn.Linear(1, 1))
     assert checkpointer.steps() == [2]
     found = checkpointer._folder_of(2)
@@ -295,8 +291,8 @@ def test_a_disk_that_does_not_read_is_named_by_verify(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "preadv", fail)
     assert {each.file for each in Checkpointer(tmp_path).verify()} == {
-        "__0_0.distcp", "objects.distcp", ".metadata",
-    }  # fmt: skip
+        "rank-00000.safetensors",
+    }
 
 
 class Evil:

@@ -130,20 +130,20 @@ def test_many_small_tensors_are_read_by_few_requests(tmp_path, verify):
     checkpointer.load(model, optimizer, verify=verify)
     assert_same_values(values_of(model, optimizer), expected)
     # For 320 tensors: one request for each file, after what says where they are.
-    assert sum(path.endswith(".distcp") for path in LocalStore.reads) <= 4, LocalStore.reads
+    assert sum(path.endswith(".safetensors") for path in LocalStore.reads) <= 4, LocalStore.reads
 
 
 @pytest.mark.parametrize(
     ("damage", "text"),
     [
-        (lambda data: data.replace(b"PK", b"pk"), "is not as it was written"),
-        (lambda data: data[:1000], r"__0_0\.distcp ends before byte"),
+        (lambda data: data.replace(b"F32", b"F16"), "is not as it was written"),
+        (lambda data: data[:1000], r"rank-00000\.safetensors ends before byte"),
     ],
 )
 def test_an_object_that_was_changed_or_cut_off_is_noticed(tmp_path, damage, text):
     checkpointer, model = Checkpointer(store_at(tmp_path)), nn.Linear(2, 2)
     checkpointer.save(1, model)
-    path = tmp_path / "bucket/run/step-1/__0_0.distcp"
+    path = tmp_path / "bucket/run/step-1/rank-00000.safetensors"
     path.write_bytes(damage(path.read_bytes()))
     before = values_of(model)
     with pytest.raises(CheckpointError, match=text):
@@ -185,5 +185,5 @@ def test_a_request_that_fails_at_any_moment_leaves_the_checkpoint_before(tmp_pat
             dist.barrier()
     checkpointer.save(step + 1, model)
     assert checkpointer.steps() == [step + 1]
-    # Marker, own file, objects, metadata, the old step's files; rank 1: its file.
-    assert counts == [7, 1]
+    # Marker, own file, manifest, the old step's files, reads of three markers; rank 1: its file.
+    assert counts == [8, 1]

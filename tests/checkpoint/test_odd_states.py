@@ -1,12 +1,11 @@
 """States that are not the usual ones, and folders that hold something else too."""
 
+import contextlib
 import os
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,6 +15,7 @@ from meshard.checkpoint import Checkpointer, CheckpointError
 from tests.checkpoint.layouts import lay_out
 from tests.checkpoint.runs import Odd, assert_same_values, values_of
 from tests.support.cases import CASES
+from tests.support.models import seeded
 from tests.support.ranks import on_ranks, on_threads
 from tests.support.sharding import shard_blocks
 from tests.support.threads import run_threads
@@ -59,9 +59,11 @@ def kept_beside(model, rank):
 
 
 def test_a_value_that_differed_between_other_ranks_is_said_to_be_missing(tmp_path):
+    model = nn.Linear(1, 1)
+
     def save():
         own = {"position": dist.get_rank(), "loader": Loader([dist.get_rank()] * 1000)}
-        Checkpointer(tmp_path).save(1, nn.Linear(1, 1), tokens=3, **own)
+        Checkpointer(tmp_path).save(1, model, tokens=3, **own)
 
     run_threads(save, 2)
     loaded = Checkpointer(tmp_path).load(nn.Linear(1, 1))
@@ -69,17 +71,6 @@ def test_a_value_that_differed_between_other_ranks_is_said_to_be_missing(tmp_pat
     assert (loaded.missing, loaded.extra) == ([text.format("position")], {"tokens": 3})
     with pytest.raises(CheckpointError, match=text.format("loader")):
         Checkpointer(tmp_path).load(nn.Linear(1, 1), loader=Loader(None))
-
-
-@on_threads(2)
-def test_what_a_rank_has_saved_for_itself_is_not_read_unless_it_is_asked_for(tmp_path):
-    checkpointer, model, rank = Checkpointer(tmp_path), nn.Linear(1, 1), dist.get_rank()
-    checkpointer.save(1, model, loader=Loader([rank] * 1000), position=rank)
-    file, number = tmp_path / f"step-1/__{rank}_0.distcp", b"%d, " % rank
-    file.write_bytes(file.read_bytes().replace(number * 3, number * 2 + b"8, "))
-    assert checkpointer.load(model).extra == {"position": rank}
-    with pytest.raises(CheckpointError, match="is not as it was written"):
-        checkpointer.load(model, loader=Loader(None))
 
 
 def test_a_number_of_a_type_that_has_no_plain_one_is_refused(tmp_path):
@@ -179,7 +170,8 @@ def test_a_strided_tensor_that_is_equal_on_all_ranks_is_saved_once(tmp_path):
 
 @on_ranks(2)
 def test_extra_state_of_each_rank_comes_back_to_it(tmp_path):
-    model, other, checkpointer = Odd(dist.get_rank()), Odd(9), Checkpointer(tmp_path)
+    model, other, checkpointer = Odd(0), Odd(9), Checkpointer(tmp_path)
+    model.count = dist.get_rank()
     checkpointer.save(1, model)
     loaded = checkpointer.load(other)
     assert (other.count, other.amax.item()) == (dist.get_rank(), dist.get_rank())
@@ -196,7 +188,9 @@ def test_statistics_of_one_rank_are_not_mixed_with_those_of_another(tmp_path):
     for buffer in model.buffers():
         buffer.fill_(dist.get_rank() + 1)
     checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(1, model)
+    is_told = pytest.warns(UserWarning, match=r"running_mean.* differ between .*per_rank=True")
+    with contextlib.nullcontext() if dist.get_rank() else is_told:
+        checkpointer.save(1, model)
     checkpointer.load(model)
     assert {int(value) for buffer in model.buffers() for value in buffer.flatten()} == {1}
 
@@ -219,10 +213,8 @@ def test_stages_of_a_pipeline_are_one_checkpoint(tmp_path):
     manifest = checkpointer.manifest()
     assert len(manifest.parts["optimizer"]["state"]) == 4
     assert manifest.ties == {f"model.{n}b.weight": f"model.{n}a.weight" for n in range(2)}
-    metadata = dcp.FileSystemReader(tmp_path / "step-1").read_metadata()
-    paths = set(metadata.planner_data.values())
     for name in ("0a.weight", "1a.weight"):
-        assert {("model", name), ("optimizer", "state", name, "exp_avg")} <= paths
+        assert {f"model.{name}", f"optimizer.state.{name}.exp_avg"} <= manifest.tensors.keys()
 
 
 @on_threads(2)
@@ -372,17 +364,12 @@ def test_a_relative_folder_stays_where_it_was(tmp_path, monkeypatch):
 
 
 @on_ranks(2)
-def test_a_step_before_the_newest_stays_and_warns_also_if_that_is_an_error(tmp_path):
-    checkpointer = Checkpointer(tmp_path)
-    checkpointer.save(300, nn.Linear(1, 1))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        if dist.get_rank() == 0:
-            with pytest.raises(UserWarning, match="step 110 was saved beside step 300"):
-                checkpointer.save(110, nn.Linear(1, 1))
-        else:
-            checkpointer.save(110, nn.Linear(1, 1))
+def test_a_step_before_the_highest_is_the_newest_if_it_was_saved_last(tmp_path):
+    checkpointer, model = Checkpointer(tmp_path), seeded(nn.Linear(1, 1))
+    checkpointer.save(300, model)
+    checkpointer.save(110, model)
     assert checkpointer.steps() == [110, 300]
+    assert checkpointer.latest_step() == checkpointer.load(model).step == 110
 
 
 def test_the_folder_of_a_step_is_not_read_as_one_of_torch(tmp_path):
@@ -536,11 +523,9 @@ def test_a_group_without_the_first_rank_saves_all(tmp_path):
     group = dist.new_group([1, 2])
     if dist.get_rank():
         checkpointer = Checkpointer(tmp_path, process_group=group)
-        checkpointer.save(1, nn.Linear(1, 1), note={"a": [1, 2]})
+        checkpointer.save(1, seeded(nn.Linear(1, 1)), note={"a": [1, 2]})
         assert checkpointer.load(nn.Linear(1, 1)).extra == {"note": {"a": [1, 2]}}
         assert checkpointer.verify() == []
-        names = dcp.FileSystemReader(tmp_path / "step-1").read_metadata()
-        assert "step" in names.state_dict_metadata
 
 
 def test_keys_with_dots_and_many_numbers_are_saved_in_no_time(tmp_path):
@@ -551,7 +536,6 @@ def test_keys_with_dots_and_many_numbers_are_saved_in_no_time(tmp_path):
     }
     checkpointer = Checkpointer(tmp_path)
     checkpointer.save(1, nn.Linear(1, 1), tree=tree)
-    assert (tmp_path / "step-1" / "objects.distcp").stat().st_size < 10_000
     extra = checkpointer.load(nn.Linear(1, 1)).extra["tree"]
     assert extra["n"] == tree["n"]
     assert (extra["a.b"], extra["a"]["b"]) == (1, 0)

@@ -1,8 +1,8 @@
 """Checkpoints of a training run, and weights in and out of a sharded module."""
 
 from meshard.checkpoint._protocol.loading import Damage
-from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.restoring import Loaded
+from meshard.checkpoint._protocol.storage import CheckpointError
 from meshard.checkpoint.checkpointer import Checkpointer, SaveHandle
 from meshard.checkpoint.pretrained import LoadReport, load_pretrained, save_pretrained
 from meshard.checkpoint.stream import (

@@ -1,35 +1,38 @@
-"""Look at checkpoints, check them and export their weights, without starting ranks.
+"""Look at checkpoints, check them, and convert them, without starting ranks.
 
     python -m meshard.checkpoint list FOLDER
     python -m meshard.checkpoint show FOLDER [--step N]
     python -m meshard.checkpoint verify FOLDER [--step N | --all]
     python -m meshard.checkpoint prune FOLDER --keep N [--keep-every M]
-    python -m meshard.checkpoint export FOLDER OUT [--step N] [--part NAME]
+    python -m meshard.checkpoint export FOLDER OUT [--step N] [--part NAME | --to dcp]
+    python -m meshard.checkpoint import OLD NEW [--step N]
 
 ``FOLDER`` is a path or a URL. The exit code is 0 if all is well, 1 if a checkpoint is damaged or is
 not there, 2 if the command is not understood.
 """
 
+# What lists, shows and prunes reads JSON alone, so that it takes no seconds to import torch.
+# ruff: noqa: PLC0415
+
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, TYPE_CHECKING, Any
 
-import torch
-
-from meshard._torch.private import dtype_of
-from meshard.checkpoint._protocol.loading import Read, Reader, check, fill
-from meshard.checkpoint._protocol.manifest import CheckpointError, TensorEntry
-from meshard.checkpoint._protocol.plain import names_in
-from meshard.checkpoint.checkpointer import Checkpointer
+from meshard.checkpoint._protocol import commits
+from meshard.checkpoint._protocol.commits import Commit, Rule
+from meshard.checkpoint._protocol.storage import CheckpointError, Storage, storage_at
 from meshard.checkpoint.progress import progress_bar
-from meshard.checkpoint.weights_files import INDEX, FilePlan, index_text, plan_files, write_tensor
-from meshard.checkpoint.weights_layout import Weight
-from meshard.diagnostics import aligned, readable_bytes
+
+if TYPE_CHECKING:
+    from meshard.checkpoint._protocol.loading import Reader
+    from meshard.checkpoint.weights_files import FilePlan
 
 _FILE_BYTES = 5 * 10**9  # of one exported file, as Hugging Face's libraries have it
 
@@ -57,7 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    add("list", _list, "List the steps, with sizes and dates.")
+    add("list", _list, "List the steps, in the order of their saves, with sizes and dates.")
     show = add("show", _show, "Show what is in a checkpoint.")
     verify = add("verify", _verify, "Read a checkpoint and name each file that is damaged.")
     verify.add_argument("--all", action="store_true", help="all steps")
@@ -67,41 +70,65 @@ def _parser() -> argparse.ArgumentParser:
     export = add("export", _export, "Write the weights in Hugging Face's layout (safetensors).")
     export.add_argument("out", help="a new folder")
     export.add_argument("--part", default="model", help="the part to export (default: model)")
-    for command in (show, verify, export):
-        command.add_argument("--step", type=int, metavar="N", help="the step (default: the newest)")
+    export.add_argument(
+        "--to",
+        choices=("safetensors", "dcp"),
+        default="safetensors",
+        help="dcp: models and optimizers, for torch.distributed.checkpoint.load",
+    )
+    convert = add("import", _import, "Convert checkpoints of an older format, or of torch.")
+    convert.add_argument("new", help="the folder of a run, where the checkpoints are written")
+    for command in (show, verify, export, convert):
+        text = "the step (default: the newest)"
+        if command is convert:
+            text = "one step only; or the number of a step that torch has saved without one"
+        command.add_argument("--step", type=int, metavar="N", help=text)
     return parser
 
 
 # --- tables --------------------------------------------------------------------------------
 
 
-def _print_table(head: tuple[str, ...], rows: list[list[Any]]) -> None:
-    print(*aligned([head, *(tuple(map(str, row)) for row in rows)]), sep="\n")
+def _print_table(rows: list[tuple[Any, ...]]) -> None:
+    texts = [tuple(map(str, row)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    for row in texts:
+        line = "  ".join(each.ljust(width) for each, width in zip(row, widths, strict=True))
+        print(line.rstrip())
+
+
+def _content(storage: Storage, commit: Commit) -> dict[str, Any]:
+    where = f"{storage.root}/{commit.folder}"
+    return commits.content_of(storage.read(commit.manifest), where)
+
+
+def _size_of(content: dict[str, Any]) -> str:
+    if content["format_version"] < commits.VERSION:
+        return f"format {content['format_version']}"
+    size = float(sum(file[1] for file in content["files"]))
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    power = min(len(units) - 1, int(math.log2(size or 1) // 10))
+    return f"{size / 1024**power:.4g} {units[power]}"
 
 
 def _list(parsed: Any) -> int:
-    checkpointer = Checkpointer(parsed.folder)
-    rows, code = [], 0
-    for step in checkpointer.steps():
+    storage = storage_at(parsed.folder)
+    rows: list[tuple[Any, ...]] = [("step", "size", "ranks", "metric", "torch", "saved at")]
+    code = 0
+    for commit in commits.committed(storage):
+        metric = "-" if commit.metric is None else f"{commit.metric:g}"
         try:
-            found = checkpointer.manifest(step)
+            content = _content(storage, commit)
         except CheckpointError:
-            rows.append([step, "?", "?", "?", "the manifest is damaged"])
+            rows.append((commit.step, "?", "?", metric, "?", "the manifest is damaged"))
             code = 1
             continue
-        about = found.about
-        rows.append(
-            [
-                step,
-                readable_bytes(found.num_bytes),
-                about["num_ranks"],
-                about["torch"],
-                about["saved_at"],
-            ]
-        )
-    if not rows:
+        about = content["about"]
+        told = [about.get(key, "?") for key in ("num_ranks", "torch", "saved_at")]
+        rows.append((commit.step, _size_of(content), told[0], metric, *told[1:]))
+    if len(rows) == 1:
         return _none_in(parsed.folder)
-    _print_table(("step", "size", "ranks", "torch", "saved at"), rows)
+    _print_table(rows)
     return code
 
 
@@ -110,47 +137,55 @@ def _none_in(folder: str) -> int:
     return 1
 
 
+def _found(parsed: Any, storage: Storage) -> Commit:
+    found = commits.committed(storage)
+    wanted = [commit for commit in found if parsed.step in (None, commit.step)]
+    if not wanted:
+        steps = sorted({commit.step for commit in found})
+        raise CheckpointError(f"step {parsed.step} is not in {parsed.folder}; there are {steps}.")
+    return wanted[-1]
+
+
 def _show(parsed: Any) -> int:
-    found = Checkpointer(parsed.folder).manifest(parsed.step)
-    for name, value in {"step": found.step, **found.about}.items():
+    storage = storage_at(parsed.folder)
+    if not commits.committed(storage):
+        return _none_in(parsed.folder)
+    content = _content(storage, _found(parsed, storage))
+    for name, value in {"step": content["step"], **content["about"]}.items():
         print(f"{name:10} {value}")
-    print(f"{'size':10} {readable_bytes(found.num_bytes)} in {len(found.files())} files")
-    own = {name for parts in found.rank_parts for name in parts}
-    for name in sorted(own):
+    print(f"{'size':10} {_size_of(content)} in {len(content['files'])} files")
+    if content["format_version"] < commits.VERSION:
+        print("An older format: python -m meshard.checkpoint import converts it.")
+        return 0
+    for name in content["rank_parts"]:
         print(f"{'per rank':10} {name}")
-    values = {
-        name: part["tree"] for name, part in found.parts.items() if part.get("kind") == "value"
-    }
-    for name, value in values.items():
-        print(f"{'value':10} {name} = {str(value)[:60]}")
-    rows = [
-        [
-            name,
-            "x".join(map(str, each.shape)) or "scalar",
-            each.dtype,
-            " ".join(each.placements) or "-",
-            len(each.chunks),
-        ]
-        for name, each in found.tensors.items()
-    ]
+    for name, part in content["parts"].items():
+        if part.get("kind") == "value":
+            print(f"{'value':10} {name} = {str(part['tree'])[:60]}")
+    rows: list[tuple[Any, ...]] = [("tensor", "shape", "dtype", "placements", "chunks")]
+    for name, (dtype, shape, number, *chunks) in content["tensors"].items():
+        placements = " ".join(content["placements"][number]) or "-"
+        rows.append((name, "x".join(map(str, shape)) or "scalar", dtype, placements, len(chunks)))
     print()
-    _print_table(("tensor", "shape", "dtype", "placements", "chunks"), rows)
-    for name, tied in found.ties.items():
+    _print_table(rows)
+    for name, tied in content["ties"].items():
         print(f"{name} is tied to {tied}")
     return 0
 
 
-# --- verify, prune, export -----------------------------------------------------------------
+# --- verify and prune ----------------------------------------------------------------------
 
 
 def _verify(parsed: Any) -> int:
+    from meshard.checkpoint.checkpointer import Checkpointer
+
     checkpointer = Checkpointer(parsed.folder)
-    steps = (
-        checkpointer.steps()
-        if parsed.all
-        else [checkpointer.latest_step() if parsed.step is None else parsed.step]
-    )
-    code = 0 if steps else _none_in(parsed.folder)
+    steps = checkpointer.steps()
+    if not parsed.all:
+        steps = [parsed.step] if parsed.step is not None else [checkpointer.latest_step()]  # type: ignore[list-item]
+    if steps in ([], [None]):
+        return _none_in(parsed.folder)
+    code = 0
     for step in steps:
         try:
             num_bytes = checkpointer.manifest(step).num_bytes
@@ -163,74 +198,122 @@ def _verify(parsed: Any) -> int:
         if damages:
             code = 1
         else:
-            print(f"step {step}: all files are as they were written ({readable_bytes(num_bytes)})")
+            print(f"step {step}: all files are as they were written ({num_bytes / 1e6:.1f} MB)")
     return code
 
 
 def _prune(parsed: Any) -> int:
-    checkpointer = Checkpointer(parsed.folder, keep=parsed.keep, keep_every=parsed.keep_every)
-    removed = checkpointer.prune()
-    print(f"removed {len(removed)} checkpoint(s): {removed}" if removed else "nothing to remove")
+    if parsed.keep < 1:
+        raise ValueError(f"--keep must be at least 1, got {parsed.keep}.")
+    storage = storage_at(parsed.folder)
+    found = commits.committed(storage)
+    rule = Rule(parsed.keep, parsed.keep_every, None, is_higher_better=False)
+    doomed = commits.withdraw(storage, commits.superfluous(found, rule))
+    for commit in doomed:
+        storage.remove_folder(commit.folder)
+    steps = sorted(commit.step for commit in doomed)
+    print(f"removed {len(steps)} checkpoint(s): {steps}" if steps else "nothing to remove")
     return 0
+
+
+# --- export and import ---------------------------------------------------------------------
 
 
 def _export(parsed: Any) -> int:
-    checkpointer, out = Checkpointer(parsed.folder), Path(parsed.out)
-    found = checkpointer.manifest(parsed.step)
-    prefix = f"{parsed.part}."
-    others = names_in(found.parts.get(parsed.part, {}).get("tree"))  # as extra state
-    entries = {
-        name.removeprefix(prefix): entry
-        for name, entry in found.tensors.items()
-        if name.startswith(prefix) and name not in others
-    }
-    if not entries:
-        raise CheckpointError(f"step {found.step} has no part {parsed.part!r} with tensors.")
-    weights = [
-        Weight(name, torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta"))
-        for name, entry in entries.items()
-    ]
-    files = plan_files(weights, _FILE_BYTES, None)
-    out.mkdir(parents=True)
-    try:
-        with checkpointer.reader(found.step) as reader:
-            _write(reader, files, entries, out)
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
-    print(f"wrote {len(entries)} tensors of step {found.step} to {out}")
+    from meshard.checkpoint.checkpointer import Checkpointer
+
+    out = Path(parsed.out)
+    with Checkpointer(parsed.folder).reader(parsed.step) as reader:
+        out.mkdir(parents=True)
+        try:
+            text = (_export_for_torch if parsed.to == "dcp" else _export_weights)(
+                reader, out, parsed.part
+            )
+        except BaseException:
+            shutil.rmtree(out, ignore_errors=True)
+            raise
+    print(f"wrote {text} of step {reader.manifest.step} to {out}")
     return 0
 
 
-def _write(
-    reader: Reader, files: list[FilePlan], entries: dict[str, TensorEntry], out: Path
-) -> None:
-    total = sum(chunk.blob.size for entry in entries.values() for chunk in entry.chunks)
+def _export_for_torch(reader: Reader, out: Path, _: str) -> str:
+    from meshard.checkpoint._protocol.convert import write_for_torch
+
+    total = reader.manifest.num_bytes
+    with progress_bar("export", total, wanted=None, is_first_rank=True) as progress:
+        write_for_torch(reader, str(out), progress)
+    return "models and optimizers"
+
+
+def _export_weights(reader: Reader, out: Path, part: str) -> str:
+    import torch
+
+    from meshard._torch.private import dtype_of
+    from meshard.checkpoint._protocol.plain import names_in
+    from meshard.checkpoint.weights_files import INDEX, index_text, plan_files
+    from meshard.checkpoint.weights_layout import Weight
+
+    found, prefix = reader.manifest, f"{part}."
+    others = names_in(found.parts.get(part, {}).get("tree"))  # as extra state
+    weights = [
+        Weight(
+            name.removeprefix(prefix),
+            torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta"),
+        )
+        for name, entry in found.tensors.items()
+        if name.startswith(prefix) and name not in others
+    ]
+    if not weights:
+        raise CheckpointError(f"step {found.step} has no part {part!r} with tensors.")
+    files = plan_files(weights, _FILE_BYTES, None)
+    total = sum(file.num_bytes for file in files)
     with progress_bar("export", total, wanted=None, is_first_rank=True) as progress:
         for file in files:
-            own = [entries[weight.fqn] for weight in file.weights]
-            reader.expect(chunk.blob.span for entry in own for chunk in entry.chunks)
             with open(out / file.name, "wb") as output:
-                output.write(file.header())
-                for entry in own:
-                    write_tensor(output, _read(reader, entry, progress))
+                _write_weights(output, file, reader, prefix, progress)
     if len(files) > 1:  # written last: a reader that finds no index knows that files are missing
         (out / INDEX).write_text(index_text(files))
+    return f"{len(weights)} tensors"
 
 
-def _read(reader: Reader, entry: TensorEntry, progress: Callable[[int], Any]) -> torch.Tensor:
-    """Read a whole tensor, checked."""
-    dtype = dtype_of(entry.dtype)
-    tensor = torch.empty(entry.shape, dtype=dtype, device="cpu")
-    for chunk in entry.chunks:
-        target = tensor
-        for dim, (offset, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            target = target.narrow(dim, offset, size)
-        read = Read(chunk, dtype, (0,) * len(chunk.sizes), chunk.sizes, target)
-        check(reader, [read])
-        fill(reader, [read])
-        progress(chunk.blob.size)
-    return tensor
+def _write_weights(
+    output: IO[bytes], file: FilePlan, reader: Reader, prefix: str, progress: Callable[[int], Any]
+) -> None:
+    from meshard.checkpoint._protocol.tensor_file import bytes_of, pieces
+
+    output.write(file.header())
+    for weight in file.weights:
+        tensor = reader.tensor_of(prefix + weight.fqn)
+        for piece in pieces(tensor):
+            output.write(bytes_of(piece))
+        progress(tensor.nbytes)
+
+
+def _import(parsed: Any) -> int:
+    from meshard.checkpoint._protocol.convert import write_as_new
+    from meshard.checkpoint._protocol.loading import Reader
+    from meshard.checkpoint.checkpointer import read_folder
+
+    old, new = storage_at(parsed.folder), storage_at(parsed.new)
+    new.lock()
+    found = commits.committed(old)
+    # "": the folder itself, which torch has written
+    folders = [each.folder for each in found if parsed.step in (None, each.step)] if found else [""]
+    if not folders:
+        raise CheckpointError(f"step {parsed.step} is not in {parsed.folder}.")
+    for folder in folders:
+        manifest = read_folder(old, folder)
+        step = manifest.step if manifest.step is not None else parsed.step
+        if step is None:
+            raise CheckpointError(f"{parsed.folder} has no number of a step; pass --step.")
+        total = sum(chunk.num_bytes for each in manifest.tensors.values() for chunk in each.chunks)
+        bar = progress_bar(f"step {step}", total, wanted=None, is_first_rank=True)
+        with bar as progress, contextlib.closing(Reader(old, folder, manifest)) as reader:
+            write_as_new(reader, new, step, progress)
+        print(f"wrote step {step} to {new.root}")
+        for name in manifest.unreadable:
+            print(f"left out {name}, which only a class of its own can read")
+    return 0
 
 
 if __name__ == "__main__":

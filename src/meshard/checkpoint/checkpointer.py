@@ -3,46 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from typing_extensions import Self
 
 from meshard._torch.user_line import warn_user
-from meshard.checkpoint._protocol import dcp_format, manifest, parts
+from meshard.checkpoint._protocol import commits, parts, torch_folder
+from meshard.checkpoint._protocol.commits import Commit, Rule
 from meshard.checkpoint._protocol.jobs import Job, job_of
-from meshard.checkpoint._protocol.loading import Damage, Reader, agree, damages
-from meshard.checkpoint._protocol.manifest import CheckpointError, Manifest, StepFolder
+from meshard.checkpoint._protocol.loading import Damage, Reader, agree, damages, read_manifest
+from meshard.checkpoint._protocol.manifest import Manifest
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.restoring import Loaded, Options, Restoring
 from meshard.checkpoint._protocol.saving import Saver
 from meshard.checkpoint._protocol.staging import Staging
-from meshard.checkpoint._protocol.storage import Storage, storage_at
+from meshard.checkpoint._protocol.storage import CheckpointError, Storage, storage_at
+from meshard.checkpoint.progress import progress_bar
+
+# A module, or a state dict in its place.
+Model = nn.Module | dict[str, Any]
 
 
 class SaveHandle:
     """A save in the background."""
 
-    def __init__(self, run: Callable[[], None]) -> None:
+    def __init__(self, run: Callable[[], None] | None) -> None:
         self._error: BaseException | None = None
+        self._run = run
         # Not a daemon, so that a normal end of the process waits for it.
-        self._thread = threading.Thread(target=self._run, args=(run,), name="meshard.checkpoint")
-        self._thread.start()
+        self._thread = threading.Thread(target=self._save, name="meshard.checkpoint")
+        if run is not None:
+            self._thread.start()
 
-    def _run(self, run: Callable[[], None]) -> None:
+    def _save(self) -> None:
+        assert self._run is not None
         try:
-            run()
+            self._run()
         except Warning as warning:  # under ``-W error``; the checkpoint is committed on all ranks
             print(f"meshard: {warning}", file=sys.stderr, flush=True)
         except BaseException as error:
             self._error = error
             # Printed too, because the process may end before a call raises it.
             print(f"meshard: a checkpoint was not saved: {error}", file=sys.stderr, flush=True)
+        finally:
+            self._run = None
 
     def done(self) -> bool:
         """Whether the save is over, well or not."""
@@ -52,12 +65,14 @@ class SaveHandle:
         """Wait until the save is committed.
 
         Raises:
-            CheckpointError: It failed, on any rank. The next ``save``, ``async_save``, ``load`` or
-                ``wait`` of the ``Checkpointer`` raises it too.
+            CheckpointError: It failed, on any rank. It is raised once: here, or by the next
+                ``save``, ``async_save``, ``load`` or ``wait`` of the ``Checkpointer``.
         """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        if self._run is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
 
 
 class Checkpointer:
@@ -68,14 +83,24 @@ class Checkpointer:
     byte has a checksum. A checkpoint loads on any number of ranks, any mesh and any supported
     torch, and into ``fully_shard``, ``replicate`` and plain modules alike.
 
+    The first save locks the folder, until ``close()``, or until this object or the process ends:
+    two jobs that save into one folder would remove each other's checkpoints. (Object stores, and
+    file systems without locks, do not tell.) It may be used in a ``with`` block.
+
     Args:
         folder: A path that all ranks see, or a URL for fsspec (``s3://bucket/run``).
-        keep: The number of newest checkpoints that stay; None: all.
-        keep_every: Checkpoints whose step is a multiple of it stay as well.
+        keep: The number of newest checkpoints that stay; None: all, and nothing is ever removed.
+        keep_every: With ``keep``, checkpoints whose step is a multiple of it stay as well.
+        keep_best: With ``keep``, so many with the best ``metric`` stay as well.
+        best: Which metrics are best: "min" (such as losses) or "max".
+        save_every: Steps that are no multiple of it are skipped by ``save`` and ``async_save``,
+            unless they are told ``force=True``.
         process_group: The ranks that save and load together; None: the default group.
+        progress: Progress bars of ``save`` and ``load`` on the first rank; None: if its stderr is a
+            terminal and tqdm is installed.
 
     Raises:
-        ValueError: ``keep`` or ``keep_every`` is less than 1.
+        ValueError: A number is less than 1, or has no meaning without ``keep``.
 
     >>> import tempfile, torch, meshard
     >>> from meshard.checkpoint import Checkpointer
@@ -93,16 +118,30 @@ class Checkpointer:
         self,
         folder: str | os.PathLike[str],
         *,
-        keep: int | None = 3,
+        keep: int | None = None,
         keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: str = "min",
+        save_every: int | None = None,
         process_group: dist.ProcessGroup | None = None,
+        progress: bool | None = None,
     ) -> None:
-        for name, value in (("keep", keep), ("keep_every", keep_every)):
+        numbers = {
+            "keep": keep, "keep_every": keep_every, "keep_best": keep_best,
+            "save_every": save_every,
+        }  # fmt: skip
+        for name, value in numbers.items():
             if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1 or None, got {value}.")
+            if value is not None and keep is None and name != "save_every":
+                raise ValueError(f"{name}= says what stays beside the newest ones; pass keep= too.")
+        if best not in ("min", "max"):
+            raise ValueError(f"best must be 'min' or 'max', got {best!r}.")
         self._storage: Storage = storage_at(folder)
-        self._keep, self._keep_every = keep, keep_every
+        self._rule = Rule(keep, keep_every, keep_best, best == "max")
+        self._save_every = save_every
         self._process_group = process_group
+        self._progress = progress
         self._saver: Saver | None = None  # made by the first save or load: that is collective
         self._world: object = None  # the default group when ``_saver`` was made
         self._staging = Staging()
@@ -112,7 +151,15 @@ class Checkpointer:
     # --- save ------------------------------------------------------------------------------
 
     def save(
-        self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
+        self,
+        step: int,
+        model: Model,
+        optimizer: Optimizer | None = None,
+        *,
+        metric: float | None = None,
+        per_rank: bool = False,
+        force: bool = False,
+        **extra: Any,
     ) -> None:
         """Save a checkpoint, and return when it is committed on all ranks.
 
@@ -121,48 +168,82 @@ class Checkpointer:
 
         Args:
             step: A number that is not negative.
-            model: Any module; sharded, replicated or plain.
+            model: Any module; sharded, replicated or plain. Or a state dict.
             optimizer: Any optimizer whose parameters are in ``model``.
+            metric: How good the step is, for ``keep_best``; the first rank's counts.
+            per_rank: Whether ordinary tensors of the model and states of the optimizer that differ
+                between ranks are saved by each rank, which gets its own back on as many ranks.
+                Without it, such a tensor of the model (statistics of a ``BatchNorm``) is saved from
+                the first rank, with one warning, and such a state is refused.
+            force: Save though ``save_every`` would skip this step, as at the end of a run.
             **extra: What has ``state_dict`` and ``load_state_dict`` (schedulers, a
                 ``ShardedGradScaler``, data loaders, further modules and optimizers), tensors, and
                 plain values. What differs between ranks is kept for each rank.
 
         Raises:
             CheckpointError: On all ranks: gradients are pending, something is not plain, experts on
-                meshes of their own have one name, no space is left, the ranks do not see one
-                folder. The checkpoints before are as they were.
+                meshes of their own have one name, a state of an optimizer differs between ranks, no
+                space is left, the ranks do not see one folder, or another job saves into it. The
+                checkpoints before are as they were.
         """
         self.wait()
+        if self._is_skipped(step, force=force):
+            return
         saver, job = self._collective(), self._job(step, model, optimizer, extra)
-        saver.write(job, saver.agree(job), lambda: self._tidy(step))
+        job.metric, job.per_rank = _number(metric), per_rank
+        plan = saver.agree(job)
+        total = sum(each.nbytes for each in job.sources.values())
+        with self._bar(f"saving step {step}", total) as advance:
+            saver.write(job, plan, lambda: self._tidy(step), advance)
 
     def async_save(
-        self, step: int, model: nn.Module, optimizer: Optimizer | None = None, **extra: Any
+        self,
+        step: int,
+        model: Model,
+        optimizer: Optimizer | None = None,
+        *,
+        metric: float | None = None,
+        per_rank: bool = False,
+        force: bool = False,
+        **extra: Any,
     ) -> SaveHandle:
         """Copy what is to be saved to host memory, and save it in the background.
 
-        Each rank copies what it writes. The host memory is kept for the next save. One save runs at
-        a time: the next call of ``save``, ``async_save`` or ``load``, and the end of the process,
-        wait for this one. What is refused is raised here, as by ``save``; what goes wrong later is
-        raised by ``wait()`` of the handle, and by the next call. Call it before
+        Each rank copies what it writes, and ordinary tensors that it compares with those of other
+        ranks. The host memory is kept for the next save. One save runs at a time: the next call of
+        ``save``, ``async_save`` or ``load``, and the end of the process, wait for this one. What is
+        refused is raised here, as by ``save``; what differs between ranks, or goes wrong later, is
+        raised by ``wait()`` of the handle, or else by the next call. Call it before
         ``torch.distributed.destroy_process_group``.
         **Collective:** all ranks. Arguments and errors are those of ``save``.
         """
         self.wait()
+        if self._is_skipped(step, force=force):
+            return SaveHandle(None)
         saver, job = self._collective(), self._job(step, model, optimizer, extra)
-        agreed = saver.agree(job)
+        job.metric, job.per_rank = _number(metric), per_rank
+        plan = saver.agree(job)
         try:
-            job.sources = self._staging.copy(job.sources)
+            copies = self._staging.copy([*job.sources.values()])
+            job.sources = dict(zip(job.sources, copies, strict=True))
         except Exception as error:  # such as a lack of host memory; other ranks must know
             job.problem = f"rank {saver.ranks.rank}: {error}"
-        self._running = SaveHandle(lambda: saver.write(job, agreed, lambda: self._tidy(step)))
+        self._running = SaveHandle(lambda: saver.write(job, plan, lambda: self._tidy(step)))
         return self._running
+
+    def _is_skipped(self, step: int, *, force: bool) -> bool:
+        return self._save_every is not None and not force and step % self._save_every != 0
+
+    def _bar(self, title: str, num_bytes: int) -> Any:
+        is_first = self._collective().ranks.is_first
+        return progress_bar(title, num_bytes, wanted=self._progress, is_first_rank=is_first)
 
     def _tidy(self, step: int) -> None:
         """Begin to remove old checkpoints. The first rank calls it after each commit."""
         try:
-            newest = self.latest_step()
-            doomed = self._withdraw(step)
+            found = commits.committed(self._storage)
+            doomed = [each for each in commits.superfluous(found, self._rule) if each != found[-1]]
+            doomed = commits.withdraw(self._storage, doomed)
         except Exception as error:  # not raised, because the checkpoint is committed
             self._warn_of(error)
             return
@@ -170,16 +251,11 @@ class Checkpointer:
             # In a thread, because a file system takes long to free large files.
             self._removal = threading.Thread(target=self._remove, args=(doomed,))
             self._removal.start()
-        if newest is not None and newest > step:
-            warn_user(
-                f"step {step} was saved beside step {newest}, which load() takes for the newest "
-                f"one; if that is of an abandoned run, remove its folder in {self._storage.root}.",
-            )
 
-    def _remove(self, folders: list[StepFolder]) -> None:
+    def _remove(self, doomed: list[Commit]) -> None:
         try:
-            for folder in folders:
-                self._storage.remove_folder(folder.name)
+            for commit in doomed:
+                self._storage.remove_folder(commit.folder)
         except Exception as error:
             self._warn_of(error)
 
@@ -202,6 +278,24 @@ class Checkpointer:
             self._removal.join()
             self._removal = None
 
+    def close(self) -> None:
+        """Wait for what runs in the background, and let others save into the folder."""
+        try:
+            self.wait()
+        finally:
+            self._storage.unlock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
     def _collective(self) -> Saver:
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._saver is None or self._world is not world:  # the group is another one now
@@ -210,7 +304,7 @@ class Checkpointer:
         return self._saver
 
     def _job(
-        self, step: int, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
+        self, step: int, model: Model, optimizer: Optimizer | None, extra: dict[str, Any]
     ) -> Job:
         """Return what this rank is to write. If that fails, the job tells the other ranks why."""
         try:
@@ -227,44 +321,26 @@ class Checkpointer:
 
         Every save does so by itself. Call it on one rank.
         """
-        superfluous = self._superfluous(manifest.committed(self._storage))
-        for folder in self._withdraw(None):
-            self._storage.remove_folder(folder.name)
-        return sorted(superfluous)
-
-    def _withdraw(self, just_saved: int | None) -> list[StepFolder]:
-        """Remove the manifests of checkpoints that are not to be kept; return their folders.
-
-        A folder without a manifest is no checkpoint. So if the removal is killed, what is left of a
-        folder does not count as one.
-        """
-        found = manifest.finished(self._storage)
-        newest = {each.step: each for each in found}
-        superfluous = self._superfluous(newest) - {just_saved}
-        folders = [each for each in found if each != newest[each.step] or each.step in superfluous]
-        for folder in folders:
-            self._storage.remove_file(folder.manifest)
-        return folders
-
-    def _superfluous(self, newest: dict[int, StepFolder]) -> set[int]:
-        if self._keep is None:
-            return set()
-        old = sorted(newest)[: -self._keep]
-        return {step for step in old if not (self._keep_every and step % self._keep_every == 0)}
+        found = commits.committed(self._storage)
+        doomed = commits.withdraw(self._storage, commits.superfluous(found, self._rule))
+        for commit in doomed:
+            self._storage.remove_folder(commit.folder)
+        return sorted({commit.step for commit in doomed} - {*self.steps()})
 
     # --- what is there ---------------------------------------------------------------------
 
     def steps(self) -> list[int]:
         """Return the steps that are committed, in order. Any rank may ask alone."""
-        return list(manifest.committed(self._storage))
+        return sorted({commit.step for commit in commits.committed(self._storage)})
 
     def latest_step(self) -> int | None:
-        """Return the newest step that is committed; None if there is none.
+        """Return the step that was committed last; None if there is none.
 
-        Any rank may ask alone, also while another process saves. Ranks that must agree let ``load``
-        find it.
+        After a run has gone back to an older step, that need not be the highest one. Any rank may
+        ask alone, also while another process saves. Ranks that must agree let ``load`` find it.
         """
-        return max(self.steps(), default=None)
+        found = commits.committed(self._storage)
+        return found[-1].step if found else None
 
     def manifest(self, step: int | None = None) -> Manifest:
         """Return what is in a checkpoint; None: the newest. Any rank may ask alone.
@@ -272,7 +348,7 @@ class Checkpointer:
         Raises:
             CheckpointError: There is none, or its manifest is damaged.
         """
-        return manifest.read_manifest(self._storage, self._folder_of(step))
+        return read_manifest(self._storage, self._folder_of(step))
 
     def verify(
         self, step: int | None = None, *, progress: Callable[[int], Any] | None = None
@@ -286,13 +362,13 @@ class Checkpointer:
         """
         folder = self._folder_of(step)
         try:
-            found = manifest.read_manifest(self._storage, folder)
-        except CheckpointError as error:
-            return [Damage(manifest.NAME, str(error))]
-        reader = Reader(self._storage, folder.name, found)
+            found = read_manifest(self._storage, folder)
+        except (CheckpointError, OSError) as error:
+            return [Damage(commits.NAME, str(error))]
+        reader = Reader(self._storage, folder, found)
         with contextlib.closing(reader):
             wrong = []
-            for num_bytes, damage in damages(reader, self._storage.files(folder.name)):
+            for num_bytes, damage in damages(reader, self._storage.files(folder)):
                 if progress is not None:
                     progress(num_bytes)
                 if damage is not None:
@@ -303,25 +379,26 @@ class Checkpointer:
     def reader(self, step: int | None = None) -> Iterator[Reader]:
         """Open a checkpoint to read from it by hand. Any rank may do so alone."""
         folder = self._folder_of(step)
-        found = manifest.read_manifest(self._storage, folder)
-        with contextlib.closing(Reader(self._storage, folder.name, found)) as reader:
+        found = read_manifest(self._storage, folder)
+        with contextlib.closing(Reader(self._storage, folder, found)) as reader:
             yield reader
 
-    def _folder_of(self, step: int | None) -> StepFolder:
-        found = manifest.committed(self._storage)
+    def _folder_of(self, step: int | None) -> str:
+        found = commits.committed(self._storage)
         if not found:
             raise CheckpointError(f"there is no checkpoint in {self._storage.root}.")
-        if step is not None and step not in found:
+        folders = {commit.step: commit.folder for commit in found}
+        if step is not None and step not in folders:
             raise CheckpointError(
-                f"step {step} is not in {self._storage.root}; there are {sorted(found)}."
+                f"step {step} is not in {self._storage.root}; there are {sorted(folders)}."
             )
-        return found[max(found) if step is None else step]
+        return found[-1].folder if step is None else folders[step]
 
     # --- load ------------------------------------------------------------------------------
 
     def load(
         self,
-        model: nn.Module,
+        model: Model,
         optimizer: Optimizer | None = None,
         *,
         step: int | None = None,
@@ -338,7 +415,8 @@ class Checkpointer:
         **Collective:** all ranks, with the same arguments.
 
         Args:
-            model: Any module. One on the meta device is to be materialised first (``to_empty``).
+            model: Any module; one on the meta device is to be materialised first (``to_empty``). Or
+                a state dict, whose tensors are filled.
             optimizer: Its state is created as it was saved. None: it is not loaded.
             step: None is the newest one. In a folder that ``torch.distributed.checkpoint.save`` has
                 written there is only None.
@@ -365,20 +443,21 @@ class Checkpointer:
         reader = Reader(self._storage, folder, found)
         with contextlib.closing(reader):
             where = f"{self._storage.root}/{folder}".rstrip("/")
-            options = Options(strict, cast, verify)
-            return Restoring(ranks, reader, where, options).run(model, optimizer, extra)
+            with self._bar(f"loading {where}", found.num_bytes) as advance:
+                options = Options(strict, cast, verify, advance)
+                return Restoring(ranks, reader, where, options).run(model, optimizer, extra)
 
-    def _folder_to_load(self, step: int | None) -> StepFolder | str:
+    def _folder_to_load(self, step: int | None) -> str:
         """Return the folder of a step, or "" if this is a folder of torch."""
         try:
             return self._folder_of(step)
         except CheckpointError:
-            if self._storage.exists(manifest.MARKER):
+            if self._storage.exists(commits.MARKER):
                 raise CheckpointError(
                     f"{self._storage.root} is the folder of one step; pass the folder that it "
                     "is in to Checkpointer, and the step to load()."
                 ) from None
-            if step is None and self._storage.exists(dcp_format.METADATA):
+            if step is None and self._storage.exists(torch_folder.METADATA):
                 return ""
             raise
 
@@ -394,16 +473,22 @@ class Checkpointer:
         if said["problem"]:
             raise CheckpointError(said["problem"])
         problems: list[str] = []
-        folder, found = "", None
+        folder, found = said["folder"], None
         try:
-            if said["folder"] == "":
-                found = dcp_format.read_folder(self._storage)
-            else:
-                step_folder = StepFolder(*said["folder"])
-                folder = step_folder.name
-                found = manifest.read_manifest(self._storage, step_folder)
+            found = read_folder(self._storage, folder)
         except Exception as error:
             problems.append(f"rank {ranks.rank}: {error}")
         agree(ranks, problems, f"the checkpoint {folder} in {self._storage.root} cannot be read:")
         assert found is not None
         return folder, found
+
+
+def read_folder(storage: Storage, folder: str) -> Manifest:
+    """Return the manifest in the folder of a step; "": of a folder that torch has written."""
+    return read_manifest(storage, folder) if folder else torch_folder.read_folder(storage)
+
+
+def _number(metric: Any) -> float | None:
+    """Return a metric as a number. A tensor of one element is one, too."""
+    number = None if metric is None else float(metric)
+    return number if number is None or math.isfinite(number) else None

@@ -20,8 +20,8 @@ from typing import IO, Any
 import torch
 
 from meshard._mesh.boxes import Box
-from meshard.checkpoint._protocol.blobs import bytes_of, on_host
 from meshard.checkpoint._protocol.storage import sync
+from meshard.checkpoint._protocol.tensor_file import bytes_of, on_host
 from meshard.checkpoint.weights_gather import sent_dtype, unsharded_bytes
 from meshard.checkpoint.weights_layout import Weight, own_rank
 

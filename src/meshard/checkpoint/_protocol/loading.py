@@ -1,16 +1,16 @@
 """How a checkpoint is read into a model, an optimizer and what else was saved.
 
 Nothing is changed before everything is known to fit: first names, shapes and dtypes are compared,
-then the checksums of all chunks that this rank needs, and all ranks agree. Then each rank reads the
+then the checksums of all bytes that this rank needs, and all ranks agree. Then each rank reads the
 ranges that it holds, straight into its shards where these are in host memory.
 """
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,16 +21,24 @@ from torch.distributed.tensor import DTensor
 from meshard._mesh.boxes import Box
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import dtype_of
-from meshard.checkpoint._protocol.blobs import bytes_of
-from meshard.checkpoint._protocol.manifest import (
-    Blob,
-    CheckpointError,
-    Chunk,
-    Manifest,
-)
+from meshard.checkpoint._protocol import commits, format_1
+from meshard.checkpoint._protocol.manifest import Chunk, Manifest, Range, from_content
 from meshard.checkpoint._protocol.ranks import Ranks
-from meshard.checkpoint._protocol.storage import Range, Source, Storage
+from meshard.checkpoint._protocol.storage import CheckpointError, Source, Storage
+from meshard.checkpoint._protocol.tensor_file import PIECE_BYTES, bytes_of
 from meshard.checkpoint.weights_layout import held_box
+
+
+def read_manifest(storage: Storage, folder: str) -> Manifest:
+    """Return the manifest in a folder, of any format, checked."""
+    where = f"{storage.root}/{folder}"
+    try:
+        text = storage.read(f"{folder}/{commits.NAME}")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{where} was removed meanwhile, as by prune.") from error
+    content = commits.content_of(text, where)
+    is_old = content["format_version"] < commits.VERSION
+    return (format_1.from_content if is_old else from_content)(content, where)
 
 
 class Read(NamedTuple):
@@ -38,14 +46,8 @@ class Read(NamedTuple):
 
     chunk: Chunk
     dtype: torch.dtype  # of the chunk
-    chunk_begin: tuple[int, ...]  # where the part begins in the chunk
-    sizes: tuple[int, ...]
+    begin: tuple[int, ...]  # where the part begins in the chunk
     target: torch.Tensor  # a view of the part
-
-
-# The first bytes, in the file of a rank, of a part that is no plain value. ``_add_other`` in
-# ``jobs`` makes the part, and ``Saver._write_file`` writes it as JSON.
-_NO_VALUE = (b'{"kind": "stateful"', b'{"kind": "module"')
 
 
 class Reader:
@@ -65,45 +67,42 @@ class Reader:
             self._sources[file] = self._storage.open(self.path_of(file))
         return self._sources[file]
 
-    def expect(self, ranges: Iterable[tuple[str, int, int]]) -> None:
-        """Learn what will be read: ranges of files, so that neighbours may be read together."""
-        by_file: dict[str, list[Range]] = {}
-        for file, begin, size in ranges:
-            by_file.setdefault(file, []).append((begin, begin + size))
-        for file, own in by_file.items():
-            self.source(file).expect(own)
-
-    def read(self, blob: Blob) -> bytes:
-        """Return a blob, checked."""
-        data = self.source(blob.file).read(blob.begin, blob.size)
-        self._compare(blob, memoryview(data))
-        return data
-
-    def check(self, blob: Blob) -> None:
-        """Read a blob only to compare its checksum."""
-        if blob.crc32 >= 0:
-            if len(self._buffer) < blob.size:
-                self._buffer = bytearray(blob.size)
-            data = memoryview(self._buffer)[: blob.size]
-            self.source(blob.file).read_into(data, blob.begin)
-            self._compare(blob, data)
-
-    def _compare(self, blob: Blob, data: memoryview) -> None:
-        if blob.crc32 >= 0 and blob.checksum_of(data) != blob.crc32:
+    def check(self, file: str, part: Range) -> None:
+        """Read a range of a file only to compare its checksum."""
+        if len(self._buffer) < part.size:
+            self._buffer = bytearray(part.size)
+        data = memoryview(self._buffer)[: part.size]
+        self.source(file).read_into(data, part.begin)
+        if part.checksum_of(data) != part.crc32:
             raise CheckpointError(
-                f"{self._storage.root}/{self.path_of(blob.file)} is not as it was written: its "
-                f"checksum differs in bytes {blob.begin} to {blob.begin + blob.size}."
+                f"{self._storage.root}/{self.path_of(file)} is not as it was written: its "
+                f"checksum differs in bytes {part.begin} to {part.begin + part.size}."
             )
 
-    def tree_of(self, blob: Blob) -> Any:
-        return json.loads(self.read(blob))
+    def bytes_of(self, chunk: Chunk) -> bytes:
+        """Return the bytes of a chunk, checked."""
+        for part in self.manifest.ranges_of(chunk):
+            self.check(chunk.file, part)
+        return self.source(chunk.file).read(chunk.begin, chunk.num_bytes)
 
-    def may_be_value(self, blob: Blob) -> bool:
-        """Whether a part of one rank may be a plain value, by its first bytes."""
-        with contextlib.suppress(EOFError, OSError):
-            head = self.source(blob.file).read(blob.begin, min(blob.size, 20))
-            return not head.startswith(_NO_VALUE)
-        return True
+    def tree_of(self, name: str) -> Any:
+        """Return the plain value that a tensor of bytes has as JSON."""
+        chunk = self.manifest.tensors[name].chunks[0]
+        data = self.bytes_of(chunk)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            where = f"{self._storage.root}/{self.path_of(chunk.file)}"
+            raise CheckpointError(f"{where} has no JSON text in {name!r}: {error}") from error
+
+    def tensor_of(self, name: str, advance: Callable[[int], Any] = lambda _: None) -> torch.Tensor:
+        """Return a whole tensor, checked, in host memory."""
+        entry = self.manifest.tensors[name]
+        tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
+        reads = list(_reads_into(self.manifest, name, tensor, Box.of_all(entry.shape)))
+        check(self, reads)
+        fill(self, reads, advance)
+        return tensor
 
     def close(self) -> None:
         for source in self._sources.values():
@@ -118,7 +117,6 @@ class Comparison:
     """What of a checkpoint fits a model, and what does not."""
 
     missing: list[str] = field(default_factory=list)  # here, and not in the checkpoint
-    unexpected: list[str] = field(default_factory=list)  # there, and not here
     wrong: list[str] = field(default_factory=list)  # texts about other shapes or dtypes
 
 
@@ -132,14 +130,13 @@ def compare(
         if entry is None:
             found.missing.append(name)
             continue
+        saved = dtype_of(entry.dtype)
         if entry.shape != tuple(target.shape):
             found.wrong.append(
                 f"{name} has shape {list(entry.shape)} in the checkpoint and "
                 f"{list(target.shape)} here"
             )
-        elif dtype_of(entry.dtype) != target.dtype and not (
-            cast and _can_cast(dtype_of(entry.dtype), target.dtype)
-        ):
+        elif saved != target.dtype and not (cast and _can_cast(saved, target.dtype)):
             advice = "no cast keeps its values" if cast else "pass cast=True to convert it"
             found.wrong.append(
                 f"{name} is {entry.dtype} in the checkpoint and "
@@ -171,89 +168,129 @@ def _can_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:
 @torch.no_grad()
 def reads_of(manifest: Manifest, targets: dict[str, torch.Tensor]) -> list[Read]:
     """Return what this rank has to read to fill ``targets``."""
-    reads = []
+    reads = list[Read]()
     for name, target in targets.items():
-        entry = manifest.tensors[manifest.ties.get(name, name)]
         box = held_box(name, target)
-        if box is None or not box.numel:
-            continue
-        local = plain_of(target).detach()
-        for chunk in entry.chunks:
-            common = box.common(Box(chunk.offsets, chunk.sizes))
-            if common.numel:
-                inside = common.relative_to(chunk.offsets)
-                part = local[common.relative_to(box.offsets).slices]
-                dtype = dtype_of(entry.dtype)
-                reads.append(Read(chunk, dtype, inside.offsets, inside.sizes, part))
-    return sorted(reads, key=lambda read: (read.chunk.blob.file, read.chunk.blob.begin))
+        if box is not None and box.numel:
+            local = plain_of(target).detach()
+            reads += _reads_into(manifest, manifest.ties.get(name, name), local, box)
+    return sorted(reads, key=lambda read: (read.chunk.file, read.chunk.begin))
+
+
+def _reads_into(manifest: Manifest, name: str, local: torch.Tensor, box: Box) -> Iterator[Read]:
+    """Iterate over what fills a box of a tensor, ``local``."""
+    entry = manifest.tensors[name]
+    dtype = dtype_of(entry.dtype)
+    for chunk in entry.chunks:
+        common = box.common(Box(chunk.offsets, chunk.sizes))
+        if common.numel:
+            part = local[common.relative_to(box.offsets).slices]
+            yield Read(chunk, dtype, common.relative_to(chunk.offsets).offsets, part)
 
 
 # --- reading -------------------------------------------------------------------------------
 
 
-def check(reader: Reader, reads: Iterable[Read]) -> None:
-    """Compare the checksums of all chunks that ``reads`` touch.
+def check(
+    reader: Reader, reads: Iterable[Read], advance: Callable[[int], Any] = lambda _: None
+) -> None:
+    """Compare the checksums of all ranges that ``reads`` touch.
 
     Raises:
         CheckpointError: One differs.
         EOFError, OSError: A file is too short, or is missing.
     """
-    blobs = dict.fromkeys(read.chunk.blob for read in reads)
-    reader.expect(blob.span for blob in blobs)
-    for blob in blobs:
-        reader.check(blob)
+    ranges = dict.fromkeys(
+        (read.chunk.file, part) for read in reads for part in reader.manifest.ranges_of(read.chunk)
+    )
+    by_file: dict[str, list[tuple[int, int]]] = {}
+    for file, part in ranges:
+        by_file.setdefault(file, []).append((part.begin, part.begin + part.size))
+    for file, own in by_file.items():
+        reader.source(file).expect(own)
+    for file, part in ranges:
+        reader.check(file, part)
+        advance(part.size)
 
 
 @torch.no_grad()
-def fill(reader: Reader, reads: Iterable[Read]) -> None:
+def fill(
+    reader: Reader, reads: Iterable[Read], advance: Callable[[int], Any] = lambda _: None
+) -> None:
     """Read into the targets."""
     reads = list(reads)
-    reader.expect(_needed(read) for read in reads)
+    by_file: dict[str, list[tuple[int, int]]] = {}
     for read in reads:
-        dtype, target = read.dtype, read.target
-        if not read.chunk.is_in_order:
-            whole = torch.load(
-                io.BytesIO(reader.read(read.chunk.blob)), weights_only=True, map_location="cpu"
+        chunk = read.chunk
+        whole = [(chunk.begin, chunk.begin + chunk.num_bytes)]
+        by_file.setdefault(chunk.file, []).extend(whole if chunk.is_archive else _ranges(read))
+    for file, ranges in by_file.items():
+        reader.source(file).expect(ranges)
+    for read in reads:
+        source, target = reader.source(read.chunk.file), read.target
+        if read.chunk.is_archive:
+            target.copy_(_unpacked(source, read.chunk)[Box(read.begin, tuple(target.shape)).slices])
+            advance(target.nbytes)
+            continue
+        for place, rows, begin, part in _rows(read):
+            is_direct = (
+                part.is_cpu
+                and part.dtype == read.dtype
+                and part.is_contiguous()
+                and not (part.is_conj() or part.is_neg())
+                and tuple(part.shape) == rows
             )
-            target.copy_(whole[Box(read.chunk_begin, read.sizes).slices])
-            continue
-        begin, rows = _range_of(read)
-        source = reader.source(read.chunk.blob.file)
-        is_direct = (
-            target.is_cpu
-            and target.dtype == dtype
-            and target.is_contiguous()
-            and not (target.is_conj() or target.is_neg())
-            and rows == read.sizes
-        )
-        if is_direct:
-            source.read_into(bytes_of(target), begin)
-            increment_version(target)  # so that autograd and units notice the change
-            continue
-        buffer = torch.empty(rows, dtype=dtype, device="cpu")
-        source.read_into(bytes_of(buffer), begin)
-        for dim, (first, size) in enumerate(zip(read.chunk_begin, read.sizes, strict=True)):
-            buffer = buffer.narrow(dim, first if dim else 0, size)
-        target.copy_(buffer)
+            if is_direct:
+                source.read_into(bytes_of(part), place)
+                increment_version(part)  # so that autograd and units notice the change
+            else:
+                buffer = torch.empty(rows, dtype=read.dtype, device="cpu")
+                source.read_into(bytes_of(buffer), place)
+                part.copy_(buffer[Box(begin, tuple(part.shape)).slices])
+            advance(part.nbytes)
 
 
-def _needed(read: Read) -> tuple[str, int, int]:
-    """Return the file, the first byte and the number of bytes that ``fill`` reads."""
-    blob = read.chunk.blob
-    if not read.chunk.is_in_order:
-        return blob.span
-    begin, rows = _range_of(read)
-    return blob.file, begin, torch.Size(rows).numel() * read.dtype.itemsize
+def _unpacked(source: Source, chunk: Chunk) -> torch.Tensor:
+    """Return a tensor that torch.save has written: torch alone knows in which order."""
+    data = io.BytesIO(source.read(chunk.begin, chunk.num_bytes))
+    tensor = torch.load(data, weights_only=True, map_location="cpu")
+    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
+        raise CheckpointError(f"{chunk.file} has no tensor of {chunk.sizes} at {chunk.begin}.")
+    return tensor.detach()
 
 
-def _range_of(read: Read) -> tuple[int, tuple[int, ...]]:
-    """Return where in the file the rows begin that a read needs, and their shape."""
-    place = read.chunk.blob.begin + read.chunk.blob.data_begin
-    if not read.sizes:
-        return place, ()
-    row = read.chunk.sizes[1:]
-    num_bytes = torch.Size(row).numel() * read.dtype.itemsize
-    return place + read.chunk_begin[0] * num_bytes, (read.sizes[0], *row)
+Rows = tuple[int, tuple[int, ...], tuple[int, ...], torch.Tensor]
+
+
+def _ranges(read: Read) -> Iterator[tuple[int, int]]:
+    for place, rows, _, _ in _rows(read):
+        yield place, place + math.prod(rows) * read.dtype.itemsize
+
+
+def _rows(read: Read) -> Iterator[Rows]:
+    """Iterate over what is read at a time: consecutive rows of a chunk, in ``PIECE_BYTES`` at most.
+
+    Each has the place of the rows in the file, their shape, where in them the part begins that is
+    wanted, and the view of the target that gets it.
+    """
+
+    def of(
+        place: int, sizes: tuple[int, ...], begin: tuple[int, ...], target: torch.Tensor
+    ) -> Iterator[Rows]:
+        if not sizes:
+            yield place, (), (), target
+            return
+        row = math.prod(sizes[1:]) * read.dtype.itemsize
+        count = max(1, PIECE_BYTES // row)
+        for first in range(0, target.size(0), count):
+            part = target[first : first + count]
+            at = place + (begin[0] + first) * row
+            if row > PIECE_BYTES:
+                yield from of(at, sizes[1:], begin[1:], part[0])
+            else:
+                yield at, (part.size(0), *sizes[1:]), (0, *begin[1:]), part
+
+    return of(read.chunk.begin, read.chunk.sizes, read.begin, read.target)
 
 
 def agree(ranks: Ranks, problems: list[str], what: str) -> None:
@@ -284,23 +321,22 @@ def damages(reader: Reader, sizes: dict[str, int]) -> Iterator[tuple[int, Damage
 
     ``sizes`` has the sizes of the files in the folder.
     """
-    for file, blobs in reader.manifest.files().items():
-        num_bytes = sum(blob.size for blob in blobs)
+    for file, ranges in sorted(reader.manifest.files.items()):
+        num_bytes = sum(part.size for part in ranges)
         if file not in sizes:
             yield num_bytes, Damage(file, "is missing")
             continue
         if sizes[file] != num_bytes:
             yield 0, Damage(file, f"has {sizes[file]} bytes, and {num_bytes} were written")
         wrong = None
-        reader.expect((file, blob.begin, blob.size) for blob in blobs)
-        for blob in blobs:
+        for part in ranges:
             try:
-                reader.check(blob)
+                reader.check(file, part)
             except (CheckpointError, EOFError):
-                end = blob.begin + blob.size
-                wrong = wrong or Damage(file, f"differs in bytes {blob.begin} to {end}")
+                end = part.begin + part.size
+                wrong = wrong or Damage(file, f"differs in bytes {part.begin} to {end}")
             except OSError as error:  # the disk fails
                 wrong = wrong or Damage(file, f"cannot be read: {error}")
-            yield blob.size, None
+            yield part.size, None
         if wrong is not None:
             yield 0, wrong

@@ -1,64 +1,49 @@
-"""The manifest of a checkpoint: what is in it, where the bytes are, and their checksums.
-
-A folder with a manifest is a checkpoint; a folder without one is not. The manifest is JSON text
-without spaces, with a checksum over the rest of the text, so that every changed byte is noticed.
-"""
+"""The manifest of a checkpoint: what is in it, where the bytes are, and their checksums."""
 
 from __future__ import annotations
 
-import hashlib
-import json
+import bisect
+import itertools
+import math
 import re
 import zlib
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from meshard.checkpoint._protocol.storage import Storage
+from meshard._torch.private import dtype_of
+from meshard.checkpoint._protocol.commits import FORMAT, NAME, VERSION, canonical, checksum_of
+from meshard.checkpoint._protocol.plain import names_in
+from meshard.checkpoint._protocol.storage import CheckpointError
 
-NAME = "manifest.json"
-FORMAT = "meshard.checkpoint"
-OF_TORCH = "torch.distributed.checkpoint"
-VERSION = 1  # of the format; a reader refuses a higher one
-MARKER = ".meshard"  # an empty file that marks folders of ours; others are never removed
-_FOLDER = re.compile(r"step-(0|[1-9]\d*)(?:\.([1-9]\d*))?")
+RANGE_BYTES = 2**25  # of a file: each such range has a checksum
 _FILE = re.compile(r"[A-Za-z0-9_.-]+")
 
 
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be saved or loaded; nothing was changed, unless the text says so."""
+class Range(NamedTuple):
+    """A range of a file with its checksum."""
 
-
-class Blob(NamedTuple):
-    """A range of a file, and in it, counted from its begin, the range of a tensor's elements.
-
-    The checksum is over the elements, then the bytes before them, then the bytes after them.
-    """
-
-    file: str
     begin: int
     size: int  # bytes
     crc32: int
-    data_begin: int = 0
-    data_size: int = 0
-
-    @property
-    def span(self) -> tuple[str, int, int]:
-        return self.file, self.begin, self.size
+    first: tuple[int, int] = (0, 0)  # a range in it whose bytes come first; of format 1
 
     def checksum_of(self, data: memoryview) -> int:
-        """Return the checksum of the bytes of such a blob."""
-        end = self.data_begin + self.data_size
-        crc = zlib.crc32(data[self.data_begin : end])
-        return zlib.crc32(data[end:], zlib.crc32(data[: self.data_begin], crc))
+        """Return the checksum of the bytes of such a range."""
+        begin, end = self.first
+        crc = zlib.crc32(data[:begin], zlib.crc32(data[begin:end]))
+        return zlib.crc32(data[end:], crc)
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor, as one blob."""
+    """A box of a tensor, and the bytes of a file that have its elements, in order."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    blob: Blob
-    is_in_order: bool = True  # False: written by torch, for example transposed
+    file: str
+    begin: int
+    num_bytes: int
+    is_archive: bool = False  # the bytes are what torch.save has made of it: format 1, and torch
 
 
 @dataclass(slots=True)
@@ -78,188 +63,28 @@ class Manifest:
     step: int | None
     tensors: dict[str, TensorEntry]
     parts: dict[str, Any]  # plain values with references to tensors; without the model's
-    rank_parts: list[dict[str, Blob]]  # by rank: its own versions of parts that differ
+    rank_parts: dict[str, str] = field(default_factory=dict)  # kinds of parts that ranks have each
     ties: dict[str, str] = field(default_factory=dict)  # by further name of a tensor: its name
-    objects: list[Blob] = field(default_factory=list)  # read by torch's ``dcp.load`` only
+    files: dict[str, list[Range]] = field(default_factory=dict)  # cover each file; of torch: none
     about: dict[str, Any] = field(default_factory=dict)  # versions, ranks, mesh, date
     unreadable: list[str] = field(default_factory=list)  # of torch: needs classes of its own
+    is_of_torch: bool = False  # written by ``torch.distributed.checkpoint.save``
 
-    def blobs(self) -> list[Blob]:
-        """Return all ranges of files. They cover each file, each byte once."""
-        chunks = [chunk.blob for entry in self.tensors.values() for chunk in entry.chunks]
-        own = [blob for parts in self.rank_parts for blob in parts.values()]
-        return [*chunks, *own, *self.objects]
-
-    def files(self) -> dict[str, list[Blob]]:
-        """Return the blobs of each file, in their order."""
-        found: dict[str, list[Blob]] = {}
-        for blob in self.blobs():
-            found.setdefault(blob.file, []).append(blob)
-        return {name: sorted(found[name], key=lambda blob: blob.begin) for name in sorted(found)}
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks have saved it; 0: it is of torch."""
+        return int(self.about.get("num_ranks", 0))
 
     @property
     def num_bytes(self) -> int:
-        return sum(blob.size for blob in self.blobs())
+        return sum(each.size for ranges in self.files.values() for each in ranges)
 
-    @property
-    def is_of_torch(self) -> bool:
-        """Whether ``torch.distributed.checkpoint.save`` has written it, without checksums."""
-        return self.about.get("format") == OF_TORCH
-
-
-# --- as text -------------------------------------------------------------------------------
-
-
-def to_text(manifest: Manifest) -> bytes:
-    """Return the manifest as it is written."""
-    files = sorted({blob.file for blob in manifest.blobs()})
-    number = {name: index for index, name in enumerate(files)}
-
-    def row(blob: Blob) -> list[int]:
-        return [number[blob.file], *blob[1:]]
-
-    content = {
-        "format": FORMAT,
-        "format_version": VERSION,
-        "step": manifest.step,
-        "about": manifest.about,
-        "files": files,
-        "tensors": {
-            name: {
-                "shape": list(entry.shape),
-                "dtype": entry.dtype,
-                "placements": entry.placements,
-                # A chunk: offsets, sizes, [file, begin, size, crc32, data_begin, data_size]
-                "chunks": [
-                    [list(each.offsets), list(each.sizes), row(each.blob)] for each in entry.chunks
-                ],
-            }
-            for name, entry in manifest.tensors.items()
-        },
-        "ties": manifest.ties,
-        "parts": manifest.parts,
-        "rank_parts": [
-            {name: row(blob) for name, blob in parts.items()} for parts in manifest.rank_parts
-        ],
-        "objects": [row(blob) for blob in manifest.objects],
-    }
-    text = _canonical(content)
-    return _canonical({"checksum": _checksum(text), "content": content})
-
-
-def _canonical(value: Any) -> bytes:
-    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _checksum(text: bytes) -> str:
-    return "sha256:" + hashlib.sha256(text).hexdigest()
-
-
-def from_text(text: bytes, where: str) -> Manifest:
-    """Return the manifest that was written as ``text``; ``where`` is for messages.
-
-    Raises:
-        CheckpointError: It is damaged, of a newer format, or names a file outside of its folder.
-    """
-    try:
-        outer = json.loads(text)
-        content, checksum = outer["content"], outer["checksum"]
-        is_whole = _canonical(outer) == text and _checksum(_canonical(content)) == checksum
-    except (ValueError, KeyError, TypeError):
-        is_whole = False
-    if not is_whole:
-        raise CheckpointError(
-            f"{where}/{NAME} is not as it was written: a part of it was changed or is missing. "
-            "Load another step, or copy the file from where the checkpoint came from."
-        )
-    if content.get("format") != FORMAT:
-        raise CheckpointError(f"{where}/{NAME} is no manifest of meshard.checkpoint.")
-    if content["format_version"] > VERSION:
-        raise CheckpointError(
-            f"{where} has format {content['format_version']} of a newer meshard "
-            f"({content['about'].get('meshard')}); this one reads up to format {VERSION}. "
-            "Update meshard."
-        )
-    for name in content["files"]:
-        check_file_name(name, f"{where}/{NAME}")
-    try:
-        return _from_content(content)
-    except (ValueError, KeyError, TypeError, IndexError) as error:
-        raise CheckpointError(
-            f"{where}/{NAME} has the right checksum and not the form of format {VERSION}: {error}."
-        ) from error
-
-
-def check_file_name(name: str, where: str) -> None:
-    """Raise if a file that ``where`` names may be outside of its folder."""
-    if not _FILE.fullmatch(name) or name in (".", ".."):
-        raise CheckpointError(
-            f"{where} names the file {name!r}, which is outside of its folder; do not use this "
-            "checkpoint, that was not written by meshard or torch."
-        )
-
-
-def _from_content(content: dict[str, Any]) -> Manifest:
-    files = content["files"]
-
-    def blob(row: list[int]) -> Blob:
-        return Blob(files[row[0]], *row[1:])
-
-    tensors = {
-        name: TensorEntry(
-            tuple(each["shape"]),
-            each["dtype"],
-            each["placements"],
-            [
-                Chunk(tuple(offsets), tuple(sizes), blob(row))
-                for offsets, sizes, row in each["chunks"]
-            ],
-        )
-        for name, each in content["tensors"].items()
-    }
-    return Manifest(
-        content["step"],
-        tensors,
-        content["parts"],
-        [{name: blob(row) for name, row in parts.items()} for parts in content["rank_parts"]],
-        ties=content["ties"],
-        objects=[blob(row) for row in content["objects"]],
-        about=content["about"],
-    )
-
-
-# --- folders of steps ----------------------------------------------------------------------
-
-
-class StepFolder(NamedTuple):
-    """The folder of one save. A step that is saved again gets another folder."""
-
-    step: int
-    attempt: int
-
-    @property
-    def name(self) -> str:
-        return f"step-{self.step}" + (f".{self.attempt}" if self.attempt else "")
-
-    @property
-    def manifest(self) -> str:
-        return f"{self.name}/{NAME}"
-
-
-def step_folders(storage: Storage) -> list[StepFolder]:
-    """Return the folders of saves, finished or not, by step and attempt."""
-    found = (_FOLDER.fullmatch(name) for name in storage.folders())
-    return sorted(StepFolder(int(match[1]), int(match[2] or 0)) for match in found if match)
-
-
-def committed(storage: Storage) -> dict[int, StepFolder]:
-    """Return the newest finished folder of each step, in the order of steps."""
-    return {each.step: each for each in finished(storage)}
-
-
-def finished(storage: Storage) -> list[StepFolder]:
-    """Return all folders that are checkpoints, by step and attempt."""
-    return [each for each in step_folders(storage) if storage.exists(each.manifest)]
+    def ranges_of(self, chunk: Chunk) -> list[Range]:
+        """Return the ranges with checksums that a chunk touches."""
+        ranges = self.files.get(chunk.file, [])
+        first = bisect.bisect_right(ranges, chunk.begin, key=lambda each: each.begin) - 1
+        end = chunk.begin + chunk.num_bytes
+        return list(itertools.takewhile(lambda each: each.begin < end, ranges[max(first, 0) :]))
 
 
 def own_name(rank: int, name: str) -> str:
@@ -267,24 +92,208 @@ def own_name(rank: int, name: str) -> str:
     return f"rank{rank}/{name}"
 
 
-def remove(storage: Storage, folder: StepFolder) -> None:
-    """Remove a folder, its manifest first, so that what is left if it is killed is no step."""
-    storage.remove_file(folder.manifest)
-    storage.remove_folder(folder.name)
+def own_part(rank: int, name: str) -> str:
+    """Return the name of the tensor of bytes with rank ``rank``'s version of a part."""
+    return f"rank{rank}/parts/{name}"
 
 
-def is_leftover(storage: Storage, folder: StepFolder) -> bool:
-    """Whether a save or a removal that was killed has left a folder."""
-    if storage.exists(folder.manifest):
-        return False
-    return storage.exists(f"{folder.name}/{MARKER}") or storage.is_empty(folder.name)
+def file_order(name: str, itemsize: int) -> tuple[int, str]:
+    """Return the key by which tensors follow each other in a file, so that all are aligned."""
+    return -itemsize, name
 
 
-def read_manifest(storage: Storage, folder: StepFolder) -> Manifest:
-    """Return the manifest in a folder, checked."""
-    where = f"{storage.root}/{folder.name}"
+# --- as text -------------------------------------------------------------------------------
+
+
+class WrittenFile(NamedTuple):
+    """A file of tensors that follow each other by ``file_order``."""
+
+    name: str
+    size: int  # bytes
+    header_size: int  # bytes before the first tensor
+    crcs: list[int]  # of each range
+
+    def ranges(self) -> list[Range]:
+        begins = range(0, self.size, RANGE_BYTES)
+        return [
+            Range(begin, min(RANGE_BYTES, self.size - begin), crc)
+            for begin, crc in zip(begins, self.crcs, strict=True)
+        ]
+
+
+def to_text(manifest: Manifest, files: Sequence[WrittenFile]) -> bytes:
+    """Return the manifest as text. Where a tensor is in its file follows from the order."""
+    number = {each.name: index for index, each in enumerate(files)}
+    placements = list(dict.fromkeys(tuple(each.placements) for each in manifest.tensors.values()))
+
+    def row(entry: TensorEntry) -> list[Any]:
+        chunks = [
+            number[each.file]
+            if each.sizes == entry.shape
+            else [number[each.file], each.offsets, each.sizes]
+            for each in entry.chunks
+        ]
+        return [entry.dtype, entry.shape, placements.index(tuple(entry.placements)), *chunks]
+
+    content = {
+        "format": FORMAT,
+        "format_version": VERSION,
+        "step": manifest.step,
+        "about": manifest.about,
+        "files": files,  # name, size, size of the header, checksum of each range
+        "placements": placements,
+        # dtype, shape, number of the placements, then chunks: the number of the file if it has the
+        # whole tensor, or [number, offsets, sizes]
+        "tensors": {name: row(entry) for name, entry in manifest.tensors.items()},
+        "ties": manifest.ties,
+        "parts": manifest.parts,
+        "rank_parts": manifest.rank_parts,
+    }
+    return canonical({"checksum": checksum_of(canonical(content)), "content": content})
+
+
+class _Field:
+    """Names the field of a manifest that is being read, for errors."""
+
+    name = ""
+
+
+def from_content(content: dict[str, Any], where: str) -> Manifest:
+    """Return the manifest that was written as ``content``; ``where`` is for messages.
+
+    Raises:
+        CheckpointError: It has not the form of this format, names a file outside of its folder, or
+            has tensors that are not covered.
+    """
+    at = _Field()
     try:
-        text = storage.read(folder.manifest)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{where} was removed meanwhile, as by prune.") from error
-    return from_text(text, where)
+        return _parsed(content, at)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}/{NAME}: {error}") from error
+    except Exception as error:  # whatever a wrong form leads to
+        raise CheckpointError(
+            f"{where}/{NAME} has the right checksum, and its field {at.name} has not the form of "
+            f"format {VERSION}: {type(error).__name__}: {error}"
+        ) from error
+
+
+def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
+    at.name = "'step' or 'about'"
+    step, about = _integer(content["step"]), _table(content["about"])
+    _integer(about["num_ranks"])
+    at.name = "'files'"
+    files = [
+        WrittenFile(check_file_name(name), _integer(size), _integer(head), _integers(crcs))
+        for name, size, head, crcs in content["files"]
+    ]
+    ranges = {each.name: each.ranges() for each in files}
+    at.name = "'placements'"
+    placements = [list(map(_text, each)) for each in content["placements"]]
+    tensors: dict[str, TensorEntry] = {}
+    held: list[list[tuple[tuple[int, str], TensorEntry, int]]] = [[] for _ in files]
+    for name, (dtype, shape, number, *chunks) in _table(content["tensors"]).items():
+        at.name = f"'tensors' of {name!r}"
+        size = dtype_of(_text(dtype)).itemsize
+        whole = tuple(_integers(shape))
+        entry = tensors[name] = TensorEntry(whole, dtype, placements[_integer(number)])
+        for each in chunks:
+            if type(each) is int:
+                each = each, (0,) * len(whole), whole
+            file, offsets, sizes = each
+            box = tuple(_integers(offsets)), tuple(_integers(sizes))
+            chunk = Chunk(*box, files[_integer(file)].name, 0, math.prod(box[1]) * size)
+            held[file].append((file_order(name, size), entry, len(entry.chunks)))
+            entry.chunks.append(chunk)
+        check_covered(name, entry)
+    for written, own in zip(files, held, strict=True):
+        begin = written.header_size
+        for _, entry, position in sorted(own, key=lambda row: row[0]):
+            chunk = entry.chunks[position]
+            entry.chunks[position] = chunk._replace(begin=begin)
+            begin += chunk.num_bytes
+        if begin != written.size:
+            raise CheckpointError(
+                f"the tensors in {written.name} end at byte {begin}, and it has {written.size}."
+            )
+    at.name = "'ties'"
+    ties = {name: _text(tied) for name, tied in _table(content["ties"]).items()}
+    kinds = {}
+    for name, kind in _table(content["rank_parts"]).items():
+        at.name = f"'rank_parts' of {name!r}"
+        kinds[name] = _text(kind)
+    parts = _table(content["parts"])
+    for name, part in parts.items():
+        at.name = f"'parts' of {name!r}"
+        for each in names_in(part):
+            if each not in tensors and own_name(0, each) not in tensors:
+                raise ValueError(f"there is no tensor {each!r}")
+    return Manifest(step, tensors, parts, kinds, ties, ranges, about)
+
+
+def _integer(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r} is no number of bytes, elements or files")
+    return value
+
+
+def _integers(values: Any) -> list[int]:
+    return [_integer(each) for each in _list(values)]
+
+
+def _list(value: Any) -> list[Any]:
+    if type(value) is not list and type(value) is not tuple:
+        raise TypeError(f"{value!r} is no list")
+    return list(value)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise TypeError(f"{value!r} is no text")
+    return value
+
+
+def _table(value: Any) -> dict[str, Any]:
+    if type(value) is not dict:
+        raise TypeError(f"{value!r} is no object")
+    return value
+
+
+def check_file_name(name: Any) -> str:
+    """Return the name of a file in a folder, or raise if it may be outside of the folder."""
+    if not _FILE.fullmatch(name) or name in (".", ".."):
+        raise CheckpointError(
+            f"it names the file {name!r}, which is outside of its folder; do not use this "
+            "checkpoint, that was not written by meshard or torch."
+        )
+    return str(name)
+
+
+def check_covered(name: str, entry: TensorEntry) -> None:
+    """Raise a CheckpointError unless the chunks of a tensor have each of its elements once."""
+    covered = sum(math.prod(chunk.sizes) for chunk in entry.chunks)
+    if covered != math.prod(entry.shape) or not entry.chunks:
+        raise CheckpointError(
+            f"the chunks of {name!r} have {covered} elements, and its shape is {entry.shape}."
+        )
+    for chunk in entry.chunks:
+        box = list(zip(chunk.offsets, chunk.sizes, entry.shape, strict=True))
+        if any(begin + size > whole for begin, size, whole in box):
+            raise CheckpointError(f"a chunk of {name!r} lies outside of the tensor: {chunk}.")
+    if len(entry.chunks) > 1:
+        # The edges of all chunks cut the tensor into cells. No cell may be in two chunks.
+        edges = [
+            sorted({*(c.offsets[dim] for c in entry.chunks), size})
+            for dim, size in enumerate(entry.shape)
+        ]
+        cells = list(itertools.chain.from_iterable(_cells(each, edges) for each in entry.chunks))
+        if len(set(cells)) < len(cells):
+            raise CheckpointError(f"chunks of {name!r} overlap.")
+
+
+def _cells(chunk: Chunk, edges: list[list[int]]) -> Iterator[tuple[int, ...]]:
+    """Iterate over the first corners of the cells in a chunk."""
+    corners: Iterable[list[int]] = (
+        own[bisect.bisect_left(own, begin) : bisect.bisect_left(own, begin + size)]
+        for own, begin, size in zip(edges, chunk.offsets, chunk.sizes, strict=True)
+    )
+    return itertools.product(*corners)

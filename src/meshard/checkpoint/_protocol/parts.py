@@ -22,13 +22,15 @@ from torch.optim import Optimizer
 
 from meshard._engine.unit import without_compile
 from meshard._torch.dtensor import place_like, plain_of
-from meshard.checkpoint._protocol.blobs import copied_bytes
-from meshard.checkpoint._protocol.manifest import CheckpointError
 from meshard.checkpoint._protocol.plain import Path, embedded, encode, reference
+from meshard.checkpoint._protocol.storage import CheckpointError
+from meshard.checkpoint._protocol.tensor_file import copied_bytes
 from meshard.checkpoint.weights_layout import fqn_without_wrappers, held_tensors
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
-RESERVED = (MODEL, OPTIMIZER, RANDOM, "step", "strict", "cast", "verify")
+RESERVED = (
+    MODEL, OPTIMIZER, RANDOM, "step", "strict", "cast", "verify", "metric", "per_rank", "force",
+)  # fmt: skip
 
 
 def join(*path: Any) -> str:
@@ -84,17 +86,20 @@ def without_ddp(module: nn.Module) -> nn.Module:
     return inner.module if isinstance(inner, DistributedDataParallel) else module
 
 
-def model_state(module: nn.Module) -> ModelState:
-    """Return the state of a module.
+def model_state(model: nn.Module | dict[str, Any]) -> ModelState:
+    """Return the state of a module, or of a state dict in its place.
 
     Raises:
         RuntimeError: It holds gradients that are not fully reduced, which would be lost.
     """
     found = ModelState({}, {}, {}, {}, {})
     by_id: dict[int, str] = {}
-    module = without_ddp(module)
-    state = module.state_dict(keep_vars=True)
-    own = {id(each) for each in held_tensors(module)}
+    if isinstance(model, dict):
+        state, held = model, [each for each in model.values() if isinstance(each, torch.Tensor)]
+    else:
+        module = without_ddp(model)
+        state, held = module.state_dict(keep_vars=True), held_tensors(module)
+    own = {id(each) for each in held}
     for raw, value in state.items():
         name = fqn_without_wrappers(raw)
         if id(value) not in own:
@@ -105,6 +110,14 @@ def model_state(module: nn.Module) -> ModelState:
             by_id[id(value)] = found.names[id(value)] = name
             found.tensors[name] = value
     return found
+
+
+def load_others(model: nn.Module | dict[str, Any], others: dict[str, Any]) -> None:
+    """Give a module, or a state dict, what is no tensor of it."""
+    if isinstance(model, dict):
+        model.update(others)
+    else:
+        without_ddp(model).load_state_dict(others, strict=False)
 
 
 # --- optimizers ----------------------------------------------------------------------------
@@ -148,6 +161,30 @@ def names_of(group: dict[str, Any], names: dict[int, str], optimizer: Optimizer)
                 "saved or loaded with it, after the last fully_shard."
             )
     return [names[id(param)] for param in group["params"]]
+
+
+def with_names(tree: dict[str, Any], optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
+    """Return an encoded tree whose parameters are numbers, as in a raw state dict, with names.
+
+    Raises:
+        CheckpointError: There are more or fewer parameters than here.
+    """
+    numbers = [number for group in tree["param_groups"] for number in group["params"]]
+    if not numbers or type(numbers[0]) is not int:
+        return tree
+    own = [name for group in optimizer.param_groups for name in names_of(group, names, optimizer)]
+    if len(own) != len(numbers):
+        raise CheckpointError(
+            f"the optimizer was saved with {len(numbers)} parameters without names, and has "
+            f"{len(own)} here."
+        )
+    by_number = dict(zip(numbers, own, strict=True))
+    groups = [
+        {**group, "params": [by_number[number] for number in group["params"]]}
+        for group in tree["param_groups"]
+    ]
+    state = {by_number[int(number)]: each for number, each in tree["state"].items()}
+    return {**tree, "state": state, "param_groups": groups}
 
 
 NAMES = ("params", "param_names")  # the keys of a param group that tell which parameters it has

@@ -7,18 +7,27 @@ whose key ``"$"`` tells what it is. Tensors become references by name; their dat
 from __future__ import annotations
 
 import base64
+import enum
 import math
-from collections import Counter, OrderedDict
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from meshard._torch.private import dtype_of
-from meshard.checkpoint._protocol.blobs import copied_bytes
+from meshard.checkpoint._protocol.tensor_file import copied_bytes
 
 _KIND = "$"
 Path = tuple[Any, ...]  # the keys that lead to a value
+# Of these the class alone tells how they are made of a list, or of pairs.
+_SEQUENCES: dict[str, Callable[[Any], Any]] = {
+    "tuple": tuple, "set": set, "frozenset": frozenset, "Size": torch.Size,
+}  # fmt: skip
+_MAPPINGS: dict[str, Callable[[Any], Any]] = {
+    "dict": dict, "OrderedDict": OrderedDict, "Counter": lambda pairs: Counter(dict(pairs)),
+}  # fmt: skip
 
 
 def reference(name: str) -> dict[str, str]:
@@ -52,52 +61,91 @@ def encode(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path =
         return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
     if isinstance(value, torch.Tensor):
         return tensor(path, value)
-    if kind in (list, tuple, set, torch.Size):
+
+    def items(values: Any) -> list[Any]:
+        return [encode(each, tensor, (*path, number)) for number, each in enumerate(values)]
+
+    if kind is list:
+        return items(value)
+    if kind in (tuple, set, frozenset, torch.Size):
         # Sorted, because the order of a set differs between processes.
-        ordered = sorted(value, key=repr) if kind is set else value
-        items = [encode(each, tensor, (*path, number)) for number, each in enumerate(ordered)]
-        return items if kind is list else {_KIND: kind.__name__, "items": items}
-    if kind in (dict, OrderedDict, Counter):
+        ordered = sorted(value, key=repr) if kind in (set, frozenset) else value
+        return {_KIND: kind.__name__, "items": items(ordered)}
+    if kind is deque:
+        return {_KIND: "deque", "items": items(value), "maxlen": value.maxlen}
+    if kind in (dict, OrderedDict, Counter, defaultdict):
         pairs = [
             (encode(key, tensor, path), encode(each, tensor, (*path, key)))
             for key, each in value.items()
         ]
         if kind is dict and all(type(key) is str and key != _KIND for key in value):
             return dict(pairs)
-        return {_KIND: kind.__name__, "items": [list(pair) for pair in pairs]}
+        table = {_KIND: kind.__name__, "items": [list(pair) for pair in pairs]}
+        if kind is defaultdict and value.default_factory is not None:
+            return {**table, "factory": _name_of(_factory(_name_of(value.default_factory)))}
+        return table
     if kind in (bytes, bytearray):
         return {_KIND: kind.__name__, "base64": base64.b64encode(value).decode()}
     if kind in (torch.dtype, torch.device):
         return {_KIND: kind.__name__, "value": str(value).removeprefix("torch.")}
-    if kind.__module__ == "numpy" and hasattr(value, "item") and not getattr(value, "shape", ()):
-        plain = value.item()
-        if type(plain) is not kind:  # of a longdouble it is one again
-            return encode(plain, tensor, path)
-    where = "".join(f"[{key!r}]" for key in path)
-    raise TypeError(
+    if isinstance(value, enum.Enum) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
+        if _named(_name_of(kind), kind) is not kind:
+            raise _refused(value, path)
+        if isinstance(value, enum.Enum):
+            return {_KIND: "enum", "class": _name_of(kind), "name": value.name}
+        return {_KIND: "named tuple", "class": _name_of(kind), "items": items(value)}
+    if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
+        return _encoded_numpy(value, tensor, path)
+    raise _refused(value, path)
+
+
+def _refused(value: Any, path: Path) -> TypeError:
+    kind, where = type(value), "".join(f"[{key!r}]" for key in path)
+    return TypeError(
         f"the value at {where or 'the top'} is a {kind.__module__}.{kind.__qualname__}, which a "
         "checkpoint does not store, as it unpickles nothing: pass plain values (numbers, strings, "
         "lists, tuples, dicts), tensors, or an object whose state_dict() returns these."
     )
 
 
-_SEQUENCES: dict[str, Callable[[list[Any]], Any]] = {
-    "tuple": tuple,
-    "set": set,
-    "Size": torch.Size,
-}
-_MAPPINGS: dict[str, Callable[[Any], Any]] = {
-    "dict": dict,
-    "OrderedDict": OrderedDict,
-    "Counter": lambda pairs: Counter(dict(pairs)),
-}
+def _encoded_numpy(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path) -> Any:
+    """Return an array with its data, and a scalar as the number of Python that it is."""
+    if type(value).__name__ == "ndarray" and not value.dtype.hasobject and not value.dtype.names:
+        data = base64.b64encode(value.tobytes()).decode()
+        shape = list(value.shape)
+        return {_KIND: "ndarray", "dtype": value.dtype.str, "shape": shape, "base64": data}
+    plain = value.item() if not value.shape and not value.dtype.hasobject else value
+    if type(plain) is type(value):  # of a longdouble it is one again
+        raise _refused(value, path)
+    return encode(plain, tensor, path)
+
+
+def _name_of(kind: Any) -> str:
+    return f"{kind.__module__}:{getattr(kind, '__qualname__', kind)}"
+
+
+def _named(name: str, base: type) -> Any:
+    """Return a class by its name, if the program has imported its module: none is imported here.
+
+    Raises:
+        ValueError: There is no such class, or it is not derived from ``base``.
+    """
+    module, _, path = name.partition(":")
+    found: Any = sys.modules.get(module)
+    for part in path.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ValueError(
+            f"there is no class {name!r} of a value; define it in a module, and import that first."
+        )
+    return found
 
 
 def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
     """Return what ``encode`` was given. ``tensor`` returns the tensor of a given name.
 
     Raises:
-        ValueError: ``encode`` does not return such a value.
+        ValueError: ``encode`` does not return such a value, or a class that it needs is not here.
     """
     if isinstance(value, list):
         return [decode(each, tensor) for each in value]
@@ -108,35 +156,62 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
         return {key: decode(each, tensor) for key, each in value.items()}
     if kind == "tensor":
         return tensor(value["name"])
-    if kind == "data":
-        data = bytearray(base64.b64decode(value["base64"]))
-        dtype, shape = dtype_of(value["dtype"]), value["shape"]
-        flat = (
-            torch.frombuffer(data, dtype=dtype)
-            if data
-            else torch.empty(0, dtype=dtype, device="cpu")
-        )
-        return flat.view(shape)
-    if kind in _SEQUENCES:
-        return _SEQUENCES[kind]([decode(each, tensor) for each in value["items"]])
-    if kind in _MAPPINGS:
-        items = value["items"]
-        return _MAPPINGS[kind]([(decode(key, tensor), decode(each, tensor)) for key, each in items])
     if kind == "float":
         return float(value["value"])
-    if kind in ("bytes", "bytearray"):
-        content = base64.b64decode(value["base64"])
-        return content if kind == "bytes" else bytearray(content)
     if kind == "dtype":
         return dtype_of(value["value"])
     if kind == "device":
         return torch.device(value["value"])
+    if kind == "enum":
+        return _named(value["class"], enum.Enum)[value["name"]]
+    if "base64" in value:
+        return _decoded_bytes(kind, value)
+    items = [decode(each, tensor) for each in value.get("items", ())]
+    if kind in _SEQUENCES:
+        return _SEQUENCES[kind](items)
+    if kind in _MAPPINGS:
+        return _MAPPINGS[kind](items)
+    if kind == "deque":
+        return deque(items, value["maxlen"])
+    if kind == "defaultdict":
+        name = value.get("factory")
+        return defaultdict(None if name is None else _factory(name), items)
+    if kind == "named tuple":
+        return _named(value["class"], tuple)._make(items)
     raise ValueError(f"{kind!r} is no kind of value that a checkpoint stores.")
+
+
+def _factory(name: str) -> Any:
+    """Return the class of the values that a defaultdict makes: a builtin one, or a plain table."""
+    kinds = (bool, int, float, str, list, tuple, set, dict, OrderedDict, Counter, deque)
+    found = next((each for each in kinds if _name_of(each) == name), None)
+    if found is None:
+        raise ValueError(f"a defaultdict makes its values by {name!r}, which is no builtin class.")
+    return found
+
+
+def _decoded_bytes(kind: str, value: dict[str, Any]) -> Any:
+    data = bytearray(base64.b64decode(value["base64"]))
+    if kind == "bytearray":
+        return data
+    if kind == "bytes":
+        return bytes(data)
+    if kind == "ndarray":
+        import numpy  # noqa: PLC0415  # only a program that has it can have saved an array
+
+        return numpy.frombuffer(data, numpy.dtype(value["dtype"])).reshape(value["shape"])
+    if kind != "data":
+        raise ValueError(f"{kind!r} is no kind of value that a checkpoint stores.")
+    dtype = dtype_of(value["dtype"])
+    flat = (
+        torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype, device="cpu")
+    )
+    return flat.view(value["shape"])
 
 
 def encoded_items(tree: Any) -> dict[str, Any]:
     """Return the values of an encoded dict, still encoded, by those keys that are strings."""
-    if not isinstance(tree, dict) or tree.get(_KIND, "dict") not in _MAPPINGS:
+    if not isinstance(tree, dict) or tree.get(_KIND, "dict") not in (*_MAPPINGS, "defaultdict"):
         return {}
     pairs = tree["items"] if _KIND in tree else tree.items()
     return {key: each for key, each in pairs if type(key) is str}
@@ -144,6 +219,10 @@ def encoded_items(tree: Any) -> dict[str, Any]:
 
 def names_in(tree: Any) -> set[str]:
     """Return the names of the tensors that an encoded tree refers to."""
-    names = set[str]()
-    decode(tree, names.add)
-    return names
+    if isinstance(tree, list):
+        return set().union(*map(names_in, tree))
+    if not isinstance(tree, dict):
+        return set()
+    if tree.get(_KIND) == "tensor":
+        return {str(tree["name"])}
+    return set().union(*map(names_in, tree.values()))

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from meshard._comm.blocking import broadcast, gather_from_all, gather_to
 from meshard._comm.stalls import Waiting
-from meshard.checkpoint._protocol.blobs import copied_bytes
+from meshard.checkpoint._protocol.tensor_file import copied_bytes
 
 _LABEL = "(checkpoint)"
 

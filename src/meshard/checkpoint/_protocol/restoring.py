@@ -6,8 +6,11 @@ each part takes the rest of its state.
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +27,7 @@ from meshard.checkpoint._protocol.manifest import (
     Manifest,
     TensorEntry,
     own_name,
+    own_part,
 )
 from meshard.checkpoint._protocol.parts import (
     MODEL,
@@ -36,6 +40,7 @@ from meshard.checkpoint._protocol.parts import (
 )
 from meshard.checkpoint._protocol.plain import decode, encoded_items, names_in, reference
 from meshard.checkpoint._protocol.ranks import Ranks
+from meshard.checkpoint._protocol.storage import CheckpointError
 
 
 class Loaded(NamedTuple):
@@ -60,6 +65,7 @@ class Options(NamedTuple):
     strict: bool
     cast: bool
     verify: bool
+    advance: Callable[[int], Any]  # called with bytes that were checked or read
 
 
 class Restoring:
@@ -68,7 +74,9 @@ class Restoring:
     def __init__(self, ranks: Ranks, reader: Reader, where: str, options: Options) -> None:
         self._ranks, self._reader, self._where = ranks, reader, where
         self._options = options
-        self._manifest: Manifest = reader.manifest
+        self._manifest = _seen_by(ranks, reader.manifest)
+        # Whether there are as many ranks as in the save, so that each has its own again.
+        self._has_own = self._manifest.num_ranks == ranks.size
         self._targets: dict[str, torch.Tensor] = {}  # by the name in the checkpoint
         self._filled: set[int] = set()  # where the memory of each target begins
         self._here: set[str] = set()  # names of the tensors of this rank's parts
@@ -81,7 +89,12 @@ class Restoring:
         self._random: Any = None  # the random state of this rank
         self._how_random = ""  # what was done with it
 
-    def run(self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]) -> Loaded:
+    def run(
+        self,
+        model: nn.Module | dict[str, Any],
+        optimizer: Optimizer | None,
+        extra: dict[str, Any],
+    ) -> Loaded:
         """Load.
 
         **Collective:** all ranks.
@@ -106,10 +119,10 @@ class Restoring:
         reads: list[Read] = []
         self._try(lambda: reads.extend(reads_of(self._manifest, self._targets)))
         if self._options.verify:
-            self._try(lambda: check(self._reader, reads))
+            self._try(lambda: check(self._reader, reads, self._options.advance))
         self._agree("nothing was loaded")
         self._try(self._raise_versions)
-        self._try(lambda: fill(self._reader, reads))
+        self._try(lambda: fill(self._reader, reads, self._options.advance))
         self._agree("a file could not be read any more, so the model is loaded in part; load again")
         for call in (*self._then, self._restore_random):
             self._try(call)
@@ -151,6 +164,8 @@ class Restoring:
 
     def _lack_of(self, name: str) -> str:
         """Say that a name is missing. It may be that of an optimizer that is there as another."""
+        if own_name(0, name) in self._manifest.tensors:
+            return self._other_ranks_had(name)
         text = f"{name} is not in the checkpoint"
         others = [key for key, part in self._manifest.parts.items() if "param_groups" in part]
         if name != OPTIMIZER or not others:
@@ -171,7 +186,10 @@ class Restoring:
     @torch.inference_mode(False)  # the run may go on, so its states are no inference tensors
     @torch.no_grad()  # inference_mode(False) alone would enable gradients
     def _prepare(
-        self, model: nn.Module, optimizer: Optimizer | None, extra: dict[str, Any]
+        self,
+        model: nn.Module | dict[str, Any],
+        optimizer: Optimizer | None,
+        extra: dict[str, Any],
     ) -> None:
         parts.check_names(extra)
         self._random = self._read_random()
@@ -195,55 +213,51 @@ class Restoring:
                 given[name] = self._add_value(name, value)
         asked = {MODEL, *extra} if optimizer is None else {MODEL, OPTIMIZER, *extra}
         self._missing += [each for each in self._manifest.unreadable if each.split(".")[0] in asked]
-        saved = self._manifest.rank_parts
-        has_own = len(saved) == self._ranks.size
-        own = saved[self._ranks.rank if has_own else 0] if saved else {}
-        # A plain value is read even if it was not asked for. Any other part that was not asked for
-        # is not read, because it may be large, or damaged.
-        values = [
-            name
-            for name, blob in own.items()
-            if name != RANDOM and (name in extra or self._reader.may_be_value(blob))
-        ]
-        if not has_own:
-            self._left_out = [self._other_ranks_had(each) for each in values if each not in extra]
-        for name in (*self._manifest.parts, *(values if has_own else ())):
-            # True if the code above has given the part to an optimizer, a module, an object with a
+        rank_parts = [name for name, kind in self._manifest.rank_parts.items() if kind == "value"]
+        # A plain value is read even if it was not asked for. Any other part is not, as it may be
+        # large.
+        for name in (*self._manifest.parts, *rank_parts):
+            # Whether the code above has given the part to an optimizer, a module, an object with a
             # state, or a tensor in ``extra``.
             is_filled = isinstance(extra.get(name), torch.Tensor) or (
                 name in extra and name not in given
             )
-            part = None if name == RANDOM or is_filled else self._part(name)
+            if (
+                is_filled
+                or name == RANDOM
+                or self._manifest.parts.get(name, {}).get("kind") not in (None, "value")
+            ):
+                continue
+            if not self._is_here(name):
+                if name not in extra:
+                    self._left_out.append(self._other_ranks_had(name))
+                continue
+            part = self._part(name)
             if isinstance(part, dict) and part.get("kind") == "value":
-                self._extra[name] = self._decoded_around(given.get(name, {}), part["tree"])
+                self._extra[name] = self._decoded_around(name, given.get(name, {}), part["tree"])
 
     def _add_value(self, name: str, value: Any) -> dict[str, torch.Tensor]:
         """Add a tensor, or the tensors in lists and dicts; return them by name."""
         may_have = isinstance(value, (torch.Tensor, list, tuple, dict))
         given = parts.encode_part(name, value).tensors if may_have else {}
-        part = self._part(name)
-        if part is None and not given:
+        if self._part(name) is None and not given:
             self._missing.append(name)
-        has_own = name not in self._manifest.parts and part is not None
-        targets = {}
-        for key, tensor in given.items():
-            own = own_name(self._ranks.rank, key)  # if each rank has saved its own version
-            targets[own if has_own and own in self._manifest.tensors else key] = tensor
-        self._add_tensors(targets, {})
+        self._add_tensors(given, {})
         return given
 
-    def _decoded_around(self, given: dict[str, torch.Tensor], tree: Any) -> Any:
+    def _decoded_around(self, part: str, given: dict[str, torch.Tensor], tree: Any) -> Any:
         """Decode a tree with the ``given`` tensors, which are filled, and new ones elsewhere."""
 
         def place(name: str) -> torch.Tensor:
             if name in given:
                 return given[name]
-            made: torch.Tensor = self._decoded(reference(name), lambda _: None)
+            made: torch.Tensor = self._decoded(part, reference(name), lambda _: None)
             return made
 
-        return decode(tree, place)
+        with self._naming(part):
+            return decode(tree, place)
 
-    def _add_module(self, name: str, module: nn.Module) -> dict[int, str]:
+    def _add_module(self, name: str, module: nn.Module | dict[str, Any]) -> dict[int, str]:
         state = model_state(module)
         tensors = {join(name, key): each for key, each in state.tensors.items()}
         ties = {join(name, key): join(name, tied) for key, tied in state.ties.items()}
@@ -254,8 +268,7 @@ class Restoring:
             each for each in sorted(there) if each.startswith(f"{name}.") and each not in self._here
         ]
         if others:
-            inner = parts.without_ddp(module)
-            self._then.append(lambda: inner.load_state_dict(others, strict=False))
+            self._then.append(lambda: parts.load_others(module, others))
         return state.names
 
     def _others_of(self, name: str, state: ModelState) -> dict[str, Any]:
@@ -265,9 +278,9 @@ class Restoring:
         for key, raw in state.raw.items():
             full = join(name, key)
             if key in saved:
-                others[raw] = self._decoded(saved[key], lambda _: None)
+                others[raw] = self._decoded(name, saved[key], lambda _: None)
             elif full in self._manifest.tensors:  # torch saves it as any other tensor
-                others[raw] = self._decoded(reference(full), lambda _: None)
+                others[raw] = self._decoded(name, reference(full), lambda _: None)
             else:
                 self._missing.append(full)
         self._unexpected += [join(name, key) for key in saved if key not in state.raw]
@@ -331,6 +344,7 @@ class Restoring:
         if "param_groups" not in encoded:
             self._problems.append(f"{name} was not saved as an optimizer, and is one here")
             return
+        encoded = parts.with_names(encoded, optimizer, names)
         own: dict[str, torch.Tensor] = {}
         for group in optimizer.param_groups:
             own.update(zip(parts.names_of(group, names, optimizer), group["params"], strict=True))
@@ -343,7 +357,7 @@ class Restoring:
                 def like(name: str, param: torch.Tensor = own[fqn]) -> torch.Tensor:
                     return present.get(name, param)
 
-                state[fqn] = self._decoded(each, like, of_others)
+                state[fqn] = self._decoded(name, each, like, of_others)
         referred = Counter(each for group in encoded["param_groups"] for each in names_in(group))
         twice = next((each for each, count in referred.items() if count > 1), None)
         if twice is not None:
@@ -353,11 +367,11 @@ class Restoring:
             )
             return
         others = {key: each for key, each in encoded.items() if key != "state"}
-        tree = {**self._decoded(others, lambda _: None), "state": state}
+        tree = {**self._decoded(name, others, lambda _: None), "state": state}
         # Hyperparameters may be tensors that are stored apart from the tree, as dcp.save does. They
         # are read now, before the other tensors, because ``numbered`` compares hyperparameters.
-        names_here = names_in(encoded["param_groups"])
-        fill(self._reader, reads_of(self._manifest, {n: self._targets[n] for n in names_here}))
+        here = names_in(encoded["param_groups"])
+        fill(self._reader, reads_of(self._manifest, {n: self._targets[n] for n in here}))
         saved = {fqn for group in tree["param_groups"] for fqn in group["params"]}
         self._missing += [join(name, fqn) for fqn in own if fqn not in saved]
         self._unexpected += [join(name, fqn) for fqn in sorted(saved - own.keys())]
@@ -384,30 +398,45 @@ class Restoring:
         present: dict[str, torch.Tensor] = {}
         if names_in(part["tree"]):
             present = parts.encode_part(name, value.state_dict()).tensors
-        tree = self._decoded(part["tree"], present.get, frozenset(self._filled))
+        tree = self._decoded(name, part["tree"], present.get, frozenset(self._filled))
         self._then.append(lambda: value.load_state_dict(tree))
 
     def _part(self, name: str) -> Any:
         """Return what was saved under a name: for all ranks, or for this one."""
-        if name in self._manifest.parts:
-            return self._manifest.parts[name]
-        saved = self._manifest.rank_parts
-        if not any(name in each for each in saved):
+        if name not in self._manifest.parts and name not in self._manifest.rank_parts:
             return None
-        if len(saved) != self._ranks.size:
+        if not self._is_here(name):
             text = self._other_ranks_had(name)
             (self._problems if self._options.strict else self._missing).append(text)
             return None
-        return self._reader.tree_of(saved[self._ranks.rank][name])
+        if name in self._manifest.parts:
+            return self._manifest.parts[name]
+        return self._reader.tree_of(own_part(self._ranks.rank, name))
+
+    def _is_here(self, name: str) -> bool:
+        """Whether a part is there for this rank, and not only for as many ranks as in the save."""
+        if name in self._manifest.rank_parts:
+            return self._has_own
+        return None not in map(self._stored, names_in(self._manifest.parts[name]))
 
     def _other_ranks_had(self, name: str) -> str:
         return (
-            f"{name} was saved by each of {len(self._manifest.rank_parts)} ranks for itself, and "
+            f"{name} was saved by each of {self._manifest.num_ranks} ranks for itself, and "
             f"there are {self._ranks.size} here"
         )
 
+    @contextlib.contextmanager
+    def _naming(self, part: str) -> Iterator[None]:
+        """Name the part in what a tree of a wrong form raises."""
+        try:
+            yield
+        except Exception as error:
+            text = f"{part} in the manifest.json of {self._where}: {type(error).__name__}: {error}"
+            raise CheckpointError(text) from error
+
     def _decoded(
         self,
+        part: str,
         tree: Any,
         like: Callable[[str], torch.Tensor | None],
         of_others: frozenset[int] = frozenset(),
@@ -419,9 +448,9 @@ class Restoring:
 
         def make(name: str) -> torch.Tensor:
             present = made = like(name)
-            own = own_name(self._ranks.rank, name)
-            name = own if own in self._manifest.tensors else name
-            entry = self._manifest.tensors[name]
+            if self._stored(name) is None:
+                raise ValueError(self._lack_of(name))
+            entry = self._manifest.tensors[self._manifest.ties.get(name, name)]
             # A present tensor is not filled in place if another part fills the same memory. For
             # example, an optimizer's average may begin as ``param.data``. Loaded in place, the
             # average and the parameter would overwrite each other. Tensors of one part may share
@@ -437,27 +466,39 @@ class Restoring:
             self._filled.add(_begin_of(made))
             return made
 
-        return decode(tree, make)
+        with self._naming(part):
+            return decode(tree, make)
 
     # --- random states ---------------------------------------------------------------------
 
     def _read_random(self) -> Any:
         """Return the random state of this rank; None: there are more or fewer ranks now."""
-        saved = self._manifest.rank_parts
-        if len(saved) != self._ranks.size or RANDOM not in saved[self._ranks.rank]:
+        if not self._has_own or RANDOM not in self._manifest.rank_parts:
             return None
-        return decode(self._reader.tree_of(saved[self._ranks.rank][RANDOM]), lambda _: None)
+        with self._naming(RANDOM):
+            return decode(self._reader.tree_of(own_part(self._ranks.rank, RANDOM)), lambda _: None)
 
     def _restore_random(self) -> None:
-        saved = [each[RANDOM] for each in self._manifest.rank_parts if RANDOM in each]
-        if not saved:
+        if RANDOM not in self._manifest.rank_parts:
             self._how_random = "absent"
         elif self._random is None:
-            parts.derive_random_state([blob.crc32 for blob in saved], self._ranks.rank)
+            saved = [own_part(rank, RANDOM) for rank in range(self._manifest.num_ranks)]
+            data = [self._reader.bytes_of(self._manifest.tensors[each].chunks[0]) for each in saved]
+            parts.derive_random_state(list(map(zlib.crc32, data)), self._ranks.rank)
             self._how_random = "derived"
         else:
             parts.restore_random_state(self._random)
             self._how_random = "restored"
+
+
+def _seen_by(ranks: Ranks, manifest: Manifest) -> Manifest:
+    """Return a manifest where the versions of tensors that this rank has saved have plain names."""
+    if manifest.num_ranks != ranks.size:
+        return manifest
+    prefix = own_name(ranks.rank, "")
+    own = {each.removeprefix(prefix): each for each in manifest.tensors if each.startswith(prefix)}
+    ties = {alias: own.get(name, name) for alias, name in manifest.ties.items()}
+    return dataclasses.replace(manifest, ties={**ties, **own})
 
 
 def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:

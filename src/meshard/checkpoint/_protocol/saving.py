@@ -1,19 +1,17 @@
 """How a checkpoint is written, and what commits it.
 
 1. Every rank tells what it would write, and whether something is wrong. All ranks go on, or none.
-   ``async_save`` returns after this step.
-2. The first rank removes what a killed save has left, and makes the folder of the step.
-3. Every rank writes one file: its chunks of tensors, then its own parts. The file is synced.
-4. The first rank gathers the checksums, writes torch's metadata, and publishes the manifest. **That
-   is the commit.** A folder without a manifest is no checkpoint.
-5. Old steps are removed, the manifest of each first.
+   ``async_save`` copies what is needed and returns after this step.
+2. Ranks compare checksums of what should be equal: ordinary tensors that several ranks hold, and
+   plain values. What differs and may differ is written by each rank, under a name of its own.
+3. The first rank makes the folder of the step, and removes what killed saves have left.
+4. Every rank writes one file, which is synced.
+5. The first rank gathers the checksums and publishes the manifest. **That is the commit.** A folder
+   without a manifest is no checkpoint.
+6. Old steps are removed, the manifest of each first.
 
 The first save plans which rank writes what several ranks hold. As long as all ranks hold the same
-as then, the plan is used again, and saves exchange only the values of steps 1, 2 and 4.
-
-An ordinary tensor that users pass along, or that is extra state of a module, may differ between
-ranks. If it does, the part that it belongs to is stored for each rank: the tree of the part in the
-file of the rank, and its tensors under names of their own (``manifest.own_name``).
+as then, the plan is used again.
 """
 
 from __future__ import annotations
@@ -23,7 +21,9 @@ import errno
 import hashlib
 import itertools
 import json
+import logging
 import math
+import time
 import uuid
 import zlib
 from collections.abc import Callable, Iterable
@@ -32,49 +32,62 @@ from typing import Any, NamedTuple
 import torch
 
 from meshard._torch.private import dtype_of
-from meshard.checkpoint._protocol import dcp_format, manifest
-from meshard.checkpoint._protocol.blobs import bytes_of, frame_of, on_host
+from meshard._torch.user_line import listed, warn_user
+from meshard.checkpoint._protocol import commits
+from meshard.checkpoint._protocol.commits import Commit
 from meshard.checkpoint._protocol.jobs import Item, Job
 from meshard.checkpoint._protocol.manifest import (
-    Blob,
-    CheckpointError,
+    RANGE_BYTES,
     Chunk,
     Manifest,
-    StepFolder,
     TensorEntry,
+    WrittenFile,
+    check_covered,
+    file_order,
+    own_name,
+    own_part,
+    to_text,
 )
-from meshard.checkpoint._protocol.parts import NAMES, RANDOM
+from meshard.checkpoint._protocol.parts import MODEL, NAMES, OPTIMIZER, RANDOM
 from meshard.checkpoint._protocol.ranks import Ranks
-from meshard.checkpoint._protocol.storage import Sink, Storage
+from meshard.checkpoint._protocol.storage import CheckpointError, Sink, Storage
+from meshard.checkpoint._protocol.tensor_file import Entry, bytes_of, header, pieces
 
-_SMALL = 2**20  # bytes
 _MERGED = ("state", "param_groups")  # what is merged of the optimizers of all ranks
 _SAMPLES = 16  # elements of a tensor that are compared with those of its copies
 _DRIFT = 0.05  # by how much copies may differ, as a fraction of their greatest element
+_logger = logging.getLogger("meshard")
 
 
-class _Written(NamedTuple):
-    """What one rank has written: the checksums of its chunks, and its own parts."""
+class _Row(NamedTuple):
+    """What a rank does with an item that it holds."""
 
-    crcs: list[int]
-    own: dict[str, Blob]
+    item: Item
+    writes: bool
+    compares: bool  # other ranks hold the same ordinary tensor
+    is_first: bool  # of those who hold it
 
 
 class _Plan(NamedTuple):
     """Which rank writes what, in one save and those after it."""
 
     number: str  # of the first rank; after an interrupt a rank may have an older plan than others
-    items: list[Item]  # of this rank
-    different: list[str]  # parts that differ, so that each rank writes its own
-    to_write: list[int]  # positions in ``items``
-    written_by: list[list[Item]]  # by rank; only the first rank has it
+    per_rank: bool
+    rows: list[list[_Row]]  # of this rank; on the first rank those of the others follow, in order
+    apart: frozenset[str]  # tensors of which ranks have other shapes, so that each writes its own
 
 
-class Agreed(NamedTuple):
-    """What the ranks have agreed to write."""
+class _Compared(NamedTuple):
+    """What the ranks have found to differ."""
 
-    plan: _Plan
+    own: frozenset[str]  # tensors that each rank writes under a name of its own
+    by_first: frozenset[str]  # tensors of the model, of which the first rank writes its own only
+    parts: frozenset[str]  # plain values that each rank writes
     is_merged: bool  # ranks have the state of different parameters, which are merged
+
+
+def file_of(rank: int) -> str:
+    return f"rank-{rank:05}.safetensors"
 
 
 class Saver:
@@ -83,34 +96,129 @@ class Saver:
     def __init__(self, storage: Storage, ranks: Ranks) -> None:
         self.storage, self.ranks = storage, ranks
         self._plan: _Plan | None = None
+        self._has_warned = False
 
-    def write(self, job: Job, agreed: Agreed, tidy: Callable[[], None]) -> None:
+    # --- 1. agreement ----------------------------------------------------------------------
+
+    def agree(self, job: Job) -> _Plan:
+        """Let the ranks say what they are to write, and plan who writes what, unless it is known.
+
+        Afterwards the job has the sources that this rank writes or compares, and no others.
+        **Collective:** all ranks.
+
+        Raises:
+            CheckpointError: On all ranks, if one has a problem or they do not fit together.
+        """
+        plan = self._plan
+        is_known = (
+            plan is not None
+            and plan.per_rank == job.per_rank
+            and [row.item for row in plan.rows[0]] == job.items
+        )
+        said = self.ranks.all_gather(
+            {
+                "problem": job.problem,
+                "step": job.step,
+                "parts": sorted(job.others),
+                "per_rank": job.per_rank,
+                "plan": plan.number if plan is not None and is_known else None,
+            }
+        )
+        self._refuse_if(job, _joined(each["problem"] for each in said))
+        problems = []
+        steps = sorted({each["step"] for each in said})
+        if len(steps) > 1:
+            problems.append(f"ranks save different steps: {steps}")
+        for name in sorted({name for each in said for name in each["parts"]}):
+            lacking = [rank for rank, each in enumerate(said) if name not in each["parts"]]
+            if lacking:
+                problems.append(f"rank(s) {lacking} do not save {name!r}, which other ranks do")
+        self._refuse_if(job, _joined(problems))
+        job.per_rank = any(each["per_rank"] for each in said)
+        if plan is None or None in (numbers := {each["plan"] for each in said}) or len(numbers) > 1:
+            plan = self._plan = self._make_plan(job)
+        job.sources = {
+            number: job.sources[number]
+            for number, row in enumerate(plan.rows[0])
+            if row.writes or row.compares or row.item.name in plan.apart
+        }
+        return plan
+
+    def _make_plan(self, job: Job) -> _Plan:
+        """Decide which rank writes what is on several, such that all write about as much."""
+        gathered = self.ranks.gather(
+            {"items": job.items, "copies": _values_of_copies(job, self.ranks.size)}
+        )
+        held = [[_item(row) for row in each["items"]] for each in gathered]
+        rows, apart, problem = list[list[_Row]](), list[str](), ""
+        if self.ranks.is_first:
+            try:
+                rows, apart = _planned(held, per_rank=job.per_rank)
+                problem = _what_differs(each["copies"] for each in gathered)
+            except CheckpointError as error:
+                problem = str(error)
+        flags = [[row[1:] for row in own] for own in rows]
+        said = self.ranks.broadcast(
+            {"number": uuid.uuid4().hex, "flags": flags, "apart": apart, "problem": problem}
+        )
+        self._refuse_if(job, said["problem"])
+        if not self.ranks.is_first:
+            own = zip(job.items, said["flags"][self.ranks.rank], strict=True)
+            rows = [[_Row(item, *flags) for item, flags in own]]
+        return _Plan(said["number"], job.per_rank, rows, frozenset(said["apart"]))
+
+    # --- all of a save after that ----------------------------------------------------------
+
+    def write(
+        self,
+        job: Job,
+        plan: _Plan,
+        tidy: Callable[[], None],
+        advance: Callable[[int], Any] = lambda _: None,
+    ) -> None:
         """Write a checkpoint and commit it; then the first rank calls ``tidy``.
+
+        ``advance`` is called with numbers of bytes that are written.
 
         **Collective:** all ranks.
 
         Raises:
             CheckpointError: On all ranks, if anything is wrong on one; nothing was committed.
         """
-        folder = self._make_folder(job)
-        problem, late, written = job.problem, None, _Written([], {})
+        begun = time.perf_counter()
+        compared = self._compare(job, plan)
+        commit = self._make_folder(job)
+        where = f"{self.storage.root}/{commit.folder}"
+        problem, trees = job.problem, {RANDOM: job.random}
+        trees |= {name: job.others[name] for name in compared.parts}
+        data = {name: json.dumps(tree).encode() for name, tree in trees.items()}
+        written, sizes = None, {name: len(each) for name, each in data.items()}
         try:
             if not problem:
-                written = self._write_file(job, folder, agreed.plan)
+                own = _to_write(plan.rows[0], self.ranks.rank, compared, sizes)
+                written = self._write_file(job, commit, own, data, advance)
         except Exception as error:  # the other ranks must know, whatever it is
-            problem = self._problem(error, f"{self.storage.root}/{folder.name}")
-        found = self.ranks.gather({"problem": problem, "written": written, "ties": job.ties})
-        trees = self.ranks.gather(job.optimizers) if agreed.is_merged else [job.optimizers]
+            problem = self._problem(error, where)
+        found = self.ranks.gather(
+            {"problem": problem, "file": written, "trees": sizes, "ties": job.ties}
+        )
+        optimizers = [job.optimizers]
+        if compared.is_merged:
+            optimizers = self.ranks.gather(job.optimizers)
+        late = None
         if self.ranks.is_first:
             problem = _joined(each["problem"] for each in found)
             if not problem:
-                problem = self._try_to_commit(job, folder, agreed.plan, found, trees)
+                problem = self._try_to_commit(job, commit, plan, compared, found, optimizers)
             if problem:
                 with contextlib.suppress(Exception):
-                    manifest.remove(self.storage, folder)
+                    self.storage.remove_file(commit.manifest)
+                    self.storage.remove_folder(commit.folder)
             else:
+                _log(where, found, time.perf_counter() - begun)
                 try:
                     tidy()
+                    self._warn_of(compared.by_first)
                 except Exception as error:  # under ``-W error`` a warning
                     late = error
         self._refuse_if(job, self.ranks.broadcast(problem))
@@ -124,6 +232,8 @@ class Saver:
             )
 
     def _problem(self, error: Exception, where: str) -> str:
+        if isinstance(error, CheckpointError):
+            return str(error)
         who = f"rank {self.ranks.rank}: "
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             return f"{who}no space is left for {where}; remove other checkpoints, or use keep=."
@@ -134,174 +244,130 @@ class Saver:
             )
         return f"{who}{type(error).__name__}: {error}"
 
-    # --- 1. agreement ----------------------------------------------------------------------
+    # --- 2. what differs -------------------------------------------------------------------
 
-    def agree(self, job: Job) -> Agreed:
-        """Compare what the ranks are to write, and plan who writes what, unless it is known.
-
-        Afterwards the job has the sources of what this rank writes, and no others.
-        **Collective:** all ranks.
-
-        Raises:
-            CheckpointError: On all ranks, if one has a problem or they do not fit together.
-        """
-        plan = self._plan
-        said = self.ranks.all_gather(
-            {
-                "step": job.step,
-                "problem": job.problem,
-                "plan": plan.number if plan is not None and plan.items == job.items else None,
-                "optimizers": _hash(job.optimizers),
-                "others": {} if job.problem else _hashes(job),
+    def _compare(self, job: Job, plan: _Plan) -> _Compared:
+        """Compare checksums of what should be equal, or may be."""
+        digests: dict[str, list[Any]] = {}  # by name: what it belongs to, and a checksum
+        try:
+            if not job.problem and self.ranks.size > 1:
+                digests = _digests(job, plan.rows[0])
+        except Exception as error:
+            job.problem = self._problem(error, self.storage.root)
+        said = self.ranks.all_gather(_hash(digests))
+        differ: dict[str, str] = {}
+        if len(set(said)) > 1:
+            known: dict[str, list[Any]] = {}
+            for each in self.ranks.all_gather(digests):
+                for name, digest in each.items():
+                    if known.setdefault(name, digest) != digest:
+                        differ[name] = digest[0]
+        if plan.per_rank:
+            differ = {
+                n: "extra" if kind in (MODEL, OPTIMIZER) else kind for n, kind in differ.items()
             }
-        )
-        self._refuse_if(job, _joined(each["problem"] for each in said))
-        problems, different = [], []
-        steps = sorted({each["step"] for each in said})
-        if len(steps) > 1:
-            problems.append(f"ranks save different steps: {steps}")
-        for name in sorted({name for each in said for name in each["others"]}):
-            hashes = [each["others"].get(name) for each in said]
-            lacking = [rank for rank, each in enumerate(hashes) if each is None]
-            if lacking:
-                problems.append(f"rank(s) {lacking} do not save {name!r}, which other ranks do")
-            elif len(set(hashes)) > 1:
-                different.append(name)
-        self._refuse_if(job, _joined(problems))
-        plans = {each["plan"] for each in said}
-        if plan is None or plan.different != different or len(plans) > 1 or None in plans:
-            plan = self._plan = self._make_plan(job, different)
-        job.sources = [job.sources[number] for number in plan.to_write]
-        is_merged = any(each["optimizers"] != said[0]["optimizers"] for each in said)
-        return Agreed(plan, is_merged)
 
-    def _make_plan(self, job: Job, different: list[str]) -> _Plan:
-        """Decide which rank writes what is on several, such that all write about as much."""
-        gathered = self.ranks.gather(
-            {
-                "items": _named_apart(job, different, self.ranks.rank),
-                "copies": _values_of_copies(job, self.ranks.size),
-            }
-        )
-        held = [[_item(row) for row in each["items"]] for each in gathered]
-        to_write: list[list[int]] = [[] for _ in held]
-        problem = ""
-        if self.ranks.is_first:
-            holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}
-            for rank, items in enumerate(held):
-                for number, item in enumerate(items):
-                    # With shape and dtype, so that what differs in these is refused below.
-                    key = item.name, item.shape, item.dtype, item.offsets
-                    holders.setdefault(key, []).append((rank, number))
-            load = [0] * len(held)
-            for each in sorted(holders.values(), key=len):  # first what only one rank can write
-                rank, number = each[0]
-                # The first rank that has them writes all small ordinary tensors. Those that differ,
-                # such as the statistics of a BatchNorm, are then all from one rank.
-                if held[rank][number].placements or held[rank][number].num_bytes > _SMALL:
-                    rank, number = min(each, key=lambda one: load[one[0]])
-                to_write[rank].append(number)
-                load[rank] += held[rank][number].num_bytes
-            for numbers in to_write:
-                numbers.sort()
-            problem = _what_is_not_covered(
-                held[rank][number] for rank, numbers in enumerate(to_write) for number in numbers
-            ) or _what_differs(each["copies"] for each in gathered)
-        plan_number = uuid.uuid4().hex
-        said = self.ranks.broadcast(
-            {"number": plan_number, "to_write": to_write, "problem": problem}
-        )
-        self._refuse_if(job, said["problem"])
-        written_by = [
-            [items[number] for number in numbers]
-            for items, numbers in zip(held, to_write, strict=True)
-        ]
-        to_write_here = said["to_write"][self.ranks.rank]
-        return _Plan(said["number"], job.items, different, to_write_here, written_by)
+        def of(kind: str) -> frozenset[str]:
+            return frozenset(name for name, each in differ.items() if each == kind)
 
-    # --- 2. the folder ---------------------------------------------------------------------
+        if of(OPTIMIZER):
+            raise CheckpointError(
+                f"step {job.step} was not saved to {self.storage.root}:\n"
+                f"{listed(sorted(of(OPTIMIZER)))} differ between ranks, and a checkpoint keeps one "
+                "tensor of a name. If each rank has a state of its own, as of an optimizer that "
+                "works on local shards, pass per_rank=True to save()."
+            )
+        parts = frozenset(name.removesuffix("/") for name in of("part"))
+        return _Compared(of("extra") | plan.apart, of(MODEL), parts, bool(of("optimizers")))
 
-    def _make_folder(self, job: Job) -> StepFolder:
-        folder, problem = StepFolder(job.step, 0), ""
+    def _warn_of(self, names: Iterable[str]) -> None:
+        if names and not self._has_warned:
+            self._has_warned = True
+            warn_user(
+                f"{listed(sorted(names))} differ between ranks, and the first rank's were saved; "
+                "pass per_rank=True to save() if each rank is to get its own back."
+            )
+
+    # --- 3. the folder ---------------------------------------------------------------------
+
+    def _make_folder(self, job: Job) -> Commit:
+        commit, problem = None, ""
         if self.ranks.is_first:
             try:
-                folder = self._prepare(job.step)
+                self.storage.lock()
+                commit = commits.begin(self.storage, job.step, job.metric)
             except Exception as error:
                 problem = self._problem(error, self.storage.root)
-        said = self.ranks.broadcast({"folder": folder, "problem": problem})
+        said = self.ranks.broadcast({"commit": commit, "problem": problem})
         self._refuse_if(job, said["problem"])
-        return StepFolder(*said["folder"])
+        return Commit(*said["commit"])
 
-    def _prepare(self, step: int) -> StepFolder:
-        attempt = 0
-        for each in manifest.step_folders(self.storage):
-            if manifest.is_leftover(self.storage, each):
-                self.storage.remove_folder(each.name)
-            elif each.step == step:
-                attempt = each.attempt + 1
-        folder = StepFolder(step, attempt)
-        self.storage.make_folder(folder.name)
-        self.storage.create(f"{folder.name}/{manifest.MARKER}").close()
-        return folder
+    # --- 4. files --------------------------------------------------------------------------
 
-    # --- 3. files --------------------------------------------------------------------------
+    def _write_file(
+        self,
+        job: Job,
+        commit: Commit,
+        own: list[tuple[Item, int]],
+        data: dict[str, bytes],
+        advance: Callable[[int], Any],
+    ) -> WrittenFile:
+        name = file_of(self.ranks.rank)
+        offsets = {item.name: {"saved_offsets": _offsets(item)} for item, _ in own}
+        # torch's HuggingFaceStorageReader finds here where a box begins in its tensor.
+        has_boxes = any(any(each["saved_offsets"]) for each in offsets.values())
+        about = {"DCP_SHARDING_INFO": json.dumps(offsets)} if has_boxes else {}
+        entries = [Entry(item.name, dtype_of(item.dtype), item.sizes) for item, _ in own]
+        head = header(entries, about)
+        with contextlib.closing(self.storage.create(f"{commit.folder}/{name}")) as sink:
+            file = SummedFile(sink)
+            file.write(head)
+            for item, number in own:
+                if number < 0:
+                    file.write(data[item.name.rsplit("/", 1)[-1]])
+                    continue
+                for piece in pieces(job.sources[number]):
+                    file.write(bytes_of(piece))
+                    advance(piece.nbytes)
+        return WrittenFile(name, file.size, len(head), file.crcs)
 
-    def _write_file(self, job: Job, folder: StepFolder, plan: _Plan) -> _Written:
-        written = _Written([], {})
-        own = {RANDOM: job.random, **{name: job.others[name] for name in plan.different}}
-        name = dcp_format.file_of(self.ranks.rank)
-        sink = self.storage.create(f"{folder.name}/{name}")
-        try:
-            begin = 0
-            for source in job.sources:
-                crc, size = _write_tensor(sink, source)
-                written.crcs.append(crc)
-                begin += size
-            for key, tree in sorted(own.items()):
-                data = json.dumps(tree).encode()
-                sink.write(data)
-                written.own[key] = Blob(name, begin, len(data), zlib.crc32(data))
-                begin += len(data)
-        finally:
-            sink.close()
-        return written
-
-    # --- 4. the commit ---------------------------------------------------------------------
+    # --- 5. the commit ---------------------------------------------------------------------
 
     def _try_to_commit(
         self,
         job: Job,
-        folder: StepFolder,
+        commit: Commit,
         plan: _Plan,
+        compared: _Compared,
         found: list[dict[str, Any]],
-        trees: list[dict[str, Any]],
+        optimizers: list[dict[str, Any]],
     ) -> str:
         """Publish the manifest. Return the error if that has failed."""
-        written = [_written(each["written"]) for each in found]
-        others = {name: each for name, each in job.others.items() if name not in plan.different}
         try:
-            tensors = _entries(plan.written_by, [each.crcs for each in written])
+            files = [WrittenFile(*each["file"]) for each in found]
             made = Manifest(
                 step=job.step,
-                tensors=tensors,
-                parts={**_merge(trees), **others},
-                rank_parts=[each.own for each in written],
-                ties=_joined_ties((each["ties"] for each in found), tensors),
+                tensors=_entries(plan.rows, compared, [each["trees"] for each in found]),
+                parts={
+                    name: each for name, each in job.others.items() if name not in compared.parts
+                },
+                rank_parts={name: job.others[name]["kind"] for name in sorted(compared.parts)},
                 about={**job.about, "num_ranks": self.ranks.size},
             )
-            flat = dcp_format.flattened(made)
-            metadata = dcp_format.metadata_of(made, flat)
-            for name, data in ((dcp_format.OBJECTS, flat.data), (dcp_format.METADATA, metadata)):
-                sink = self.storage.create(f"{folder.name}/{name}")
-                sink.write(data)
-                sink.close()
-                made.objects.append(Blob(name, 0, len(data), zlib.crc32(data)))
-            self.storage.publish(folder.manifest, manifest.to_text(made))
-        except CheckpointError as error:
-            return str(error)
+            made.parts |= _merge(optimizers)
+            made.rank_parts[RANDOM] = RANDOM
+            made.ties = _joined_ties((each["ties"] for each in found), made.tensors)
+            self.storage.publish(commit.manifest, to_text(made, files))
         except Exception as error:  # the other ranks must know, whatever it is
-            return self._problem(error, f"{self.storage.root}/{folder.name}")
+            return self._problem(error, f"{self.storage.root}/{commit.folder}")
         return ""
+
+
+def _log(where: str, found: list[dict[str, Any]], seconds: float) -> None:
+    size = sum(each["file"][1] for each in found)
+    _logger.info(
+        "saved %s: %.1f MB in %.2f s (%.2f GB/s)", where, size / 1e6, seconds, size / seconds / 1e9
+    )
 
 
 def _joined(problems: Iterable[str]) -> str:
@@ -312,14 +378,118 @@ def _hash(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
-def _hashes(job: Job) -> dict[str, str]:
-    """Return for each part a hash, which differs if ranks have different values of the part."""
-    own: dict[str, list[Any]] = {name: [] for name in job.others}
-    for item, source in zip(job.items, job.sources, strict=True):
-        if item.name in job.part_of:
-            host = on_host(source)  # perhaps a copy, which must live until its bytes are read
-            own[job.part_of[item.name]].append([*item, zlib.crc32(bytes_of(host))])
-    return {name: _hash([tree, own[name]]) for name, tree in job.others.items()}
+# --- who writes what -----------------------------------------------------------------------
+
+
+def _item(row: list[Any]) -> Item:
+    name, owner, shape, dtype, placements, mesh_size, *box = row
+    return Item(name, owner, tuple(shape), dtype, tuple(placements), mesh_size, *map(tuple, box))
+
+
+def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]], list[str]]:
+    """Return what each rank does with what it holds, and the names of which each writes its own."""
+    holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}  # of each box: rank and number
+    first: dict[str, Item] = {}
+    apart = set[str]()
+    for rank, items in enumerate(held):
+        for number, item in enumerate(items):
+            one = first.setdefault(item.name, item)
+            if (one.shape, one.dtype) != (item.shape, item.dtype):
+                is_own = not one.mesh_size and not item.mesh_size
+                if not is_own or (item.owner in (MODEL, OPTIMIZER) and not per_rank):
+                    raise CheckpointError(
+                        f"ranks hold {item.name!r} with shape {one.shape} in {one.dtype} and with "
+                        f"shape {item.shape} in {item.dtype}."
+                    )
+                apart.add(item.name)
+            holders.setdefault((item.name, item.offsets), []).append((rank, number))
+    load = [0] * len(held)
+    flags = [[(False, False, False)] * len(items) for items in held]
+    for each in sorted(holders.values(), key=len):  # first what only one rank can write
+        item = held[each[0][0]][each[0][1]]
+        writer = min(each, key=lambda holder: load[holder[0]])
+        load[writer[0]] += item.num_bytes
+        compares = len(each) > 1 and not item.mesh_size and item.name not in apart
+        for rank, number in each:
+            is_writer, is_first = (rank, number) == writer, (rank, number) == each[0]
+            flags[rank][number] = (is_writer, compares, is_first)
+    entries: dict[str, TensorEntry] = {}
+    for (name, offsets), ((rank, number), *_) in holders.items():
+        entry = entries.setdefault(name, TensorEntry(first[name].shape, first[name].dtype, []))
+        entry.chunks.append(Chunk(offsets, held[rank][number].sizes, "", 0, 0))
+    for name, entry in entries.items():
+        if name not in apart:
+            _check_held(name, entry)
+    rows = [
+        [_Row(item, *each) for item, each in zip(items, own, strict=True)]
+        for items, own in zip(held, flags, strict=True)
+    ]
+    return rows, sorted(apart)
+
+
+def _check_held(name: str, entry: TensorEntry) -> None:
+    try:
+        check_covered(name, entry)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{error} All ranks of its mesh must take part in the save, with the same placements."
+        ) from error
+
+
+def _to_write(
+    rows: list[_Row], rank: int, compared: _Compared, trees: dict[str, int]
+) -> list[tuple[Item, int]]:
+    """Return what a rank writes, in the order of its file, and where in its items each is.
+
+    ``trees`` has the sizes of the plain values that it writes for itself; their number is -1.
+    """
+    found = []
+    for number, (item, writes, _, is_first) in enumerate(rows):
+        if item.name in compared.own:
+            found.append((item._replace(name=own_name(rank, item.name)), number))
+        elif is_first if item.name in compared.by_first else writes:
+            found.append((item, number))
+    for name, size in trees.items():
+        whole = (size,)
+        tree = Item(own_part(rank, name), "part", whole, "uint8", (), 0, (0,), whole)
+        found.append((tree, -1))
+    return sorted(found, key=lambda one: file_order(one[0].name, dtype_of(one[0].dtype).itemsize))
+
+
+def _entries(
+    rows: list[list[_Row]], compared: _Compared, trees: list[dict[str, int]]
+) -> dict[str, TensorEntry]:
+    """Return the tensors of a checkpoint."""
+    entries: dict[str, TensorEntry] = {}
+    for rank, (own, own_trees) in enumerate(zip(rows, trees, strict=True)):
+        for item, _ in _to_write(own, rank, compared, own_trees):
+            new = TensorEntry(item.shape, item.dtype, [*item.placements])
+            entry = entries.setdefault(item.name, new)
+            entry.chunks.append(Chunk(item.offsets, item.sizes, file_of(rank), 0, item.num_bytes))
+    return entries
+
+
+# --- what differs --------------------------------------------------------------------------
+
+
+def _digests(job: Job, rows: list[_Row]) -> dict[str, list[Any]]:
+    """Return what each value that should be equal belongs to, and a checksum, by name."""
+    found = {
+        row.item.name: [row.item.owner, _crc_of(job.sources[number])]
+        for number, row in enumerate(rows)
+        if row.compares
+    }
+    for name, tree in job.others.items():
+        found[f"{name}/"] = ["part", zlib.crc32(json.dumps(tree, sort_keys=True).encode())]
+    found["/"] = ["optimizers", zlib.crc32(json.dumps(job.optimizers, sort_keys=True).encode())]
+    return found
+
+
+def _crc_of(tensor: torch.Tensor) -> int:
+    crc = 0
+    for piece in pieces(tensor):
+        crc = zlib.crc32(bytes_of(piece), crc)
+    return crc
 
 
 def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, str, list[float]]]:
@@ -328,10 +498,10 @@ def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, str, list[flo
     Gradients of vectors may be nothing but rounding noise, as those of a bias before a norm are.
     So copies of vectors may drift far apart, and neither they nor optimizer states are compared.
     """
-    optimizers = tuple(f"{name}." for name in job.optimizers)
     found = []
-    for item, source in zip(job.items, job.sources, strict=True):
-        may_be_copied = 0 < item.mesh_size < num_ranks and not item.name.startswith(optimizers)
+    for number, item in enumerate(job.items):
+        source = job.sources[number]
+        may_be_copied = 0 < item.mesh_size < num_ranks and item.owner != OPTIMIZER
         if may_be_copied and len(item.shape) > 1 and source.is_floating_point():
             flat = source.detach().reshape(-1)
             values = flat[:: max(1, flat.numel() // _SAMPLES)].double().tolist()
@@ -369,72 +539,32 @@ def _differ(values: list[float], others: list[float]) -> bool:
     )
 
 
-def _named_apart(job: Job, different: list[str], rank: int) -> list[Item]:
-    """Return the items of this rank. Those of parts that differ get names of their own."""
-    return [
-        item._replace(name=manifest.own_name(rank, item.name))
-        if job.part_of.get(item.name) in different
-        else item
-        for item in job.items
-    ]
+# --- files and manifests -------------------------------------------------------------------
 
 
-def _item(row: list[Any]) -> Item:
-    name, shape, dtype, placements, mesh_size, *box = row
-    return Item(name, tuple(shape), dtype, tuple(placements), mesh_size, *map(tuple, box))
+def _offsets(item: Item) -> list[int]:
+    """Return where a box begins. What safetensors has no dtype for has a dimension more there."""
+    sizes = Entry(item.name, dtype_of(item.dtype), item.sizes).stored_sizes
+    return [*item.offsets, *[0] * (len(sizes) - len(item.sizes))]
 
 
-def _written(row: list[Any]) -> _Written:
-    crcs, own = row
-    return _Written(crcs, {name: Blob(*blob) for name, blob in own.items()})
+class SummedFile:
+    """A file with the checksums of its ranges."""
 
+    def __init__(self, sink: Sink) -> None:
+        self._sink = sink
+        self.size, self.crcs = 0, list[int]()
 
-def _what_is_not_covered(items: Iterable[Item]) -> str:
-    covered: dict[str, int] = {}
-    known: dict[str, Item] = {}
-    for item in items:
-        covered[item.name] = covered.get(item.name, 0) + torch.Size(item.sizes).numel()
-        one = known.setdefault(item.name, item)
-        if (one.shape, one.dtype) != (item.shape, item.dtype):
-            return (
-                f"ranks hold {item.name!r} with shape {one.shape} in {one.dtype} and with shape "
-                f"{item.shape} in {item.dtype}."
-            )
-    for name, numel in covered.items():
-        whole = torch.Size(known[name].shape).numel()
-        if numel != whole:
-            return (
-                f"the ranks hold {numel} elements of {name!r} together, which has {whole}; all "
-                "ranks of its mesh must take part in the save."
-            )
-    return ""
-
-
-def _write_tensor(sink: Sink, source: torch.Tensor) -> tuple[int, int]:
-    """Write a tensor; return the checksum of its blob, and its size."""
-    host = on_host(source)
-    data = bytes_of(host)
-    crc = zlib.crc32(data)
-    head, tail = frame_of(tuple(host.shape), host.dtype).around(crc)
-    for piece in (head, data, tail):
-        sink.write(piece)
-    return zlib.crc32(tail, zlib.crc32(head, crc)), len(head) + len(data) + len(tail)
-
-
-def _entries(written_by: list[list[Item]], crcs: list[list[int]]) -> dict[str, TensorEntry]:
-    """Return the tensors of a checkpoint. A chunk begins where the one before it ends."""
-    entries: dict[str, TensorEntry] = {}
-    for rank, (items, own_crcs) in enumerate(zip(written_by, crcs, strict=True)):
-        begin = 0
-        for item, crc in zip(items, own_crcs, strict=True):
-            frame = frame_of(item.sizes, dtype_of(item.dtype))
-            head, size = len(frame.head), len(frame.head) + item.num_bytes + len(frame.tail)
-            blob = Blob(dcp_format.file_of(rank), begin, size, crc, head, item.num_bytes)
-            new = TensorEntry(item.shape, item.dtype, list(item.placements))
-            entry = entries.setdefault(item.name, new)
-            entry.chunks.append(Chunk(item.offsets, item.sizes, blob))
-            begin += size
-    return entries
+    def write(self, data: bytes | memoryview) -> None:
+        rest = memoryview(data)
+        while len(rest):
+            if self.size % RANGE_BYTES == 0:
+                self.crcs.append(0)
+            part = rest[: RANGE_BYTES - self.size % RANGE_BYTES]
+            self.crcs[-1] = zlib.crc32(part, self.crcs[-1])
+            self._sink.write(part)
+            self.size += len(part)
+            rest = rest[len(part) :]
 
 
 def _joined_ties(

@@ -10,17 +10,31 @@ import bisect
 import contextlib
 import os
 import shutil
+import socket
+import stat
 import tempfile
 import threading
-from collections.abc import Iterable
+import time
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 try:
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no types
 except ImportError:  # torch requires it, but does not need it to run
     url_to_fs = None
 
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be saved or loaded; nothing was changed, unless the text says so."""
+
+
+LOCK = ".meshard-lock"  # the file in the folder of a run that the one who saves has locked
 
 # A range of bytes in a file: where it begins, and where it ends (exclusive).
 Range = tuple[int, int]
@@ -53,8 +67,20 @@ class Storage(Protocol):
 
     root: str  # for messages
 
+    def lock(self) -> None:
+        """Keep others from saving here until ``unlock``, or until this object or process ends.
+
+        Raises:
+            CheckpointError: Another one saves here.
+        """
+
+    def unlock(self) -> None: ...
+
     def folders(self) -> list[str]:
-        """Return the names of the folders at the top."""
+        """Return the names of the folders at the top, links to folders too."""
+
+    def is_link(self, folder: str) -> bool:
+        """Whether a folder is a link, so that what is in it belongs to another place."""
 
     def files(self, folder: str) -> dict[str, int]:
         """Return the names of the files in a folder, with their sizes in bytes.
@@ -110,6 +136,47 @@ class FolderStorage:
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(root)  # absolute, because the working directory may change
         self._path = Path(self.root)
+        self._unlock: Callable[[], object] | None = None
+
+    def lock(self) -> None:
+        if fcntl is None or self._unlock is not None:
+            return
+        self._make_root()
+        descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        closing = weakref.finalize(self, os.close, descriptor)  # which frees the lock
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.pread(descriptor, 1000, 0).decode() or "it has just begun"
+            closing()
+            raise CheckpointError(
+                f"another job saves into {self.root}: {who}. Give each run a folder of its own; "
+                "within one process, close() the other Checkpointer."
+            ) from None
+        except OSError:  # a file system without locks
+            closing()
+            return
+        since = time.strftime("%Y-%m-%d %H:%M:%S")
+        who = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, who.encode(), 0)
+        # A forked process, of a data loader for example, has the open file too, and would keep the
+        # lock after this process has ended.
+        os.register_at_fork(after_in_child=closing)
+        self._unlock = closing
+
+    def unlock(self) -> None:
+        if self._unlock is not None:
+            self._unlock()
+            self._unlock = None
+
+    def _make_root(self) -> None:
+        if not self._path.is_dir():
+            self._path.mkdir(parents=True, exist_ok=True)
+            self.act("sync", self._path.parent)
+
+    def is_link(self, folder: str) -> bool:
+        return (self._path / folder).is_symlink()
 
     def folders(self) -> list[str]:
         if not self._path.is_dir():
@@ -132,9 +199,7 @@ class FolderStorage:
             return True
 
     def make_folder(self, folder: str) -> None:
-        if not self._path.is_dir():
-            self._path.mkdir(parents=True, exist_ok=True)
-            self.act("sync", self._path.parent)
+        self._make_root()
         self.act("mkdir", self._path / folder)
         self.act("sync", self._path)
 
@@ -151,11 +216,16 @@ class FolderStorage:
         sink.write(data)
         sink.close()
         self.act("sync", target.parent)  # other files are durable before this one appears
-        self.act("rename", aside, target)
+        try:
+            self.act("rename", aside, target)
+        except FileNotFoundError:  # a network folder may say so of a rename that it has made
+            if not target.exists() or target.read_bytes() != data:
+                raise
         self.act("sync", target.parent)
         self.act("sync", self._path)
 
     def read(self, path: str) -> bytes:
+        _check_regular(self._path / path)
         return (self._path / path).read_bytes()
 
     def open(self, path: str) -> Source:
@@ -233,6 +303,7 @@ class _FileSink:
 class _FileSource:
     def __init__(self, path: Path) -> None:
         self._path = path
+        _check_regular(path)
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
 
     def expect(self, ranges: Iterable[Range]) -> None:
@@ -248,6 +319,12 @@ class _FileSource:
 
     def close(self) -> None:
         self._file.close()
+
+
+def _check_regular(path: Path) -> None:
+    """Raise if a path is such as a pipe, which would wait for a writer when it is opened."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(f"{path} is no ordinary file")
 
 
 def _read_at(descriptor: int, memory: memoryview, begin: int, name: str) -> None:
@@ -276,6 +353,15 @@ class ObjectStorage:
         # No cached listings, because another process may be writing.
         self._fs, path = url_to_fs(url, use_listings_cache=False)
         self._path = path.rstrip("/")
+
+    def lock(self) -> None:
+        """A store has no locks."""
+
+    def unlock(self) -> None:
+        pass
+
+    def is_link(self, folder: str) -> bool:
+        return False
 
     def _at(self, path: str) -> str:
         return f"{self._path}/{path}"

@@ -53,9 +53,14 @@ class Entry(NamedTuple):
     def num_bytes(self) -> int:
         return math.prod(self.sizes) * self.dtype.itemsize
 
+    @property
+    def stored_sizes(self) -> tuple[int, ...]:
+        """The shape in the file: a dtype that safetensors lacks is written as bytes."""
+        return self.sizes if self.dtype in DTYPE_NAMES else (*self.sizes, self.dtype.itemsize)
+
 
 def header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
-    """Return what stands before the data. A dtype that safetensors lacks is written as bytes.
+    """Return what stands before the data.
 
     Raises:
         ValueError: A tensor is called ``__metadata__``, which has a meaning in such files.
@@ -64,12 +69,13 @@ def header(entries: Iterable[Entry], metadata: dict[str, str]) -> bytes:
     end = 0
     for entry in entries:
         if entry.name == "__metadata__":
-            raise ValueError("a tensor is called '__metadata__', which no safetensors file can hold.")
+            raise ValueError(
+                "a tensor is called '__metadata__', which no safetensors file can hold."
+            )
         begin, end = end, end + entry.num_bytes
-        has_name = entry.dtype in DTYPE_NAMES
         rows[entry.name] = {
-            "dtype": DTYPE_NAMES[entry.dtype] if has_name else "U8",
-            "shape": [*entry.sizes] if has_name else [*entry.sizes, entry.dtype.itemsize],
+            "dtype": DTYPE_NAMES.get(entry.dtype, "U8"),
+            "shape": entry.stored_sizes,
             "data_offsets": [begin, end],
         }
     text = json.dumps(rows, separators=(",", ":")).encode()

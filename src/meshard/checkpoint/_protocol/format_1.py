@@ -1,0 +1,65 @@
+"""Manifests of format 1, whose tensors ``torch.save`` has packed: read, and not written."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from meshard.checkpoint._protocol.commits import NAME
+from meshard.checkpoint._protocol.manifest import (
+    Chunk,
+    Manifest,
+    Range,
+    TensorEntry,
+    check_covered,
+    check_file_name,
+    own_part,
+)
+from meshard.checkpoint._protocol.storage import CheckpointError
+
+
+def from_content(content: dict[str, Any], where: str) -> Manifest:
+    """Return the manifest that was written as ``content``; ``where`` is for messages.
+
+    Raises:
+        CheckpointError: It has not the form of format 1.
+    """
+    try:
+        return _parsed(content)
+    except CheckpointError as error:
+        raise CheckpointError(f"{where}/{NAME}: {error}") from error
+    except Exception as error:  # whatever a wrong form leads to
+        raise CheckpointError(
+            f"{where}/{NAME} has the right checksum and not the form of format 1: "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
+def _parsed(content: dict[str, Any]) -> Manifest:
+    names = [check_file_name(name) for name in content["files"]]
+    files: dict[str, list[Range]] = {name: [] for name in names}
+
+    def add(row: list[int], offsets: Any, sizes: Any, *, is_archive: bool) -> Chunk:
+        number, begin, size, crc32, data_begin, data_size = row
+        files[names[number]].append(Range(begin, size, crc32, (data_begin, data_begin + data_size)))
+        return Chunk(tuple(offsets), tuple(sizes), names[number], begin, size, is_archive)
+
+    tensors: dict[str, TensorEntry] = {}
+    for name, each in content["tensors"].items():
+        entry = TensorEntry(tuple(each["shape"]), each["dtype"], each["placements"])
+        for offsets, sizes, row in each["chunks"]:
+            entry.chunks.append(add(row, offsets, sizes, is_archive=True))
+        check_covered(name, entry)
+        tensors[name] = entry
+    kinds: dict[str, str] = {}
+    for rank, rows in enumerate(content["rank_parts"]):
+        for name, row in rows.items():
+            size = (row[2],)
+            chunk = add(row, (0,), size, is_archive=False)
+            tensors[own_part(rank, name)] = TensorEntry(size, "uint8", [], [chunk])
+            kinds[name] = "value"  # or another: its own text tells
+    for row in content["objects"]:
+        add(row, (), (), is_archive=False)
+    for ranges in files.values():
+        ranges.sort()
+    step, parts, about = content["step"], content["parts"], content["about"]
+    return Manifest(step, tensors, parts, kinds, content["ties"], files, about)
