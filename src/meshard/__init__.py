@@ -3,44 +3,6 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from meshard.accumulation import (
-    finalize_gradients,
-    gradient_sync,
-    microbatches,
-    no_sync,
-    pending_gradients,
-    uneven_batches,
-)
-from meshard.api import fully_shard
-from meshard.auto_wrap import fully_shard_units
-from meshard.clipping import clip_grad_norm_, get_total_norm
-from meshard.diagnostics import CommLedger, describe
-from meshard.fsdp_module import (
-    FSDPModule,
-    GradientReductionHandle,
-    UnshardHandle,
-    register_fsdp_forward_method,
-    share_comm_ctx,
-)
-from meshard.grad_scaler import ShardedGradScaler
-from meshard.initialization import materialize
-from meshard.offloading import offload, onload
-from meshard.optim.local import local_optimizer
-from meshard.optim.overlap import OverlappedOptimizer, overlap_optimizer
-from meshard.optim.owner import OwnerOptimizer, owner_optimizer
-from meshard.policies import (
-    CPUOffloadPolicy,
-    DataParallelMeshDims,
-    GradientSync,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    ShardPlacementResult,
-)
-from meshard.reduce_hooks import register_reduce_hook
-from meshard.replication import ReplicateModule, replicate
-from meshard.tracing import Trace, trace
-from meshard.weights import unsharded_params
-
 # fmt: off
 __all__ = [
     "CPUOffloadPolicy", "CommLedger", "DataParallelMeshDims", "FSDPModule",
@@ -58,11 +20,20 @@ __all__ = [
 _SUBPACKAGES = ("checkpoint", "planning")  # imported at their first use
 
 if TYPE_CHECKING:
+    from meshard._public import *
+
     __version__: str
 else:  # mypy would take a __getattr__ for the type of every name
 
     def __getattr__(name: str) -> Any:
-        """Import a subpackage, or read ``__version__`` from the metadata. Both take time."""
+        """Import what takes time: all that needs torch, a subpackage, or the metadata.
+
+        So ``python -m meshard.checkpoint list``, which reads JSON alone, need not wait for torch.
+        """
+        if name in __all__:
+            public = importlib.import_module("meshard._public")
+            globals().update({each: getattr(public, each) for each in __all__})
+            return globals()[name]
         if name in _SUBPACKAGES:
             return importlib.import_module(f"meshard.{name}")
         if name != "__version__":

@@ -541,7 +541,6 @@ def test_a_hostile_pickle_patches_nothing(tmp_path, module, name):
 
 DEEP = 300_000
 HOSTILE = {
-    "key of tuples": b"\x80\x02})" + b"\x85" * DEEP + b"K\x01s.",
     "lists": b"\x80\x02" + b"]" * DEEP + b"a" * (DEEP - 1) + b".",
     "records": b"\x80\x02"
     + (pushed(METADATA, "Metadata") + b")\x81}U\x01a") * DEEP

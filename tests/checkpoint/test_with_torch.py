@@ -136,7 +136,7 @@ def test_strides_and_extra_state_are_read_both_ways(tmp_path):
     loaded = Checkpointer(tmp_path / "theirs").load(ours, ema=ema)
     assert (loaded.missing, loaded.unexpected) == ([], [])
     Checkpointer(tmp_path).save(1, saved)
-    state = {"model": {name: each for name, each in theirs.named_parameters()}}
+    state = {"model": dict(theirs.named_parameters())}
     load_ours(state, tmp_path / "step-1")
     for other in (ours, theirs, ema):
         assert torch.equal(other.weight, saved.weight)

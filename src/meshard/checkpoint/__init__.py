@@ -1,18 +1,7 @@
 """Checkpoints of a training run, and weights in and out of a sharded module."""
 
-from meshard.checkpoint._protocol.loading import Damage
-from meshard.checkpoint._protocol.restoring import Loaded
-from meshard.checkpoint._protocol.storage import CheckpointError
-from meshard.checkpoint.checkpointer import Checkpointer, SaveHandle
-from meshard.checkpoint.pretrained import LoadReport, load_pretrained, save_pretrained
-from meshard.checkpoint.stream import (
-    HeldRange,
-    ShardedTensorRow,
-    WeightStream,
-    shard_table,
-    stream_unsharded,
-)
-from meshard.checkpoint.weights_meta import meta_parameters
+import importlib
+from typing import TYPE_CHECKING, Any
 
 # fmt: off
 __all__ = [
@@ -21,3 +10,19 @@ __all__ = [
     "shard_table", "stream_unsharded",
 ]
 # fmt: on
+
+if TYPE_CHECKING:
+    from meshard.checkpoint._public import *
+else:
+
+    def __getattr__(name: str) -> Any:
+        """Import all, which needs torch; the commands that read JSON alone do not."""
+        if name not in __all__:
+            raise AttributeError(f"module 'meshard.checkpoint' has no attribute {name!r}")
+        public = importlib.import_module("meshard.checkpoint._public")
+        globals().update({each: getattr(public, each) for each in __all__})
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__all__", "__doc__", "__file__", "__name__", "__path__"]

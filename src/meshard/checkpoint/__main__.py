@@ -21,7 +21,7 @@ import contextlib
 import math
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -81,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     for command in (show, verify, export, convert):
         text = "the step (default: the newest)"
         if command is convert:
-            text = "one step only; or the number of a step that torch has saved without one"
+            text = "one step only; or the number of what torch has saved without one (default: 0)"
         command.add_argument("--step", type=int, metavar="N", help=text)
     return parser
 
@@ -111,6 +111,16 @@ def _size_of(content: dict[str, Any]) -> str:
     return f"{size / 1024**power:.4g} {units[power]}"
 
 
+@contextlib.contextmanager
+def _reading(commit: Commit) -> Iterator[None]:
+    """Name the manifest in what a wrong form leads to."""
+    try:
+        yield
+    except (TypeError, KeyError, IndexError, AttributeError, ValueError) as error:
+        text = f"{commit.manifest} has the right checksum, and not the form of a manifest."
+        raise CheckpointError(text) from error
+
+
 def _list(parsed: Any) -> int:
     storage = storage_at(parsed.folder)
     rows: list[tuple[Any, ...]] = [("step", "size", "ranks", "metric", "torch", "saved at")]
@@ -118,14 +128,14 @@ def _list(parsed: Any) -> int:
     for commit in commits.committed(storage):
         metric = "-" if commit.metric is None else f"{commit.metric:g}"
         try:
-            content = _content(storage, commit)
+            with _reading(commit):
+                content = _content(storage, commit)
+                about = content["about"]
+                told = [about.get(key, "?") for key in ("num_ranks", "torch", "saved_at")]
+                rows.append((commit.step, _size_of(content), told[0], metric, *told[1:]))
         except CheckpointError:
             rows.append((commit.step, "?", "?", metric, "?", "the manifest is damaged"))
             code = 1
-            continue
-        about = content["about"]
-        told = [about.get(key, "?") for key in ("num_ranks", "torch", "saved_at")]
-        rows.append((commit.step, _size_of(content), told[0], metric, *told[1:]))
     if len(rows) == 1:
         return _none_in(parsed.folder)
     _print_table(rows)
@@ -150,13 +160,19 @@ def _show(parsed: Any) -> int:
     storage = storage_at(parsed.folder)
     if not commits.committed(storage):
         return _none_in(parsed.folder)
-    content = _content(storage, _found(parsed, storage))
+    commit = _found(parsed, storage)
+    with _reading(commit):
+        _print_content(_content(storage, commit))
+    return 0
+
+
+def _print_content(content: dict[str, Any]) -> None:
     for name, value in {"step": content["step"], **content["about"]}.items():
         print(f"{name:10} {value}")
     print(f"{'size':10} {_size_of(content)} in {len(content['files'])} files")
     if content["format_version"] < commits.VERSION:
         print("An older format: python -m meshard.checkpoint import converts it.")
-        return 0
+        return
     for name in content["rank_parts"]:
         print(f"{'per rank':10} {name}")
     for name, part in content["parts"].items():
@@ -170,7 +186,6 @@ def _show(parsed: Any) -> int:
     _print_table(rows)
     for name, tied in content["ties"].items():
         print(f"{name} is tied to {tied}")
-    return 0
 
 
 # --- verify and prune ----------------------------------------------------------------------
@@ -303,9 +318,7 @@ def _import(parsed: Any) -> int:
         raise CheckpointError(f"step {parsed.step} is not in {parsed.folder}.")
     for folder in folders:
         manifest = read_folder(old, folder)
-        step = manifest.step if manifest.step is not None else parsed.step
-        if step is None:
-            raise CheckpointError(f"{parsed.folder} has no number of a step; pass --step.")
+        step = manifest.step if manifest.step is not None else parsed.step or 0
         total = sum(chunk.num_bytes for each in manifest.tensors.values() for chunk in each.chunks)
         bar = progress_bar(f"step {step}", total, wanted=None, is_first_rank=True)
         with bar as progress, contextlib.closing(Reader(old, folder, manifest)) as reader:

@@ -91,7 +91,7 @@ def _commit_of(storage: Storage, folder: str, match: re.Match[str]) -> tuple[Any
     try:
         said = json.loads(storage.read(f"{folder}/{MARKER}") or b"{}")
         number, metric = int(said.get("number", 0)), said.get("metric")
-    except (OSError, ValueError, TypeError, AttributeError):  # it is damaged, or gone
+    except Exception:  # it is damaged, or gone
         number, metric = 0, None
     metric = metric if type(metric) is float and math.isfinite(metric) else None
     return (number, step, attempt), Commit(folder, step, number, metric)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +22,8 @@ from meshard.checkpoint._protocol.manifest import (
     TensorEntry,
     WrittenFile,
     file_order,
-    own_part,
     to_text,
 )
-from meshard.checkpoint._protocol.parts import RANDOM
 from meshard.checkpoint._protocol.plain import decode, names_in
 from meshard.checkpoint._protocol.saving import SummedFile, file_of
 from meshard.checkpoint._protocol.storage import Storage
@@ -53,10 +52,7 @@ def write_as_new(
         n: TensorEntry(each.shape, each.dtype, each.placements, [_whole(each, name)])
         for n, each in found.tensors.items()
     }
-    kinds = {
-        part: RANDOM if part == RANDOM else reader.tree_of(own_part(0, part))["kind"]
-        for part in found.rank_parts
-    }
+    kinds = {part: reader.kind_of(part) for part in found.rank_parts}
     about = {"meshard": meshard.__version__, "num_ranks": 1, **found.about}
     made = Manifest(step, tensors, found.parts, kinds, found.ties, about=about)
     written = WrittenFile(name, file.size, len(head), file.crcs)
@@ -77,14 +73,14 @@ class _Planner(DefaultSavePlanner):
     def lookup_object(self, index: Any) -> Any:
         found = super().lookup_object(index)
         if isinstance(found, _Stored):
-            return self._reader.tensor_of(found.name, self._advance)
+            return self._reader.tensor_of(found.stored_as, self._advance)
         return found
 
 
 class _Stored(torch.Tensor):
     """A tensor on the meta device that stands for one of the checkpoint."""
 
-    name: str
+    stored_as: str
 
 
 def write_for_torch(reader: Reader, folder: str, advance: Callable[[int], Any]) -> None:
@@ -95,7 +91,7 @@ def write_for_torch(reader: Reader, folder: str, advance: Callable[[int], Any]) 
         entry = found.tensors[found.ties.get(name, name)]
         empty = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta")
         tensor = empty.as_subclass(_Stored)
-        tensor.name = found.ties.get(name, name)
+        tensor.stored_as = found.ties.get(name, name)
         return tensor
 
     state: dict[str, Any] = {"step": found.step}
@@ -111,9 +107,7 @@ def write_for_torch(reader: Reader, folder: str, advance: Callable[[int], Any]) 
             ]
             state[part] = {name.removeprefix(f"{part}."): stored(name) for name in own}
             state[part] |= decode(tree["tree"], stored)
-    save(
-        state,
-        storage_writer=FileSystemWriter(folder),
-        planner=_Planner(reader, advance),
-        no_dist=True,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*single process")  # as it is meant to be
+        planner = _Planner(reader, advance)
+        save(state, storage_writer=FileSystemWriter(folder), planner=planner, no_dist=True)

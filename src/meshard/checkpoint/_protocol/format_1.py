@@ -14,6 +14,7 @@ from meshard.checkpoint._protocol.manifest import (
     check_file_name,
     own_part,
 )
+from meshard.checkpoint._protocol.parts import RANDOM
 from meshard.checkpoint._protocol.storage import CheckpointError
 
 
@@ -29,8 +30,7 @@ def from_content(content: dict[str, Any], where: str) -> Manifest:
         raise CheckpointError(f"{where}/{NAME}: {error}") from error
     except Exception as error:  # whatever a wrong form leads to
         raise CheckpointError(
-            f"{where}/{NAME} has the right checksum and not the form of format 1: "
-            f"{type(error).__name__}: {error}"
+            f"{where}/{NAME} has the right checksum, and not the form of format 1."
         ) from error
 
 
@@ -56,10 +56,12 @@ def _parsed(content: dict[str, Any]) -> Manifest:
             size = (row[2],)
             chunk = add(row, (0,), size, is_archive=False)
             tensors[own_part(rank, name)] = TensorEntry(size, "uint8", [], [chunk])
-            kinds[name] = "value"  # or another: its own text tells
+            kinds[name] = RANDOM if name == RANDOM else ""  # its own text tells
     for row in content["objects"]:
         add(row, (), (), is_archive=False)
     for ranges in files.values():
         ranges.sort()
     step, parts, about = content["step"], content["parts"], content["about"]
+    if type(about["num_ranks"]) is not int:
+        raise TypeError("num_ranks is no number")
     return Manifest(step, tensors, parts, kinds, content["ties"], files, about)

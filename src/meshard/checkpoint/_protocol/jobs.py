@@ -104,6 +104,8 @@ def job_of(
             kind, tree = ("stateful", value.state_dict()) if is_stateful else ("value", value)
             tensors |= _add_other(job, name, kind, tree)
     job.about = _about(tensors)
+    if isinstance(model, dict):
+        job.about["has_each_name"] = True
     for item, source in items_of(tensors, owners):
         job.sources[len(job.items)] = source
         job.items.append(item)

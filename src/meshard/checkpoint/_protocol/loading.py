@@ -7,6 +7,7 @@ ranges that it holds, straight into its shards where these are in host memory.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
@@ -22,7 +23,7 @@ from meshard._mesh.boxes import Box
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import commits, format_1
-from meshard.checkpoint._protocol.manifest import Chunk, Manifest, Range, from_content
+from meshard.checkpoint._protocol.manifest import Chunk, Manifest, Range, from_content, own_part
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import CheckpointError, Source, Storage
 from meshard.checkpoint._protocol.tensor_file import PIECE_BYTES, bytes_of
@@ -94,6 +95,10 @@ class Reader:
         except (ValueError, RecursionError) as error:
             where = f"{self._storage.root}/{self.path_of(chunk.file)}"
             raise CheckpointError(f"{where} has no JSON text in {name!r}: {error}") from error
+
+    def kind_of(self, part: str) -> str:
+        """Return the kind of a part that each rank has of its own."""
+        return self.manifest.rank_parts[part] or str(self.tree_of(own_part(0, part))["kind"])
 
     def tensor_of(self, name: str, advance: Callable[[int], Any] = lambda _: None) -> torch.Tensor:
         """Return a whole tensor, checked, in host memory."""
@@ -229,7 +234,7 @@ def fill(
     for read in reads:
         source, target = reader.source(read.chunk.file), read.target
         if read.chunk.is_archive:
-            target.copy_(_unpacked(source, read.chunk)[Box(read.begin, tuple(target.shape)).slices])
+            target.copy_(_unpacked(source, read)[Box(read.begin, tuple(target.shape)).slices])
             advance(target.nbytes)
             continue
         for place, rows, begin, part in _rows(read):
@@ -250,13 +255,21 @@ def fill(
             advance(part.nbytes)
 
 
-def _unpacked(source: Source, chunk: Chunk) -> torch.Tensor:
+def _unpacked(source: Source, read: Read) -> torch.Tensor:
     """Return a tensor that torch.save has written: torch alone knows in which order."""
+    chunk = read.chunk
     data = io.BytesIO(source.read(chunk.begin, chunk.num_bytes))
-    tensor = torch.load(data, weights_only=True, map_location="cpu")
-    if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.sizes:
-        raise CheckpointError(f"{chunk.file} has no tensor of {chunk.sizes} at {chunk.begin}.")
-    return tensor.detach()
+    tensor: Any = None
+    with contextlib.suppress(Exception):  # torch raises whatever wrong bytes lead to
+        tensor = torch.load(data, weights_only=True, map_location="cpu")
+    is_tensor = isinstance(tensor, torch.Tensor)
+    if not is_tensor or (tensor.dtype, tuple(tensor.shape)) != (read.dtype, chunk.sizes):
+        raise CheckpointError(
+            f"{chunk.file} has no tensor of {read.dtype} and shape {chunk.sizes} at byte "
+            f"{chunk.begin}."
+        )
+    found: torch.Tensor = tensor.detach()
+    return found
 
 
 Rows = tuple[int, tuple[int, ...], tuple[int, ...], torch.Tensor]

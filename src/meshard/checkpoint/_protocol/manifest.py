@@ -68,12 +68,16 @@ class Manifest:
     files: dict[str, list[Range]] = field(default_factory=dict)  # cover each file; of torch: none
     about: dict[str, Any] = field(default_factory=dict)  # versions, ranks, mesh, date
     unreadable: list[str] = field(default_factory=list)  # of torch: needs classes of its own
-    is_of_torch: bool = False  # written by ``torch.distributed.checkpoint.save``
 
     @property
     def num_ranks(self) -> int:
         """How many ranks have saved it; 0: it is of torch."""
         return int(self.about.get("num_ranks", 0))
+
+    @property
+    def has_each_name(self) -> bool:
+        """Whether a tied tensor was saved under each of its names: by torch, or as a dict."""
+        return bool(self.about.get("has_each_name", False))
 
     @property
     def num_bytes(self) -> int:
@@ -173,7 +177,7 @@ def from_content(content: dict[str, Any], where: str) -> Manifest:
     except Exception as error:  # whatever a wrong form leads to
         raise CheckpointError(
             f"{where}/{NAME} has the right checksum, and its field {at.name} has not the form of "
-            f"format {VERSION}: {type(error).__name__}: {error}"
+            f"format {VERSION}."
         ) from error
 
 

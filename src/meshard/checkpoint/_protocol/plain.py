@@ -57,8 +57,10 @@ def encode(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path =
     kind = type(value)
     if value is None or kind in (bool, int, str):
         return value
-    if kind is float:
-        return value if math.isfinite(value) else {_KIND: "float", "value": repr(value)}
+    if kind is float and math.isfinite(value):
+        return value
+    if kind in (float, complex):
+        return {_KIND: kind.__name__, "value": repr(value)}
     if isinstance(value, torch.Tensor):
         return tensor(path, value)
 
@@ -82,20 +84,24 @@ def encode(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path =
             return dict(pairs)
         table = {_KIND: kind.__name__, "items": [list(pair) for pair in pairs]}
         if kind is defaultdict and value.default_factory is not None:
-            return {**table, "factory": _name_of(_factory(_name_of(value.default_factory)))}
+            name = _name_of(value.default_factory)
+            if name not in _FACTORIES:
+                raise _refused(value, path)
+            return {**table, "factory": name}
         return table
     if kind in (bytes, bytearray):
         return {_KIND: kind.__name__, "base64": base64.b64encode(value).decode()}
     if kind in (torch.dtype, torch.device):
         return {_KIND: kind.__name__, "value": str(value).removeprefix("torch.")}
-    if isinstance(value, enum.Enum) or (isinstance(value, tuple) and hasattr(kind, "_fields")):
-        if _named(_name_of(kind), kind) is not kind:
-            raise _refused(value, path)
-        if isinstance(value, enum.Enum):
-            return {_KIND: "enum", "class": _name_of(kind), "name": value.name}
-        return {_KIND: "named tuple", "class": _name_of(kind), "items": items(value)}
+    is_named_tuple = isinstance(value, tuple) and hasattr(kind, "_fields")
+    if (isinstance(value, enum.Enum) or is_named_tuple) and _found(_name_of(kind)) is kind:
+        if is_named_tuple:
+            return {_KIND: "named tuple", "class": _name_of(kind), "items": items(value)}
+        if isinstance(value, enum.Flag):  # several flags together have no name
+            return {_KIND: "flags", "class": _name_of(kind), "value": value.value}
+        return {_KIND: "enum", "class": _name_of(kind), "name": value.name}
     if kind.__module__ == "numpy" and hasattr(value, "tobytes"):
-        return _encoded_numpy(value, tensor, path)
+        return _encoded_numpy(value, path)
     raise _refused(value, path)
 
 
@@ -108,35 +114,42 @@ def _refused(value: Any, path: Path) -> TypeError:
     )
 
 
-def _encoded_numpy(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path) -> Any:
-    """Return an array with its data, and a scalar as the number of Python that it is."""
-    if type(value).__name__ == "ndarray" and not value.dtype.hasobject and not value.dtype.names:
-        data = base64.b64encode(value.tobytes()).decode()
-        shape = list(value.shape)
-        return {_KIND: "ndarray", "dtype": value.dtype.str, "shape": shape, "base64": data}
-    plain = value.item() if not value.shape and not value.dtype.hasobject else value
-    if type(plain) is type(value):  # of a longdouble it is one again
+def _encoded_numpy(value: Any, path: Path) -> Any:
+    """Return an array or a scalar with its data."""
+    dtype = value.dtype
+    # A long double has other bytes on other machines.
+    if dtype.hasobject or dtype.names or dtype.char in "gG":
         raise _refused(value, path)
-    return encode(plain, tensor, path)
+    kind = "ndarray" if type(value).__name__ == "ndarray" else "scalar"
+    data = base64.b64encode(value.tobytes()).decode()
+    return {_KIND: kind, "dtype": dtype.str, "shape": list(value.shape), "base64": data}
 
 
 def _name_of(kind: Any) -> str:
     return f"{kind.__module__}:{getattr(kind, '__qualname__', kind)}"
 
 
-def _named(name: str, base: type) -> Any:
-    """Return a class by its name, if the program has imported its module: none is imported here.
+# What a defaultdict may make: plain values.
+_FACTORIES = {
+    _name_of(kind): kind
+    for kind in (bool, int, float, str, list, tuple, set, dict, OrderedDict, Counter, deque)
+}
 
-    Raises:
-        ValueError: There is no such class, or it is not derived from ``base``.
-    """
+
+def _found(name: str) -> Any:
+    """Return what has a name in a module that the program has imported: none is imported here."""
     module, _, path = name.partition(":")
     found: Any = sys.modules.get(module)
     for part in path.split("."):
         found = getattr(found, part, None)
+    return found
+
+
+def _named(name: str, base: type) -> Any:
+    found = _found(name)
     if not isinstance(found, type) or not issubclass(found, base):
         raise ValueError(
-            f"there is no class {name!r} of a value; define it in a module, and import that first."
+            f"there is no class {name!r} of a value; import the module that defines it first."
         )
     return found
 
@@ -156,12 +169,14 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
         return {key: decode(each, tensor) for key, each in value.items()}
     if kind == "tensor":
         return tensor(value["name"])
-    if kind == "float":
-        return float(value["value"])
+    if kind in ("float", "complex"):
+        return (float if kind == "float" else complex)(value["value"])
     if kind == "dtype":
         return dtype_of(value["value"])
     if kind == "device":
         return torch.device(value["value"])
+    if kind == "flags":
+        return _named(value["class"], enum.Flag)(value["value"])
     if kind == "enum":
         return _named(value["class"], enum.Enum)[value["name"]]
     if "base64" in value:
@@ -175,19 +190,10 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
         return deque(items, value["maxlen"])
     if kind == "defaultdict":
         name = value.get("factory")
-        return defaultdict(None if name is None else _factory(name), items)
+        return defaultdict(None if name is None else _FACTORIES[name], items)
     if kind == "named tuple":
         return _named(value["class"], tuple)._make(items)
     raise ValueError(f"{kind!r} is no kind of value that a checkpoint stores.")
-
-
-def _factory(name: str) -> Any:
-    """Return the class of the values that a defaultdict makes: a builtin one, or a plain table."""
-    kinds = (bool, int, float, str, list, tuple, set, dict, OrderedDict, Counter, deque)
-    found = next((each for each in kinds if _name_of(each) == name), None)
-    if found is None:
-        raise ValueError(f"a defaultdict makes its values by {name!r}, which is no builtin class.")
-    return found
 
 
 def _decoded_bytes(kind: str, value: dict[str, Any]) -> Any:
@@ -196,10 +202,11 @@ def _decoded_bytes(kind: str, value: dict[str, Any]) -> Any:
         return data
     if kind == "bytes":
         return bytes(data)
-    if kind == "ndarray":
+    if kind in ("ndarray", "scalar"):
         import numpy  # noqa: PLC0415  # only a program that has it can have saved an array
 
-        return numpy.frombuffer(data, numpy.dtype(value["dtype"])).reshape(value["shape"])
+        array = numpy.frombuffer(data, numpy.dtype(value["dtype"])).reshape(value["shape"])
+        return array if kind == "ndarray" else array[()]
     if kind != "data":
         raise ValueError(f"{kind!r} is no kind of value that a checkpoint stores.")
     dtype = dtype_of(value["dtype"])

@@ -148,7 +148,7 @@ class Restoring:
 
     def _hint_at_key(self) -> list[str]:
         """Say under which key torch has saved what is missing, as in ``{"app": app}``."""
-        if not self._manifest.is_of_torch or not self._missing:
+        if not self._manifest.has_each_name or not self._missing:
             return []
         if any(each.startswith(f"{MODEL}.") for each in self._manifest.tensors):
             return []  # the model is there, and lacks something
@@ -213,7 +213,8 @@ class Restoring:
                 given[name] = self._add_value(name, value)
         asked = {MODEL, *extra} if optimizer is None else {MODEL, OPTIMIZER, *extra}
         self._missing += [each for each in self._manifest.unreadable if each.split(".")[0] in asked]
-        rank_parts = [name for name, kind in self._manifest.rank_parts.items() if kind == "value"]
+        own = self._manifest.rank_parts
+        rank_parts = [name for name in own if self._reader.kind_of(name) == "value"]
         # A plain value is read even if it was not asked for. Any other part is not, as it may be
         # large.
         for name in (*self._manifest.parts, *rank_parts):
@@ -308,8 +309,7 @@ class Restoring:
             named = [name, *others.get(name, ())]
             self._here.update(named)
             stored = dict.fromkeys(each for each in map(self._stored, named) if each is not None)
-            # torch saves tied tensors under each name.
-            if len(stored) > 1 and not self._manifest.is_of_torch:
+            if len(stored) > 1 and not self._manifest.has_each_name:
                 self._problems.append(
                     f"{' and '.join(named)} are tied here, and were saved as {len(stored)} tensors"
                 )
@@ -324,6 +324,10 @@ class Restoring:
     def _stored(self, name: str) -> str | None:
         name = self._manifest.ties.get(name, name)
         return name if name in self._manifest.tensors else None
+
+    def _placements_of(self, name: str) -> list[str]:
+        stored = self._stored(name)
+        return [] if stored is None else self._manifest.tensors[stored].placements
 
     def _as_saved(self, names: dict[int, str]) -> dict[int, str]:
         """Return names of parameters, those of tied ones as they were first in the save."""
@@ -354,8 +358,13 @@ class Restoring:
         for fqn, each in encoded["state"].items():
             if fqn in own:
 
-                def like(name: str, param: torch.Tensor = own[fqn]) -> torch.Tensor:
-                    return present.get(name, param)
+                def like(name: str, param: torch.Tensor = own[fqn], fqn: str = fqn) -> torch.Tensor:
+                    if name in present:
+                        return present[name]
+                    was_cut = self._placements_of(join(MODEL, fqn)) or self._placements_of(fqn)
+                    # Ordinary tensors beside a parameter that was a DTensor stay ordinary ones.
+                    is_local = was_cut and not self._placements_of(name)
+                    return plain_of(param) if is_local else param
 
                 state[fqn] = self._decoded(name, each, like, of_others)
         referred = Counter(each for group in encoded["param_groups"] for each in names_in(group))

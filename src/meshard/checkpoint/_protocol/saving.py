@@ -399,7 +399,8 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
                 if not is_own or (item.owner in (MODEL, OPTIMIZER) and not per_rank):
                     raise CheckpointError(
                         f"ranks hold {item.name!r} with shape {one.shape} in {one.dtype} and with "
-                        f"shape {item.shape} in {item.dtype}."
+                        f"shape {item.shape} in {item.dtype}. If each has one of its own, pass "
+                        "per_rank=True to save()."
                     )
                 apart.add(item.name)
             holders.setdefault((item.name, item.offsets), []).append((rank, number))

@@ -150,8 +150,8 @@ class FolderStorage:
             who = os.pread(descriptor, 1000, 0).decode() or "it has just begun"
             closing()
             raise CheckpointError(
-                f"another job saves into {self.root}: {who}. Give each run a folder of its own; "
-                "within one process, close() the other Checkpointer."
+                f"another job is saving into {self.root}: {who}. Give each run a folder of its "
+                "own; within one process, close() the other Checkpointer."
             ) from None
         except OSError:  # a file system without locks
             closing()

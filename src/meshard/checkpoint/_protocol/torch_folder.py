@@ -126,14 +126,16 @@ def read_folder(storage: Storage) -> Manifest:
     except OSError:
         raise
     except Exception as error:  # whatever a wrong form leads to
-        text = f"{where} cannot be read: {type(error).__name__}: {error}"
-        raise CheckpointError(text) from error
+        raise CheckpointError(f"{where} has not the form of torch's metadata.") from error
 
 
 def _manifest_of(metadata: Any, storage: Storage) -> Manifest:
     infos: dict[tuple[str, tuple[int, ...] | None], Any] = {}
+    sizes_of_files = storage.files("")
     for index, info in metadata.storage_data.items():
-        check_file_name(info.relative_path)
+        file = check_file_name(info.relative_path)
+        if info.offset < 0 or info.offset + info.length > sizes_of_files.get(file, -1):
+            raise CheckpointError(f"{file}, where {index.fqn!r} is, is missing or too short.")
         offset = getattr(index, "offset", None)
         infos[index.fqn, None if offset is None else tuple(offset)] = info
     paths = getattr(metadata, "planner_data", None) or {}
@@ -170,6 +172,8 @@ def _entry_of(name: str, entry: Any, infos: dict[Any, Any]) -> TensorEntry:
     found = TensorEntry(tuple(entry.size), dtype, [])
     for each in entry.chunks:
         offsets = tuple(each.offsets)
+        if (name, offsets) not in infos:
+            raise CheckpointError(f"it does not say where the chunk {offsets} of {name!r} is.")
         info = infos[name, offsets]
         place = info.relative_path, info.offset, info.length
         found.chunks.append(Chunk(offsets, tuple(each.sizes), *place, is_archive=True))
@@ -221,7 +225,7 @@ def _as_manifest(
             del parts[name]
     step = parts.pop("step", {}).get("tree")
     step = step if type(step) is int else None
-    return Manifest(step, tensors, parts, unreadable=unreadable, is_of_torch=True)
+    return Manifest(step, tensors, parts, about={"has_each_name": True}, unreadable=unreadable)
 
 
 def _optimizer_of(value: Any) -> dict[str, Any] | None:
