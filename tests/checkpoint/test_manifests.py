@@ -30,6 +30,7 @@ from tests.checkpoint.runs import assert_same_values, net, values_of
 from tests.support.models import seeded
 
 FILES = Path(__file__).parent / "files"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by no_dist
 
 
 # --- manifests that are written anew ---------------------------------------------------------
