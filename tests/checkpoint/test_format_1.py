@@ -100,10 +100,10 @@ def check_first(folder, layout):
     train(model, optimizer, 1, scheduler)
 
 
-def check_newest(folder, layout):
+def check_newest(folder, layout, step=None):
     """Load step 2, which was saved twice."""
     model = net(layout, seed=3)
-    loaded = Checkpointer(folder).load(model)
+    loaded = Checkpointer(folder).load(model, step=step)
     assert_same_values(values_of(model), tensors_of(expected()["2"]))
     assert (loaded.step, loaded.extra) == (2, {"tokens": 456})
 
@@ -113,6 +113,29 @@ def check(folder, layout):
     assert (checkpointer.steps(), checkpointer.latest_step()) == ([1, 2], 2)
     check_first(folder, layout)
     check_newest(folder, layout)
+
+
+def go_on(folder):
+    """Save into a run of format 1, as a job does that was updated meanwhile."""
+    model, optimizer, _ = built("fully_shard")
+    checkpointer = Checkpointer(folder, keep=2)
+    checkpointer.load(model)
+    train(model, optimizer, 1)
+    checkpointer.save(1, model, optimizer, tokens=8)  # after rolling back
+    checkpointer.wait()
+    assert (checkpointer.steps(), checkpointer.latest_step()) == ([1, 2], 1)
+    check_newest(folder, "fully_shard", step=2)
+    checkpointer.save(3, model, optimizer, tokens=9)
+    checkpointer.wait()
+    assert (checkpointer.steps(), checkpointer.latest_step()) == ([1, 3], 3)
+    other, optimizer_there, _ = built("fully_shard")
+    assert checkpointer.load(other, optimizer_there).extra == {"tokens": 9}
+    assert_same_values(values_of(other, optimizer_there), values_of(model, optimizer))
+
+
+def test_a_run_of_format_1_goes_on_in_its_folder(run_ranks, tmp_path):
+    shutil.copytree(FILES / "format-1", tmp_path / "run")
+    run_ranks(go_on, 2, tmp_path / "run")
 
 
 LAYOUTS = [(1, "plain"), (2, "fully_shard"), (2, "plain")]

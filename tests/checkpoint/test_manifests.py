@@ -30,6 +30,7 @@ from tests.checkpoint.runs import assert_same_values, net, values_of
 from tests.support.models import seeded
 
 FILES = Path(__file__).parent / "files"
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # by no_dist
 
 
 # --- manifests that are written anew ---------------------------------------------------------
@@ -487,9 +488,8 @@ def test_metadata_of_torch_that_does_not_cover_a_tensor_is_refused(tmp_path, cha
     if change is other_dtype:
         model[0].weight = nn.Parameter(model[0].weight.double())
     before = values_of(model)
-    with pytest.raises(CheckpointError, match=r"\.metadata|\.distcp") as error:
+    with pytest.raises(CheckpointError, match=r"\.metadata|\.distcp"):
         Checkpointer(tmp_path).load(model)
-    assert not RAW.search(str(error.value)), error.value
     assert_same_values(values_of(model), before)
 
 

@@ -58,6 +58,7 @@ class Reader:
         self._storage, self._folder = storage, folder
         self.manifest = manifest
         self._sources: dict[str, Source] = {}
+        self._sizes = storage.files(folder)
         self._buffer = bytearray()  # reused, as new memory takes longer than reading
 
     def path_of(self, file: str) -> str:
@@ -70,10 +71,13 @@ class Reader:
 
     def check(self, file: str, part: Range) -> None:
         """Read a range of a file only to compare its checksum."""
+        source, end = self.source(file), part.begin + part.size
+        if end > self._sizes.get(file, 0):  # else a wrong size might take all memory
+            raise EOFError(f"{file} ends before byte {end}")
         if len(self._buffer) < part.size:
             self._buffer = bytearray(part.size)
         data = memoryview(self._buffer)[: part.size]
-        self.source(file).read_into(data, part.begin)
+        source.read_into(data, part.begin)
         if part.checksum_of(data) != part.crc32:
             raise CheckpointError(
                 f"{self._storage.root}/{self.path_of(file)} is not as it was written: its "
