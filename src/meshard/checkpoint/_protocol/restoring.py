@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -491,8 +492,10 @@ class Restoring:
         if RANDOM not in self._manifest.rank_parts:
             self._how_random = "absent"
         elif self._random is None:
-            saved = [own_part(rank, RANDOM) for rank in range(self._manifest.num_ranks)]
-            data = [self._reader.bytes_of(self._manifest.tensors[each].chunks[0]) for each in saved]
+            tensors = self._manifest.tensors
+            names = (own_part(rank, RANDOM) for rank in itertools.count())
+            saved = itertools.takewhile(tensors.__contains__, names)
+            data = [self._reader.bytes_of(tensors[name].chunks[0]) for name in saved]
             parts.derive_random_state(list(map(zlib.crc32, data)), self._ranks.rank)
             self._how_random = "derived"
         else:
