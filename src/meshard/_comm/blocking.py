@@ -92,6 +92,15 @@ def gather_objects_to_first(value: Any, group: dist.ProcessGroup, *, label: str)
     return gathered or []
 
 
+def broadcast_object(value: Any, group: dist.ProcessGroup, *, label: str) -> Any:
+    """Return the value of the first rank of ``group``. It must be picklable."""
+    box = [value]
+    if group.size() > 1:
+        with Waiting(("broadcast", label), group):
+            dist.broadcast_object_list(box, group=group, group_src=0)
+    return box[0]
+
+
 def exchange_numbers(
     numbers: list[int], group: dist.ProcessGroup, device: torch.device, *, purpose: str
 ) -> list[list[int]]:

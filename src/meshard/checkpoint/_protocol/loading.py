@@ -212,11 +212,6 @@ def check(
     ranges = dict.fromkeys(
         (read.chunk.file, part) for read in reads for part in reader.manifest.ranges_of(read.chunk)
     )
-    by_file: dict[str, list[tuple[int, int]]] = {}
-    for file, part in ranges:
-        by_file.setdefault(file, []).append((part.begin, part.begin + part.size))
-    for file, own in by_file.items():
-        reader.source(file).expect(own)
     for file, part in ranges:
         reader.check(file, part)
         advance(part.size)
@@ -227,14 +222,6 @@ def fill(
     reader: Reader, reads: Iterable[Read], advance: Callable[[int], Any] = lambda _: None
 ) -> None:
     """Read into the targets."""
-    reads = list(reads)
-    by_file: dict[str, list[tuple[int, int]]] = {}
-    for read in reads:
-        chunk = read.chunk
-        whole = [(chunk.begin, chunk.begin + chunk.num_bytes)]
-        by_file.setdefault(chunk.file, []).extend(whole if chunk.is_archive else _ranges(read))
-    for file, ranges in by_file.items():
-        reader.source(file).expect(ranges)
     for read in reads:
         source, target = reader.source(read.chunk.file), read.target
         if read.chunk.is_archive:
@@ -277,11 +264,6 @@ def _unpacked(source: Source, read: Read) -> torch.Tensor:
 
 
 Rows = tuple[int, tuple[int, ...], tuple[int, ...], torch.Tensor]
-
-
-def _ranges(read: Read) -> Iterator[tuple[int, int]]:
-    for place, rows, _, _ in _rows(read):
-        yield place, place + math.prod(rows) * read.dtype.itemsize
 
 
 def _rows(read: Read) -> Iterator[Rows]:

@@ -1,16 +1,13 @@
-"""What the ranks of a save or a load tell one another: small values, as JSON."""
+"""What the ranks of a save or a load tell one another."""
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from meshard._comm.blocking import broadcast, gather_from_all, gather_to
+from meshard._comm.blocking import broadcast_object, gather_objects, gather_objects_to_first
 from meshard._comm.stalls import Waiting
-from meshard.checkpoint._protocol.tensor_file import copied_bytes
 
 _LABEL = "(checkpoint)"
 
@@ -46,49 +43,14 @@ class Ranks:
 
     def all_gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks."""
-        if self._group is None:
-            return [value]
-        own, sizes = self._with_sizes(value)
-        rows = gather_from_all(_padded(own, max(sizes)), self._group, label=_LABEL)
-        return [_value_of(row, size) for row, size in zip(rows, sizes, strict=True)]
+        return [value] if self._group is None else gather_objects(value, self._group, label=_LABEL)
 
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks on the first one, an empty list on the others."""
         if self._group is None:
             return [value]
-        own, sizes = self._with_sizes(value)
-        rows = gather_to(_padded(own, max(sizes)), self._group, _LABEL)
-        if rows is None:
-            return []
-        return [_value_of(row, size) for row, size in zip(rows, sizes, strict=True)]
+        return gather_objects_to_first(value, self._group, label=_LABEL)
 
     def broadcast(self, value: Any) -> Any:
         """Return the value of the first rank."""
-        if self._group is None:
-            return value
-        own = _as_bytes(value if self.is_first else None)
-        size = torch.tensor([own.numel()], device="cpu")
-        broadcast(size, self._group, label=_LABEL)
-        buffer = own if self.is_first else torch.empty(int(size), dtype=torch.uint8, device="cpu")
-        broadcast(buffer, self._group, label=_LABEL)
-        return _value_of(buffer, int(size))
-
-    def _with_sizes(self, value: Any) -> tuple[torch.Tensor, list[int]]:
-        assert self._group is not None
-        own = _as_bytes(value)
-        sizes = gather_from_all(
-            torch.tensor([own.numel()], device="cpu"), self._group, label=_LABEL
-        )
-        return own, sizes.flatten().tolist()
-
-
-def _as_bytes(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-
-
-def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
-    return torch.nn.functional.pad(data, (0, size - data.numel()))
-
-
-def _value_of(data: torch.Tensor, size: int) -> Any:
-    return json.loads(copied_bytes(data[:size]))
+        return value if self._group is None else broadcast_object(value, self._group, label=_LABEL)

@@ -22,7 +22,6 @@ import hashlib
 import itertools
 import json
 import logging
-import math
 import time
 import uuid
 import zlib
@@ -149,7 +148,7 @@ class Saver:
         gathered = self.ranks.gather(
             {"items": job.items, "copies": _values_of_copies(job, self.ranks.size)}
         )
-        held = [[_item(row) for row in each["items"]] for each in gathered]
+        held = [each["items"] for each in gathered]
         rows, apart, problem = list[list[_Row]](), list[str](), ""
         if self.ranks.is_first:
             try:
@@ -300,7 +299,8 @@ class Saver:
                 problem = self._problem(error, self.storage.root)
         said = self.ranks.broadcast({"commit": commit, "problem": problem})
         self._refuse_if(job, said["problem"])
-        return Commit(*said["commit"])
+        made: Commit = said["commit"]
+        return made
 
     # --- 4. files --------------------------------------------------------------------------
 
@@ -344,7 +344,7 @@ class Saver:
     ) -> str:
         """Publish the manifest. Return the error if that has failed."""
         try:
-            files = [WrittenFile(*each["file"]) for each in found]
+            files = [each["file"] for each in found]
             made = Manifest(
                 step=job.step,
                 tensors=_entries(plan.rows, compared, [each["trees"] for each in found]),
@@ -364,7 +364,7 @@ class Saver:
 
 
 def _log(where: str, found: list[dict[str, Any]], seconds: float) -> None:
-    size = sum(each["file"][1] for each in found)
+    size = sum(each["file"].size for each in found)
     _logger.info(
         "saved %s: %.1f MB in %.2f s (%.2f GB/s)", where, size / 1e6, seconds, size / seconds / 1e9
     )
@@ -379,11 +379,6 @@ def _hash(value: Any) -> str:
 
 
 # --- who writes what -----------------------------------------------------------------------
-
-
-def _item(row: list[Any]) -> Item:
-    name, owner, shape, dtype, placements, mesh_size, *box = row
-    return Item(name, owner, tuple(shape), dtype, tuple(placements), mesh_size, *map(tuple, box))
 
 
 def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]], list[str]]:
@@ -493,7 +488,7 @@ def _crc_of(tensor: torch.Tensor) -> int:
     return crc
 
 
-def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, str, list[float]]]:
+def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, Any, torch.Tensor]]:
     """Return some values of each matrix of which other meshes may hold a copy.
 
     Gradients of vectors may be nothing but rounding noise, as those of a bias before a norm are.
@@ -503,16 +498,16 @@ def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, str, list[flo
     for number, item in enumerate(job.items):
         source = job.sources[number]
         may_be_copied = 0 < item.mesh_size < num_ranks and item.owner != OPTIMIZER
-        if may_be_copied and len(item.shape) > 1 and source.is_floating_point():
+        if may_be_copied and len(item.shape) > 1 and source.is_floating_point() and source.numel():
             flat = source.detach().reshape(-1)
-            values = flat[:: max(1, flat.numel() // _SAMPLES)].double().tolist()
-            found.append((item.name, str(item.offsets), values))
+            values = flat[:: max(1, flat.numel() // _SAMPLES)].double().cpu()
+            found.append((item.name, item.offsets, values))
     return found
 
 
-def _what_differs(copies: Iterable[list[tuple[str, str, list[float]]]]) -> str:
+def _what_differs(copies: Iterable[list[tuple[str, Any, torch.Tensor]]]) -> str:
     """Return a problem if meshes side by side hold different tensors of one name, or ""."""
-    first: dict[tuple[str, str], tuple[int, list[float]]] = {}
+    first: dict[tuple[str, Any], tuple[int, torch.Tensor]] = {}
     for rank, row in enumerate(copies):
         for name, offsets, values in row:
             other, known = first.setdefault((name, offsets), (rank, values))
@@ -526,18 +521,12 @@ def _what_differs(copies: Iterable[list[tuple[str, str, list[float]]]]) -> str:
     return ""
 
 
-def _differ(values: list[float], others: list[float]) -> bool:
+def _differ(values: torch.Tensor, others: torch.Tensor) -> bool:
     """Whether values differ by more than copies do that have drifted apart by rounding."""
-    if len(values) != len(others):
+    if values.shape != others.shape:
         return False  # chunks of other sizes, which overlap only
-    pairs = [(one, other) for one, other in zip(values, others, strict=True) if one != other]
-    finite = [abs(each) for each in (*values, *others) if math.isfinite(each)]
-    most = max(finite, default=0.0)
-    return any(
-        not abs(one - other) <= _DRIFT * most
-        for one, other in pairs
-        if not (math.isnan(one) and math.isnan(other))
-    )
+    most = torch.cat([values, others]).nan_to_num(0, 0, 0).abs().amax()
+    return not torch.allclose(values, others, rtol=0, atol=_DRIFT * float(most), equal_nan=True)
 
 
 # --- files and manifests -------------------------------------------------------------------

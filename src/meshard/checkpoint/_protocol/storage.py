@@ -6,7 +6,6 @@ makes a file appear whole or not at all.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import os
 import shutil
@@ -16,7 +15,7 @@ import tempfile
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,9 +35,6 @@ class CheckpointError(RuntimeError):
 
 LOCK = ".meshard-lock"  # the file in the folder of a run that the one who saves has locked
 
-# A range of bytes in a file: where it begins, and where it ends (exclusive).
-Range = tuple[int, int]
-
 
 class Sink(Protocol):
     """A new file that is written from its beginning to its end."""
@@ -51,9 +47,6 @@ class Sink(Protocol):
 
 class Source(Protocol):
     """A file that is read at any place."""
-
-    def expect(self, ranges: Iterable[Range]) -> None:
-        """Learn what will be read, so that neighbours may be read together."""
 
     def read(self, begin: int, size: int) -> bytes: ...
 
@@ -306,9 +299,6 @@ class _FileSource:
         _check_regular(path)
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
 
-    def expect(self, ranges: Iterable[Range]) -> None:
-        pass  # the operating system reads ahead
-
     def read(self, begin: int, size: int) -> bytes:
         data = bytearray(size)
         self.read_into(memoryview(data), begin)
@@ -417,28 +407,13 @@ class ObjectStorage:
             self._fs.rm(self._at(folder), recursive=True)
 
 
-_MOST = 32 * 2**20  # bytes of one request for neighbours; it is held in memory
-_GAP = 2**16  # bytes that are rather fetched in vain than left out
-
-
 class _ObjectSource:
-    """An object. Each expected range is fetched once, and kept in a local file."""
+    """An object. It is fetched in blocks that are kept in a local file, so that each comes once."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         self._copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
-        self._requests: list[Range] = []  # ascending; expected, and perhaps made
-        self._fetched: dict[Range, Range] = {}  # by request: where its bytes are in the local file
-
-    def expect(self, ranges: Iterable[Range]) -> None:
-        new = (each for each in ranges if self._request_of(*each) is None)
-        self._requests = sorted([*self._requests, *_joined(new)])
-
-    def _request_of(self, begin: int, end: int) -> Range | None:
-        """Return the expected request that fetches a range."""
-        index = bisect.bisect_right(self._requests, begin, key=lambda request: request[0])
-        request = self._requests[index - 1] if index else (0, 0)
-        return request if end <= request[1] else None
+        self._fetched = set[int]()
 
     def read(self, begin: int, size: int) -> bytes:
         data = bytearray(size)
@@ -447,30 +422,16 @@ class _ObjectSource:
 
     def read_into(self, memory: memoryview, begin: int) -> None:
         end = begin + len(memory)
-        request = self._request_of(begin, end) or (begin, end)
-        if request not in self._fetched:
-            data = self._fs.cat_file(self._path, start=request[0], end=request[1])
-            place = self._copy.seek(0, os.SEEK_END)
-            self._copy.write(data)
-            self._copy.flush()
-            self._fetched[request] = place, place + len(data)
-        place, place_end = self._fetched[request]
-        place += begin - request[0]
-        name = self._path.rsplit("/", 1)[-1]
-        if place + len(memory) > place_end:  # other ranges may follow in the local file
-            raise EOFError(f"{name} ends before byte {end}")
-        _read_at(self._copy.fileno(), memory, place, name)
+        for block in range(begin // _BLOCK, -(-end // _BLOCK)):
+            if block not in self._fetched:
+                at = block * _BLOCK
+                data = self._fs.cat_file(self._path, start=at, end=at + _BLOCK)
+                os.pwrite(self._copy.fileno(), data, at)
+                self._fetched.add(block)
+        _read_at(self._copy.fileno(), memory, begin, self._path.rsplit("/", 1)[-1])
 
     def close(self) -> None:
         self._copy.close()
 
 
-def _joined(ranges: Iterable[Range]) -> list[Range]:
-    """Return ranges that cover these, where neighbours are one."""
-    joined: list[Range] = []
-    for begin, end in sorted(ranges):
-        if joined and begin <= joined[-1][1] + _GAP and end <= joined[-1][0] + _MOST:
-            joined[-1] = joined[-1][0], max(end, joined[-1][1])
-        else:
-            joined.append((begin, end))
-    return joined
+_BLOCK = 2**25  # bytes of one request; they are held in memory
