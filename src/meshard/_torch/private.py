@@ -514,6 +514,7 @@ def start_all_to_all_on(
 # --- checkpoints ---------------------------------------------------------------------------
 
 
+@functools.cache
 def dtype_of(name: str) -> torch.dtype:
     """Return the dtype that ``str`` shows as ``torch.<name>``.
 

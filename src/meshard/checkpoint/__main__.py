@@ -179,9 +179,10 @@ def _print_content(content: dict[str, Any]) -> None:
         if part.get("kind") == "value":
             print(f"{'value':10} {name} = {str(part['tree'])[:60]}")
     rows: list[tuple[Any, ...]] = [("tensor", "shape", "dtype", "placements", "chunks")]
-    for name, (dtype, shape, number, *chunks) in content["tensors"].items():
-        placements = " ".join(content["placements"][number]) or "-"
-        rows.append((name, "x".join(map(str, shape)) or "scalar", dtype, placements, len(chunks)))
+    for name, (number, *chunks) in content["tensors"].items():
+        dtype, shape, placed = content["kinds"][number]
+        size = "x".join(map(str, shape)) or "scalar"
+        rows.append((name, size, dtype, " ".join(placed) or "-", len(chunks)))
     print()
     _print_table(rows)
     for name, tied in content["ties"].items():

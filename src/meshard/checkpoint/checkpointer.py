@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import threading
@@ -189,8 +188,8 @@ class Checkpointer:
         self.wait()
         if self._is_skipped(step, force=force):
             return
-        saver, job = self._collective(), self._job(step, model, optimizer, extra)
-        job.metric, job.per_rank = _number(metric), per_rank
+        saver, job = self._collective(), self._job(step, model, optimizer, metric, extra)
+        job.per_rank = per_rank
         plan = saver.agree(job)
         total = sum(each.nbytes for each in job.sources.values())
         with self._bar(f"saving step {step}", total) as advance:
@@ -220,8 +219,8 @@ class Checkpointer:
         self.wait()
         if self._is_skipped(step, force=force):
             return SaveHandle(None)
-        saver, job = self._collective(), self._job(step, model, optimizer, extra)
-        job.metric, job.per_rank = _number(metric), per_rank
+        saver, job = self._collective(), self._job(step, model, optimizer, metric, extra)
+        job.per_rank = per_rank
         plan = saver.agree(job)
         try:
             copies = self._staging.copy([*job.sources.values()])
@@ -304,14 +303,21 @@ class Checkpointer:
         return self._saver
 
     def _job(
-        self, step: int, model: Model, optimizer: Optimizer | None, extra: dict[str, Any]
+        self,
+        step: int,
+        model: Model,
+        optimizer: Optimizer | None,
+        metric: Any,
+        extra: dict[str, Any],
     ) -> Job:
         """Return what this rank is to write. If that fails, the job tells the other ranks why."""
         try:
             parts.check_names(extra)
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
-            return job_of(step, model, optimizer, extra)
+            job = job_of(step, model, optimizer, extra)
+            job.metric = None if metric is None else float(metric)  # perhaps of a tensor
+            return job
         except Exception as error:  # whatever it is
             rank = self._collective().ranks.rank
             return Job(step if type(step) is int else -1, problem=f"rank {rank}: {error}")
@@ -486,9 +492,3 @@ class Checkpointer:
 def read_folder(storage: Storage, folder: str) -> Manifest:
     """Return the manifest in the folder of a step; "": of a folder that torch has written."""
     return read_manifest(storage, folder) if folder else torch_folder.read_folder(storage)
-
-
-def _number(metric: Any) -> float | None:
-    """Return a metric as a number. A tensor of one element is one, too."""
-    number = None if metric is None else float(metric)
-    return number if number is None or math.isfinite(number) else None

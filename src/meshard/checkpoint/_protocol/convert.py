@@ -38,7 +38,7 @@ def write_as_new(
     commit, name = commits.begin(storage, step, None), file_of(0)
     entries = sorted(
         (Entry(n, dtype_of(each.dtype), each.shape) for n, each in found.tensors.items()),
-        key=lambda each: file_order(each.name, each.dtype.itemsize),
+        key=lambda each: file_order(each.name, each.dtype.itemsize, each.num_bytes),
     )
     head = header(entries, {})
     with contextlib.closing(storage.create(f"{commit.folder}/{name}")) as sink:

@@ -16,6 +16,7 @@ import meshard
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import dtype_of, torch_version
 from meshard.checkpoint._protocol import parts
+from meshard.checkpoint._protocol.manifest import file_order
 from meshard.checkpoint._protocol.parts import (
     MODEL,
     OPTIMIZER,
@@ -42,6 +43,11 @@ class Item(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return torch.Size(self.sizes).numel() * dtype_of(self.dtype).itemsize
+
+    @property
+    def order(self) -> tuple[int, bool, str]:
+        """The key by which it is sorted in its file."""
+        return file_order(self.name, dtype_of(self.dtype).itemsize, self.num_bytes)
 
 
 @dataclass(slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import json
 import math
 import re
 import zlib
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.commits import FORMAT, NAME, VERSION, canonical, checksum_of
-from meshard.checkpoint._protocol.plain import names_in
+from meshard.checkpoint._protocol.plain import names_in, reference
 from meshard.checkpoint._protocol.storage import CheckpointError
 
 RANGE_BYTES = 2**25  # of a file: each such range has a checksum
@@ -101,9 +102,15 @@ def own_part(rank: int, name: str) -> str:
     return f"rank{rank}/parts/{name}"
 
 
-def file_order(name: str, itemsize: int) -> tuple[int, str]:
-    """Return the key by which tensors follow each other in a file, so that all are aligned."""
-    return -itemsize, name
+SMALL = 2**20  # bytes
+
+
+def file_order(name: str, itemsize: int, num_bytes: int) -> tuple[int, bool, str]:
+    """Return the key by which tensors follow each other in a file.
+
+    All are aligned, and small ones, which other ranks may need too, lie together in few ranges.
+    """
+    return -itemsize, num_bytes > SMALL, name
 
 
 # --- as text -------------------------------------------------------------------------------
@@ -128,32 +135,63 @@ class WrittenFile(NamedTuple):
 def to_text(manifest: Manifest, files: Sequence[WrittenFile]) -> bytes:
     """Return the manifest as text. Where a tensor is in its file follows from the order."""
     number = {each.name: index for index, each in enumerate(files)}
-    placements = list(dict.fromkeys(tuple(each.placements) for each in manifest.tensors.values()))
+    kinds: dict[str, int] = {}  # as text
 
     def row(entry: TensorEntry) -> list[Any]:
+        kind = json.dumps([entry.dtype, entry.shape, entry.placements])
         chunks = [
             number[each.file]
             if each.sizes == entry.shape
             else [number[each.file], each.offsets, each.sizes]
             for each in entry.chunks
         ]
-        return [entry.dtype, entry.shape, placements.index(tuple(entry.placements)), *chunks]
+        return [kinds.setdefault(kind, len(kinds)), *chunks]
 
+    rows = {name: row(entry) for name, entry in manifest.tensors.items()}
     content = {
         "format": FORMAT,
         "format_version": VERSION,
         "step": manifest.step,
         "about": manifest.about,
         "files": files,  # name, size, size of the header, checksum of each range
-        "placements": placements,
-        # dtype, shape, number of the placements, then chunks: the number of the file if it has the
-        # whole tensor, or [number, offsets, sizes]
-        "tensors": {name: row(entry) for name, entry in manifest.tensors.items()},
+        "kinds": [json.loads(kind) for kind in kinds],  # of tensors: dtype, shape, placements
+        # The number of the kind, then chunks: the number of the file if it has the whole tensor, or
+        # [number, offsets, sizes].
+        "tensors": rows,
         "ties": manifest.ties,
-        "parts": manifest.parts,
+        "parts": {name: _shortened(name, part, rows) for name, part in manifest.parts.items()},
         "rank_parts": manifest.rank_parts,
     }
     return canonical({"checksum": checksum_of(canonical(content)), "content": content})
+
+
+def _shortened(name: str, part: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    """Leave out of an optimizer's part what ``_lengthened`` adds again: references to tensors."""
+    if "param_groups" not in part:
+        return part
+    state = {
+        fqn: each
+        for fqn, each in part["state"].items()
+        if not each
+        or any(
+            value != reference(full) or "." in key or full not in tensors
+            for key, value in each.items()
+            for full in [f"{name}.state.{fqn}.{key}"]
+        )
+    }
+    return {**part, "state": state}
+
+
+def _lengthened(name: str, part: dict[str, Any], tensors: Iterable[str]) -> None:
+    """Refer to the tensors ``optimizer.state.<parameter>.<key>`` in an optimizer's part."""
+    params = {fqn for group in part["param_groups"] for fqn in group["params"]}
+    state, prefix = part["state"], f"{name}.state."
+    known = names_in(state)
+    for full in tensors:
+        if full.startswith(prefix) and full not in known:
+            fqn, _, key = full.removeprefix(prefix).rpartition(".")
+            if fqn in params:
+                state.setdefault(fqn, {})[key] = reference(full)
 
 
 class _Field:
@@ -191,22 +229,24 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
         for name, size, head, crcs in content["files"]
     ]
     ranges = {each.name: each.ranges() for each in files}
-    at.name = "'placements'"
-    placements = [list(map(_text, each)) for each in content["placements"]]
+    at.name = "'kinds'"
+    kinds = [
+        (_text(dtype), dtype_of(dtype).itemsize, tuple(_integers(shape)), [*map(_text, placements)])
+        for dtype, shape, placements in content["kinds"]
+    ]
     tensors: dict[str, TensorEntry] = {}
-    held: list[list[tuple[tuple[int, str], TensorEntry, int]]] = [[] for _ in files]
-    for name, (dtype, shape, number, *chunks) in _table(content["tensors"]).items():
+    held: list[list[tuple[tuple[int, bool, str], TensorEntry, int]]] = [[] for _ in files]
+    for name, (number, *chunks) in _table(content["tensors"]).items():
         at.name = f"'tensors' of {name!r}"
-        size = dtype_of(_text(dtype)).itemsize
-        whole = tuple(_integers(shape))
-        entry = tensors[name] = TensorEntry(whole, dtype, placements[_integer(number)])
+        dtype, size, whole, placements = kinds[_integer(number)]
+        entry = tensors[name] = TensorEntry(whole, dtype, placements)
         for each in chunks:
             if type(each) is int:
                 each = each, (0,) * len(whole), whole
             file, offsets, sizes = each
             box = tuple(_integers(offsets)), tuple(_integers(sizes))
             chunk = Chunk(*box, files[_integer(file)].name, 0, math.prod(box[1]) * size)
-            held[file].append((file_order(name, size), entry, len(entry.chunks)))
+            held[file].append((file_order(name, size, chunk.num_bytes), entry, len(entry.chunks)))
             entry.chunks.append(chunk)
         check_covered(name, entry)
     for written, own in zip(files, held, strict=True):
@@ -221,17 +261,19 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
             )
     at.name = "'ties'"
     ties = {name: _text(tied) for name, tied in _table(content["ties"]).items()}
-    kinds = {}
+    rank_parts = {}
     for name, kind in _table(content["rank_parts"]).items():
         at.name = f"'rank_parts' of {name!r}"
-        kinds[name] = _text(kind)
+        rank_parts[name] = _text(kind)
     parts = _table(content["parts"])
     for name, part in parts.items():
         at.name = f"'parts' of {name!r}"
+        if "param_groups" in part:
+            _lengthened(name, part, tensors)
         for each in names_in(part):
             if each not in tensors and own_name(0, each) not in tensors:
                 raise ValueError(f"there is no tensor {each!r}")
-    return Manifest(step, tensors, parts, kinds, ties, ranges, about)
+    return Manifest(step, tensors, parts, rank_parts, ties, ranges, about)
 
 
 def _integer(value: Any) -> int:

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -492,11 +490,9 @@ class Restoring:
         if RANDOM not in self._manifest.rank_parts:
             self._how_random = "absent"
         elif self._random is None:
-            tensors = self._manifest.tensors
-            names = (own_part(rank, RANDOM) for rank in itertools.count())
-            saved = itertools.takewhile(tensors.__contains__, names)
-            data = [self._reader.bytes_of(tensors[name].chunks[0]) for name in saved]
-            parts.derive_random_state(list(map(zlib.crc32, data)), self._ranks.rank)
+            files = sorted(self._manifest.files.items())
+            saved = [part.crc32 for _, ranges in files for part in ranges]
+            parts.derive_random_state(saved, self._ranks.rank)
             self._how_random = "derived"
         else:
             parts.restore_random_state(self._random)

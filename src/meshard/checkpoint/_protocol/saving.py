@@ -37,12 +37,12 @@ from meshard.checkpoint._protocol.commits import Commit
 from meshard.checkpoint._protocol.jobs import Item, Job
 from meshard.checkpoint._protocol.manifest import (
     RANGE_BYTES,
+    SMALL,
     Chunk,
     Manifest,
     TensorEntry,
     WrittenFile,
     check_covered,
-    file_order,
     own_name,
     own_part,
     to_text,
@@ -403,7 +403,9 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
     flags = [[(False, False, False)] * len(items) for items in held]
     for each in sorted(holders.values(), key=len):  # first what only one rank can write
         item = held[each[0][0]][each[0][1]]
-        writer = min(each, key=lambda holder: load[holder[0]])
+        writer = each[0]  # of small ordinary tensors: all ranks that load find them in one file
+        if item.mesh_size or item.num_bytes > SMALL:
+            writer = min(each, key=lambda holder: load[holder[0]])
         load[writer[0]] += item.num_bytes
         compares = len(each) > 1 and not item.mesh_size and item.name not in apart
         for rank, number in each:
@@ -449,7 +451,7 @@ def _to_write(
         whole = (size,)
         tree = Item(own_part(rank, name), "part", whole, "uint8", (), 0, (0,), whole)
         found.append((tree, -1))
-    return sorted(found, key=lambda one: file_order(one[0].name, dtype_of(one[0].dtype).itemsize))
+    return sorted(found, key=lambda one: one[0].order)
 
 
 def _entries(
