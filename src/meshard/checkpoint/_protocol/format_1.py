@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol.commits import NAME
 from meshard.checkpoint._protocol.manifest import (
     Chunk,
@@ -12,7 +13,13 @@ from meshard.checkpoint._protocol.manifest import (
     TensorEntry,
     check_covered,
     check_file_name,
+    check_part,
+    check_references,
+    integer,
+    integers,
     own_part,
+    table,
+    text,
 )
 from meshard.checkpoint._protocol.parts import RANDOM
 from meshard.checkpoint._protocol.storage import CheckpointError
@@ -39,13 +46,17 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     files: dict[str, list[Range]] = {name: [] for name in names}
 
     def add(row: list[int], offsets: Any, sizes: Any, *, is_archive: bool) -> Chunk:
-        number, begin, size, crc32, data_begin, data_size = row
+        number, begin, size, crc32, data_begin, data_size = integers(row)
         files[names[number]].append(Range(begin, size, crc32, (data_begin, data_begin + data_size)))
-        return Chunk(tuple(offsets), tuple(sizes), names[number], begin, size, is_archive)
+        return Chunk(
+            tuple(integers(offsets)), tuple(integers(sizes)), names[number], begin, size, is_archive
+        )
 
     tensors: dict[str, TensorEntry] = {}
     for name, each in content["tensors"].items():
-        entry = TensorEntry(tuple(each["shape"]), each["dtype"], each["placements"])
+        shape, placements = tuple(integers(each["shape"])), list(map(text, each["placements"]))
+        entry = TensorEntry(shape, each["dtype"], placements)
+        dtype_of(text(each["dtype"]))
         for offsets, sizes, row in each["chunks"]:
             entry.chunks.append(add(row, offsets, sizes, is_archive=True))
         check_covered(name, entry)
@@ -61,7 +72,10 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         add(row, (), (), is_archive=False)
     for ranges in files.values():
         ranges.sort()
-    step, parts, about = content["step"], content["parts"], content["about"]
-    if type(about["num_ranks"]) is not int:
-        raise TypeError("num_ranks is no number")
-    return Manifest(step, tensors, parts, kinds, content["ties"], files, about)
+    step, about = integer(content["step"]), table(content["about"])
+    integer(about["num_ranks"])
+    for part in table(content["parts"]).values():
+        check_part(part)
+        check_references(part, tensors)
+    ties = {name: text(tied) for name, tied in table(content["ties"]).items()}
+    return Manifest(step, tensors, content["parts"], kinds, ties, files, about)

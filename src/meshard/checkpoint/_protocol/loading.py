@@ -75,6 +75,7 @@ class Reader:
         if end > self._sizes.get(file, 0):  # else a wrong size might take all memory
             raise EOFError(f"{file} ends before byte {end}")
         if len(self._buffer) < part.size:
+            self._buffer = bytearray()  # freed before the next is made
             self._buffer = bytearray(part.size)
         data = memoryview(self._buffer)[: part.size]
         source.read_into(data, part.begin)

@@ -221,31 +221,31 @@ def from_content(content: dict[str, Any], where: str) -> Manifest:
 
 def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
     at.name = "'step' or 'about'"
-    step, about = _integer(content["step"]), _table(content["about"])
-    _integer(about["num_ranks"])
+    step, about = integer(content["step"]), table(content["about"])
+    integer(about["num_ranks"])
     at.name = "'files'"
     files = [
-        WrittenFile(check_file_name(name), _integer(size), _integer(head), _integers(crcs))
+        WrittenFile(check_file_name(name), integer(size), integer(head), integers(crcs))
         for name, size, head, crcs in content["files"]
     ]
     ranges = {each.name: each.ranges() for each in files}
     at.name = "'kinds'"
     kinds = [
-        (_text(dtype), dtype_of(dtype).itemsize, tuple(_integers(shape)), [*map(_text, placements)])
+        (text(dtype), dtype_of(dtype).itemsize, tuple(integers(shape)), [*map(text, placements)])
         for dtype, shape, placements in content["kinds"]
     ]
     tensors: dict[str, TensorEntry] = {}
     held: list[list[tuple[tuple[int, bool, str], TensorEntry, int]]] = [[] for _ in files]
-    for name, (number, *chunks) in _table(content["tensors"]).items():
+    for name, (number, *chunks) in table(content["tensors"]).items():
         at.name = f"'tensors' of {name!r}"
-        dtype, size, whole, placements = kinds[_integer(number)]
+        dtype, size, whole, placements = kinds[integer(number)]
         entry = tensors[name] = TensorEntry(whole, dtype, placements)
         for each in chunks:
             if type(each) is int:
                 each = each, (0,) * len(whole), whole
             file, offsets, sizes = each
-            box = tuple(_integers(offsets)), tuple(_integers(sizes))
-            chunk = Chunk(*box, files[_integer(file)].name, 0, math.prod(box[1]) * size)
+            box = tuple(integers(offsets)), tuple(integers(sizes))
+            chunk = Chunk(*box, files[integer(file)].name, 0, math.prod(box[1]) * size)
             held[file].append((file_order(name, size, chunk.num_bytes), entry, len(entry.chunks)))
             entry.chunks.append(chunk)
         check_covered(name, entry)
@@ -260,48 +260,68 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
                 f"the tensors in {written.name} end at byte {begin}, and it has {written.size}."
             )
     at.name = "'ties'"
-    ties = {name: _text(tied) for name, tied in _table(content["ties"]).items()}
+    ties = {name: text(tied) for name, tied in table(content["ties"]).items()}
     rank_parts = {}
-    for name, kind in _table(content["rank_parts"]).items():
+    for name, kind in table(content["rank_parts"]).items():
         at.name = f"'rank_parts' of {name!r}"
-        rank_parts[name] = _text(kind)
-    parts = _table(content["parts"])
+        if kind not in ("value", "stateful", "module", "random"):
+            raise ValueError(f"{kind!r} is no kind of a part")
+        rank_parts[name] = kind
+    parts = table(content["parts"])
     for name, part in parts.items():
         at.name = f"'parts' of {name!r}"
+        check_part(part)
         if "param_groups" in part:
             _lengthened(name, part, tensors)
-        for each in names_in(part):
-            if each not in tensors and own_name(0, each) not in tensors:
-                raise ValueError(f"there is no tensor {each!r}")
+        check_references(part, tensors)
     return Manifest(step, tensors, parts, rank_parts, ties, ranges, about)
 
 
-def _integer(value: Any) -> int:
+def integer(value: Any) -> int:
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is no number of bytes, elements or files")
     return value
 
 
-def _integers(values: Any) -> list[int]:
-    return [_integer(each) for each in _list(values)]
+def integers(values: Any) -> list[int]:
+    return [integer(each) for each in a_list(values)]
 
 
-def _list(value: Any) -> list[Any]:
+def a_list(value: Any) -> list[Any]:
     if type(value) is not list and type(value) is not tuple:
         raise TypeError(f"{value!r} is no list")
     return list(value)
 
 
-def _text(value: Any) -> str:
+def text(value: Any) -> str:
     if type(value) is not str:
         raise TypeError(f"{value!r} is no text")
     return value
 
 
-def _table(value: Any) -> dict[str, Any]:
+def table(value: Any) -> dict[str, Any]:
     if type(value) is not dict:
         raise TypeError(f"{value!r} is no object")
     return value
+
+
+def check_part(part: Any) -> None:
+    """Raise unless a part has the form of an optimizer's, or has a kind and a tree."""
+    if "param_groups" not in table(part):
+        text(part["kind"]), part["tree"]
+        return
+    for state in table(part["state"]).values():
+        table(state)
+    for group in a_list(part["param_groups"]):
+        for name in a_list(table(group)["params"]):
+            text(name)
+
+
+def check_references(part: Any, tensors: dict[str, TensorEntry]) -> None:
+    """Raise if a part refers to a tensor that is not there."""
+    for name in names_in(part):
+        if name not in tensors and own_name(0, name) not in tensors:
+            raise ValueError(f"there is no tensor {name!r}")
 
 
 def check_file_name(name: Any) -> str:

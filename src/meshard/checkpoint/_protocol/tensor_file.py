@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 # What is copied to the host, or read, at a time.
-PIECE_BYTES = 2**25
+PIECE_BYTES = 2**23
 
 DTYPE_NAMES = {
     torch.float64: "F64",
