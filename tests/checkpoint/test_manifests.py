@@ -254,7 +254,7 @@ def test_each_value_of_a_manifest_may_be_missing_or_wrong(saved, name):
 
 
 def without_chunks(entry):
-    return {**entry, "chunks": []} if isinstance(entry, dict) else entry[:3]
+    return {**entry, "chunks": []} if isinstance(entry, dict) else entry[:1]
 
 
 @pytest.mark.parametrize("name", LOADS)

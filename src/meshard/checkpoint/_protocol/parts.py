@@ -164,26 +164,26 @@ def names_of(group: dict[str, Any], names: dict[int, str], optimizer: Optimizer)
 
 
 def with_names(tree: dict[str, Any], optimizer: Optimizer, names: dict[int, str]) -> dict[str, Any]:
-    """Return an encoded tree whose parameters are numbers, as in a raw state dict, with names.
+    """Return an encoded tree with names of parameters. A raw state dict had numbers, as "#0".
 
     Raises:
         CheckpointError: There are more or fewer parameters than here.
     """
-    numbers = [number for group in tree["param_groups"] for number in group["params"]]
-    if not numbers or type(numbers[0]) is not int:
+    saved = [name for group in tree["param_groups"] for name in group["params"]]
+    if not saved or not saved[0].startswith("#"):
         return tree
     own = [name for group in optimizer.param_groups for name in names_of(group, names, optimizer)]
-    if len(own) != len(numbers):
+    if len(own) != len(saved):
         raise CheckpointError(
-            f"the optimizer was saved with {len(numbers)} parameters without names, and has "
+            f"the optimizer was saved with {len(saved)} parameters without names, and has "
             f"{len(own)} here."
         )
-    by_number = dict(zip(numbers, own, strict=True))
+    named = dict(zip(saved, own, strict=True))
     groups = [
-        {**group, "params": [by_number[number] for number in group["params"]]}
+        {**group, "params": [named[each] for each in group["params"]]}
         for group in tree["param_groups"]
     ]
-    state = {by_number[int(number)]: each for number, each in tree["state"].items()}
+    state = {named[each]: state for each, state in tree["state"].items()}
     return {**tree, "state": state, "param_groups": groups}
 
 

@@ -233,7 +233,7 @@ def _optimizer_of(value: Any) -> dict[str, Any] | None:
 
     torch flattens it with ``flatten_optimizer_state_dict=True``: a key for each state of a
     parameter, as ``state.layer.weight.exp_avg``, and for each of its hyperparameters. The state
-    dict of an optimizer as it is has numbers in the place of names.
+    dict of an optimizer as it is has numbers in the place of names: see ``with_names``.
     """
     if not isinstance(value, dict):
         return None
@@ -250,8 +250,10 @@ def _optimizer_of(value: Any) -> dict[str, Any] | None:
             group = groups.setdefault(json.dumps(own, sort_keys=True), {"params": [], **own})
             group["params"].append(fqn)
         return {"state": state, "param_groups": list(groups.values())}
-    raw = value.get("state")
-    if "param_groups" in value and isinstance(raw, dict) and all(type(k) is int for k in raw):
-        by_number = {str(number): _as_trees(each) for number, each in raw.items()}
-        return {"state": by_number, "param_groups": _as_trees(value["param_groups"])}
-    return None
+    found = _as_trees(value.get("param_groups"))
+    if not found or any(type(name) is not int for group in found for name in group["params"]):
+        return None
+    return {
+        "state": {f"#{n}": _as_trees(each) for n, each in value.get("state", {}).items()},
+        "param_groups": [{**each, "params": [f"#{n}" for n in each["params"]]} for each in found],
+    }
