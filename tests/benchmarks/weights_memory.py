@@ -28,7 +28,7 @@ from tests.support.models import Transformer
 
 LARGE = {"vocab": 32000, "dim": 1024, "heads": 16, "depth": 11}
 SMALL = {"vocab": 512, "dim": 64, "heads": 2, "depth": 2}
-MAX_BYTES = 64 * 2**20  # the default of stream_unsharded
+PART = 64 * 2**20  # what one gather brings
 
 
 def set_full_state(model, folder):
@@ -107,9 +107,8 @@ def promised(sizes, ranks):
     """Return what the docstrings promise for each call, in bytes, for each rank."""
     all_bytes = [param.nbytes for param in on_meta(sizes).parameters()]
     largest, total = max(all_bytes), sum(all_bytes)
-    batch = min(total, max(MAX_BYTES, largest))
-    # While it is gathered, gloo holds it twice; then one tensor is made of it.
-    whole, others = max(2 * batch + batch / ranks, batch + largest), batch / ranks
+    # While a part is gathered, gloo holds it twice.
+    whole, others = largest + 2 * PART + PART / ranks, PART / ranks
     return {
         "stream_unsharded": [whole] * ranks,
         "the same with rank0_only": [whole, *[others] * (ranks - 1)],

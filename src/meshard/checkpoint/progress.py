@@ -1,9 +1,11 @@
-"""A progress bar in bytes, on one rank."""
+"""A progress bar in bytes, and a line that sums up, on one rank."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,8 @@ try:
 except ImportError:  # the extra is not installed
     _tqdm = None
 tqdm: Any = _tqdm
+
+_logger = logging.getLogger("meshard")
 
 
 @contextlib.contextmanager
@@ -30,3 +34,12 @@ def progress_bar(
         return
     with tqdm.tqdm(total=num_bytes, desc=title, unit="B", unit_scale=True) as bar:
         yield bar.update
+
+
+def log_summary(what: str, num_bytes: int, num_files: int, began: float) -> None:
+    """Log what was done since ``began``, of ``time.perf_counter``, and how fast."""
+    seconds, gigabytes = time.perf_counter() - began, num_bytes / 1e9
+    rate = gigabytes / seconds
+    _logger.info(
+        "%s: %.3f GB in %.1f s, %.2f GB/s, files: %d", what, gigabytes, seconds, rate, num_files
+    )

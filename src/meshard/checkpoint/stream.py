@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
 from collections.abc import Iterator
 from types import TracebackType
 from typing import NamedTuple
@@ -18,25 +17,20 @@ from meshard.checkpoint.weights_gather import (
     Agreement,
     Intent,
     Packed,
-    Unsharded,
-    Verdict,
-    agreed,
     batches,
     check_dtype,
-    copies,
+    gather,
     pack,
+    readable_weights,
 )
 from meshard.checkpoint.weights_layout import (
     Weight,
-    check_have_values,
     meshes_of,
     own_rank,
     ranks_of_meshes,
-    unchecked_weights,
     weights_of,
     without_wrappers,
 )
-from meshard.policies import check_bool
 
 # --- stream_unsharded ------------------------------------------------------------------------
 
@@ -75,14 +69,15 @@ def stream_unsharded(
         module: A module with or without units; sharded, replicated, tensor-parallel, or plain.
         rank0_only: Yield on the lowest rank of the meshes only (of a plain module: on rank 0). The
             others send, and hold nothing.
-        dtype: Cast floating-point tensors to it, before they are sent if it is narrower.
-        max_bytes: Unsharded bytes that one gather brings. A larger tensor comes alone.
+        dtype: Cast floating-point tensors to it, before they are sent if it is narrower. Those of
+            eight bits stay as they are: they would lose their scales.
+        max_bytes: What one gather brings. A larger tensor comes alone, in parts of
+            ``max(max_bytes, 64 MiB)``.
 
     Returns:
         An iterator with ``close()``, which is a context manager too. A rank that gets tensors holds
-        ``max(max_bytes, largest tensor)`` that was gathered, and the tensors that you keep (a large
-        one whose rows are divided evenly lies in what was gathered, without a copy). While
-        that is gathered it also holds, on n ranks, an n-th part of it to send, and gloo a copy.
+        one such part that was gathered, and the tensors that you keep. While that is gathered it
+        also holds, on n ranks, an n-th part of it to send, and gloo a copy.
 
     Raises:
         NotImplementedError: A parameter is of a tensor subclass, such as float8; or ranks have
@@ -100,10 +95,7 @@ def stream_unsharded(
     weight (2, 4)
     bias (2,)
     """
-    check_bool("rank0_only", rank0_only)
     check_dtype(dtype)
-    if isinstance(max_bytes, bool) or not isinstance(max_bytes, int) or max_bytes < 1:
-        raise ValueError(f"max_bytes must be a positive integer, got {max_bytes!r}.")
     return WeightStream(module, rank0_only, dtype, max_bytes)
 
 
@@ -115,26 +107,15 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
     ) -> None:
         self._is_over = True  # so that __del__ does nothing if a check below raises
         module = without_wrappers(module)
-        # Ranks with replicated modules agree too, though they gather nothing, because other ranks
-        # of the mesh may hold further tensors. ``check_same_tensors`` then raises on all of them.
-        meshes = meshes_of(module, unchecked_weights(module))
-        with agreed(Agreement(meshes, f"({_CALLER})"), _CALLER):
-            weights = weights_of(module, _CALLER)
-            check_have_values(weights, _CALLER)
-        meshes = meshes_of(module, weights)
-        self._agreement = Agreement(meshes, f"({_CALLER})")
-        ranks = ranks_of_meshes(meshes)
-        self._agreement.check_same_tensors(weights, with_names=rank0_only)
-        if rank0_only:
-            self._agreement.check_copies(weights, len(ranks))
-        first = ranks[0] if meshes else 0  # without a mesh, all ranks may hold the module
+        self._agreement = Agreement(module, _CALLER)
+        self._weights = readable_weights(module, self._agreement, by_one=rank0_only)
+        # Without a mesh, all ranks may hold the module.
+        first = self._agreement.ranks[0] if self._agreement.device else 0
         self._target = first if rank0_only else None
-        self._dtype = dtype
-        self._num_weights = len(weights)
-        self._num_done = 0
-        self._batches = deque(batches(weights, max_bytes, dtype))
-        self._ready: deque[tuple[str, Unsharded]] = deque()
-        self._is_over = False
+        self._batches = batches(self._weights, max_bytes, dtype)
+        self._ready: Iterator[tuple[str, torch.Tensor]] = iter(())
+        self._num_gathered = 0  # of the weights
+        self._is_over = not self._weights
 
     def __iter__(self) -> Self:
         """Return itself: a stream is read once."""
@@ -142,14 +123,12 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
 
     def __next__(self) -> tuple[str, torch.Tensor]:
         """Return the next name and tensor. **Collective** where the next batch begins."""
-        while not self._ready:
-            if self._is_over or not self._batches:
-                self._is_over = True
+        while True:
+            for pair in self._ready:
+                return pair
+            if self._is_over:
                 raise StopIteration
             self._gather_next()
-        name, unsharded = self._ready.popleft()
-        with torch.no_grad():
-            return name, unsharded()
 
     def close(self) -> None:
         """End the stream, and tell the other ranks. It may be called again.
@@ -177,50 +156,35 @@ class WeightStream(Iterator[tuple[str, torch.Tensor]]):
             self.close()
 
     def _close(self, intent: Intent) -> None:
-        if self._is_over:
-            return
-        self._is_over = True
-        self._ready.clear()
-        if self._batches:
+        self._ready = iter(())
+        if not self._is_over:
+            self._is_over = True
             self._agreement.reach(intent)
 
     def _gather_next(self) -> None:
         """Agree with the other ranks, and gather the next batch."""
         self._is_over = True  # stays so if anything below raises
-        batch = self._batches[0]
-        packed, error = self._pack(batch)
-        verdict = self._agreement.reach(Intent.GO_ON if error is None else Intent.FAIL)
+        batch = next(self._batches)
+        packed, error = list[Packed](), None
+        try:
+            packed = pack(batch)
+        except Exception as raised:  # such as too little memory; the other ranks must learn of it
+            error = raised
+        intent, rank = self._agreement.reach(Intent.FAIL if error else Intent.GO_ON)
         if error is not None:
             raise error
-        if verdict.intent is not Intent.GO_ON:
-            self._end_because_of(verdict, batch[0])
-            return
-        self._batches.popleft()
-        found: dict[str, Unsharded] = {}
-        if self._target in (None, own_rank()):
-            found.update(copies(batch, self._dtype))
-        while packed:  # so that each buffer is freed once it is sent
-            found.update(packed.pop(0).gather(self._target, batch[0].fqn))
-        self._ready.extend((each.fqn, found[each.fqn]) for each in batch if each.fqn in found)
-        self._num_done += len(batch)
-        self._is_over = False
-
-    def _pack(self, batch: list[Weight]) -> tuple[list[Packed], Exception | None]:
-        try:
-            return pack(batch, self._dtype), None
-        except Exception as error:  # such as too little memory; the other ranks must learn of it
-            return [], error
-
-    def _end_because_of(self, verdict: Verdict, weight: Weight) -> None:
-        has_stopped = verdict.intent is Intent.STOP
-        if has_stopped and self._target is not None and self._target != own_rank():
-            return  # this rank only sends, so nothing is missing here
-        what = "stopped iterating over" if has_stopped else "failed inside"
-        raise RuntimeError(
-            f"rank {verdict.rank} {what} {_CALLER} before {weight.fqn!r}, so this rank has got "
-            f"{self._num_done} of {self._num_weights} tensors only; stop at the same tensor on all "
-            "ranks, or iterate to the end on all."
-        )
+        if intent is Intent.GO_ON:
+            self._ready = gather(batch, packed, self._target)
+            self._num_gathered += sum(part.is_last for part in batch)
+            self._is_over = self._num_gathered == len(self._weights)
+        elif intent is Intent.FAIL or self._target in (None, own_rank()):
+            what = "stopped iterating over" if intent is Intent.STOP else "failed inside"
+            raise RuntimeError(
+                f"rank {rank} {what} {_CALLER} before {batch[0].weight.fqn!r}, so this rank has "
+                f"got {self._num_gathered} of {len(self._weights)} tensors only; stop at the same "
+                "tensor on all ranks, or iterate to the end on all."
+            )
+        # Else this rank only sends, so nothing is missing here.
 
 
 # --- shard_table -----------------------------------------------------------------------------
@@ -268,7 +232,7 @@ def shard_table(module: nn.Module) -> list[ShardedTensorRow]:
     """
     module = without_wrappers(module)
     weights = weights_of(module, "shard_table")
-    everywhere = ranks_of_meshes(meshes_of(module, weights))
+    everywhere = ranks_of_meshes(meshes_of(module))
     return [_row_of(weight, everywhere) for weight in weights]
 
 

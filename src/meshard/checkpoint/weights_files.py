@@ -1,18 +1,17 @@
 """Safetensors files as Hugging Face lays them out: one, or several with an index.
 
-A file is eight bytes with the length of a header in JSON, the header, and the data of all tensors
-without gaps. Here it is written tensor by tensor, because the writers of ``safetensors`` take all
-tensors of a file at once; it is read through ``safetensors``, block by block.
+They are written tensor by tensor (``_protocol/tensor_file.py``), and read through ``safetensors``,
+block by block.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
 import re
-import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -21,8 +20,8 @@ import torch
 
 from meshard._mesh.boxes import Box
 from meshard.checkpoint._protocol.storage import sync
-from meshard.checkpoint._protocol.tensor_file import bytes_of, on_host
-from meshard.checkpoint.weights_gather import sent_dtype, unsharded_bytes
+from meshard.checkpoint._protocol.tensor_file import DTYPE_NAMES, Entry, bytes_of, header, pieces
+from meshard.checkpoint.weights_gather import cast_dtype, in_lists, unsharded_bytes
 from meshard.checkpoint.weights_layout import Weight, own_rank
 
 safe_open: Any
@@ -33,32 +32,17 @@ except ImportError:  # the extra is not installed
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-NUMBERED = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
-UNFINISHED = re.compile(r"\.model.*\.safetensors\.saving")
-PICKLED = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# Of several files: as everyone names them, or beside such files of another save.
+NUMBERED = re.compile(r"model(-\d+)?-\d{5}-of-\d{5}\.safetensors")
+_WEIGHTS = (
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".h5",
+    ".msgpack", ".onnx",
+)  # fmt: skip
+_OF_PICKLES = (
+    "A pickle (.bin, .pt) is to be loaded once by the class that wrote it, and saved by its "
+    "save_pretrained."
+)
+_DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
 # --- writing ---------------------------------------------------------------------------------
@@ -95,47 +79,25 @@ class FilePlan:
         """Bytes of all tensors."""
         return sum(unsharded_bytes(weight, self.dtype) for weight in self.weights)
 
-    @property
-    def unfinished(self) -> str:
-        """The name under which it is written, until all files are."""
-        return f".{self.name}.saving"
-
     def header(self) -> bytes:
         """Return what stands before the data."""
-        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for weight in self.weights:
-            begin, end = end, end + unsharded_bytes(weight, self.dtype)
-            entries[weight.fqn] = {
-                "dtype": _NAMES[sent_dtype(weight, self.dtype)],
-                "shape": list(weight.shape),
-                "data_offsets": [begin, end],
-            }
-        text = json.dumps(entries, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)  # aligns the data
-        return struct.pack("<Q", len(text)) + text
+        entries = [Entry(w.fqn, cast_dtype(w, self.dtype), w.shape) for w in self.weights]
+        return header(entries, {})
 
 
 def plan_files(weights: list[Weight], max_bytes: int, dtype: torch.dtype | None) -> list[FilePlan]:
     """Distribute weights over files of at most ``max_bytes``, or of one larger tensor."""
-    lists: list[list[Weight]] = [[]]
-    num_bytes = 0
     for weight in weights:
-        wanted = sent_dtype(weight, dtype)
-        if wanted not in _NAMES:
-            raise ValueError(f"{weight.fqn!r} is {wanted}, which safetensors does not have.")
-        own = unsharded_bytes(weight, dtype)
-        if lists[-1] and num_bytes + own > max_bytes:
-            lists.append([])
-            num_bytes = 0
-        lists[-1].append(weight)
-        num_bytes += own
+        if cast_dtype(weight, dtype) not in DTYPE_NAMES:
+            raise ValueError(f"{weight.fqn!r} is {weight.dtype}, which safetensors does not have.")
+    # A module without weights has one file too.
+    lists = list(in_lists(weights, lambda w: unsharded_bytes(w, dtype), max_bytes)) or [[]]
     count = len(lists)
     return [
         FilePlan(
             SINGLE if count == 1 else f"model-{number:05}-of-{count:05}.safetensors",
             # Wider dtypes first, so that every tensor is aligned for its dtype.
-            sorted(each, key=lambda weight: -sent_dtype(weight, dtype).itemsize),
+            sorted(each, key=lambda weight: -cast_dtype(weight, dtype).itemsize),
             dtype,
         )
         for number, each in enumerate(lists, 1)
@@ -144,42 +106,88 @@ def plan_files(weights: list[Weight], max_bytes: int, dtype: torch.dtype | None)
 
 def write_tensor(file: IO[bytes], tensor: torch.Tensor) -> None:
     """Append the values of a tensor."""
-    values = on_host(tensor)
-    file.write(bytes_of(values))
+    for piece in pieces(tensor):
+        file.write(bytes_of(piece))
 
 
-def index_text(files: Sequence[FilePlan]) -> str:
-    """Return the JSON of the index of several files."""
-    weight_map = {weight.fqn: file.name for file in files for weight in file.weights}
+def index_text(files: Sequence[FilePlan], names: Mapping[str, str] | None = None) -> str:
+    """Return the JSON of the index of several files. ``names`` has those that are renamed."""
+    weight_map = {
+        weight.fqn: (names or {}).get(file.name, file.name)
+        for file in files
+        for weight in file.weights
+    }
     total = sum(file.num_bytes for file in files)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     return json.dumps(index, indent=2) + "\n"
 
 
-def sync_folder(folder: Path) -> None:
-    """Make renames in ``folder`` survive a crash of the machine, where the system can."""
-    if os.name == "posix":
-        sync(folder)
+def extra_paths(given: Any) -> Iterator[Path]:
+    """Yield files, and those in folders, but for hidden ones and for weights."""
+    for path in map(Path, [given] if isinstance(given, (str, os.PathLike)) else given or ()):
+        for each in path.iterdir() if path.is_dir() else (path,):
+            if not (each.is_dir() or each.name.startswith(".") or each.name.endswith(_WEIGHTS)):
+                yield each
+
+
+def commit(aside: Path, files: list[FilePlan]) -> None:
+    """Move what lies in ``aside`` into the folder around it, and remove what it replaces.
+
+    Readers take the single file or what the index names, and some look for the one first, some for
+    the other. So new files get names that no old one has, and the last rename is the commit. Where
+    one file follows several, or several one, some readers find the old weights, still whole, until
+    the old single file or index is removed.
+    """
+    folder = aside.parent
+    last, other = (SINGLE, INDEX) if len(files) == 1 else (INDEX, SINGLE)
+    names = _new_names(folder, files)
+    if last == INDEX:
+        (aside / INDEX).write_text(index_text(files, names))
+    for path in aside.iterdir():
+        if path.name not in names:
+            sync(path)
+            names[path.name] = path.name
+    del names[last]
+    for name, new in names.items():
+        os.replace(aside / name, folder / new)
+    sync(folder)
+    os.replace(aside / last, folder / last)
+    sync(folder)
+    (folder / other).unlink(missing_ok=True)
+    sync(folder)
+    aside.rmdir()
+    for path in folder.iterdir():
+        if NUMBERED.fullmatch(path.name) and path.name not in names.values():
+            path.unlink()
+
+
+def _new_names(folder: Path, files: list[FilePlan]) -> dict[str, str]:
+    """Return names that no file of the folder has; of a single file its own."""
+    names = {file.name: file.name for file in files}
+    for number in itertools.count(2):
+        if SINGLE in names or not any((folder / name).exists() for name in names.values()):
+            break
+        names = {name: name.replace("model", f"model-{number}") for name in names}
+    return names
 
 
 # --- reading ---------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor in a file. ``read`` returns a block of it."""
 
-    def __init__(self, path: Path, name: str, shape: list[int], dtype: str) -> None:
-        self.path, self.name = path, name
-        self.shape = tuple(shape)
-        self.dtype_name = dtype  # as safetensors calls it
+    path: Path
+    name: str
+    shape: tuple[int, ...]
+    dtype_name: str  # as safetensors calls it
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype in the file; a ValueError if torch has no such dtype."""
         if self.dtype_name not in _DTYPES:
-            raise ValueError(
-                f"{self.name!r} in {self.path} is {self.dtype_name}, which cannot be loaded."
-            )
+            raise ValueError(f"{self.name!r} in {self.path} is {self.dtype_name}, not of torch.")
         return _DTYPES[self.dtype_name]
 
     @property
@@ -189,121 +197,88 @@ class StoredTensor:
 
     def read(self, opened: Any, box: Box) -> torch.Tensor:
         """Return a block, given what ``opened(path)`` yields. It may share memory with the file."""
-        block: torch.Tensor
         with torch.device("cpu"):  # safetensors cuts slices on the default device
-            if not box.sizes:
-                block = opened.get_tensor(self.name)
-            else:
+            block: torch.Tensor
+            if box.sizes:
                 block = opened.get_slice(self.name)[box.slices]
+            else:
+                block = opened.get_tensor(self.name)
         return block
 
 
 def opened(path: Path) -> Any:
     """Open a safetensors file as a context manager. Raises a ValueError if it is damaged."""
-    assert safe_open is not None  # see require_safetensors
+    _check_is_file(path)
     try:
         return safe_open(path, framework="pt")
-    except FileNotFoundError:
-        raise FileNotFoundError(f"there is no file {path} on rank {own_rank()}.") from None
     except Exception as error:  # safetensors raises a class of its own
         raise ValueError(
             f"{path} is no whole safetensors file ({error}); it may have been truncated, or be a "
-            "pointer of Git LFS. Download or write it again."
+            f"pointer of Git LFS: download or write it again. {_OF_PICKLES}"
         ) from error
 
 
-def require_safetensors() -> None:
-    """Raise, with the remedy, if safetensors is not installed."""
-    if safe_open is None:
-        raise ImportError(
-            "load_pretrained reads files through safetensors, which is not installed; run "
-            'pip install "meshard[checkpoint]".'
+def _check_is_file(path: Path) -> None:
+    if not path.is_file():  # to open a pipe would wait for its writer
+        raise FileNotFoundError(
+            f"there is no regular file {path} on rank {own_rank()}. What lies on a hub is "
+            "downloaded before, by huggingface_hub.snapshot_download."
         )
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return all tensors of a folder, an index or a file, by their names there."""
-    require_safetensors()
-    files, promised = _files_of(path)
+    if safe_open is None:
+        raise ImportError(
+            "load_pretrained reads files through safetensors, which is not installed; run "
+            'pip install "meshard[checkpoint]".'
+        )
+    path = _first_in(path) if path.is_dir() else path
+    files: dict[Path, list[str]] = {path: []}
+    if path.name.endswith(".json"):
+        files = _files_of_index(path)
     found: dict[str, StoredTensor] = {}
-    for file in files:
+    for file, names in files.items():
         with opened(file) as contents:
-            for name in contents.keys():  # noqa: SIM118  # it is no dict
+            there = contents.keys()
+            if missing := set(names).difference(there):
+                raise ValueError(
+                    f"{path} says that {min(missing)!r} is in {file.name}, but it is not; the "
+                    "folder is a mixture of several saves. Write it again."
+                )
+            for name in names or there:
                 block = contents.get_slice(name)
-                if name in found:
-                    raise ValueError(f"{name!r} is in {found[name].path} and in {file}.")
-                found[name] = StoredTensor(file, name, block.get_shape(), block.get_dtype())
-    for name, promised_in in promised.items():
-        if name not in found or found[name].path != promised_in:
-            raise ValueError(
-                f"the index of {path} says that {name!r} is in {promised_in.name}, but it is not; "
-                "the folder is a mixture of several saves. Write it again."
-            )
+                shape = tuple(block.get_shape())
+                found[name] = StoredTensor(file, name, shape, block.get_dtype())
     return found
 
 
-def _files_of(path: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Return the files; and in which of them an index says that each tensor is."""
-    if path.is_dir():
-        if (path / SINGLE).is_file():
-            return [path / SINGLE], {}
-        indices = [path / INDEX] if (path / INDEX).is_file() else []
-        indices = indices or sorted(path.glob("*.safetensors.index.json"))
-        if indices:
-            return _files_of_index(indices[0])
-        files = sorted(path.glob("*.safetensors"))
-        if len(files) == 1 and not NUMBERED.fullmatch(files[0].name):
-            return files, {}
-        _refuse_folder(path, files)
-    if path.name.endswith(PICKLED):
-        _refuse_pickled(path)
-    if not path.is_file():
-        raise FileNotFoundError(
-            f"there is no file or folder {path} on rank {own_rank()}. What lies on a hub is "
-            "downloaded before, by huggingface_hub.snapshot_download."
-        )
-    if path.name.endswith(".json"):
-        return _files_of_index(path)
-    return [path], {}
-
-
-def _files_of_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
-    try:
-        weight_map = json.loads(index.read_text())["weight_map"]
-        names = {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is no index of safetensors files ({error!r}).") from error
-    for file in names.values():
-        if Path(file).name != file:
-            raise ValueError(f"{index} names {file!r}, which is not a file beside it.")
-    promised = {name: index.parent / file for name, file in names.items()}
-    return sorted(set(promised.values())), promised
-
-
-def _refuse_folder(folder: Path, files: list[Path]) -> None:
-    if files:
-        names = ", ".join(file.name for file in files[:3])
-        raise ValueError(
-            f"{folder} has {len(files)} safetensors files ({names}) and neither {SINGLE} nor "
-            f"{INDEX}; a save may have been interrupted. Pass one file, or write the folder again."
-        )
-    pickled = [each for each in sorted(folder.iterdir()) if each.name.endswith(PICKLED)]
-    if pickled:
-        _refuse_pickled(pickled[0])
-    raise FileNotFoundError(f"there are no safetensors files in {folder} on rank {own_rank()}.")
-
-
-def _refuse_pickled(path: Path) -> None:
-    raise ValueError(
-        f"{path} is a pickle, which can run any code while it is loaded and cannot be read in "
-        "parts; convert it once, on one process: load it with the class that wrote it, and call "
-        "its save_pretrained, or safetensors.torch.save_file(state_dict, 'model.safetensors')."
+def _first_in(folder: Path) -> Path:
+    """Return the file of a folder that readers open first."""
+    first = [folder / SINGLE, folder / INDEX, *sorted(folder.glob("*.safetensors.index.json"))]
+    for path in first:
+        if path.exists():
+            return path
+    files = sorted(folder.glob("*.safetensors"))
+    if len(files) == 1 and not NUMBERED.fullmatch(files[0].name):
+        return files[0]
+    raise FileNotFoundError(
+        f"{folder} has {len(files)} safetensors files on rank {own_rank()}, and neither {SINGLE} "
+        "nor an index; a first save may have been interrupted. Pass one file, or write it again. "
+        f"{_OF_PICKLES}"
     )
 
 
-def in_file_order(stored: Iterable[StoredTensor]) -> dict[Path, list[StoredTensor]]:
-    """Return the tensors by file, so that each file is opened once."""
-    by_file: dict[Path, list[StoredTensor]] = {}
-    for each in stored:
-        by_file.setdefault(each.path, []).append(each)
-    return by_file
+def _files_of_index(index: Path) -> dict[Path, list[str]]:
+    """Return the files that an index names, with what it says is in each."""
+    _check_is_file(index)
+    files: dict[Path, list[str]] = {}
+    try:
+        for name, file in json.loads(index.read_bytes())["weight_map"].items():
+            files.setdefault(index.parent / file, []).append(name)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is no index of safetensors files ({error!r}).") from error
+    for file in files:
+        if file.parent != index.parent:
+            raise ValueError(f"{index} names {file}, which is not a file beside it.")
+    return dict(sorted(files.items()))

@@ -5,6 +5,7 @@ A part is a box (``_mesh/boxes.py``). Boxes follow from the placements, without 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -16,11 +17,10 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
-from meshard._engine.param_group import sharded_params
+from meshard._engine.param_group import sharded_params_of
 from meshard._engine.unit import units_in, without_compile
 from meshard._mesh.boxes import Box, box_at, coordinate_of
-from meshard._mesh.mesh_info import device_of
-from meshard._torch.dtensor import is_plain, local_of, plain_of
+from meshard._torch.dtensor import is_plain, plain_of
 
 # What torch.compile and activation checkpointing put into names.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
@@ -80,6 +80,16 @@ class Weight:
         """The box that this rank holds."""
         return self.box_at(() if self.mesh is None else coordinate_of(self.mesh))
 
+    @property
+    def boxes(self) -> list[Box]:
+        """The boxes that are the whole: of this rank, and of those that it is cut over with it."""
+        if self.mesh is None:
+            return [self.own_box]
+        places: list[Iterable[int]] = [(position,) for position in coordinate_of(self.mesh)]
+        for axis in self.sharded_axes:
+            places[axis] = range(self.mesh.size(axis))
+        return [self.box_at(place) for place in itertools.product(*places)]
+
 
 def own_rank() -> int:
     """Return this process's global rank: 0 without a process group."""
@@ -111,23 +121,21 @@ def weights_of(module: nn.Module, caller: str) -> list[Weight]:
         unit.lifecycle.check_between_steps(unit, caller)
         unit.group.check_not_summoned(f"read by {caller}")
     state = module.state_dict(keep_vars=True)
-    at_rest = shards_of(module)
+    tensors = {name: each for name, each in state.items() if isinstance(each, torch.Tensor)}
+    # After ``unshard()``, and after some forwards, modules hold unsharded parameters.
+    shards = sharded_params_of(tensors.values())
     weights = [
-        Weight(fqn_without_wrappers(name), at_rest.get(id(value), value))
-        for name, value in state.items()
-        if isinstance(value, torch.Tensor)
+        Weight(fqn_without_wrappers(name), shard)
+        for name, shard in zip(tensors, shards, strict=True)
     ]
     for weight in weights:
-        _check_readable(weight, caller)
+        if not is_plain(weight.local):
+            raise NotImplementedError(
+                f"{weight.fqn!r} is a {type(weight.local).__name__}, which {caller} cannot read as "
+                "one ordinary tensor; convert it before, or save it by Checkpointer."
+            )
+        _check_is_block(weight)
     return weights
-
-
-def unchecked_weights(module: nn.Module) -> list[Weight]:
-    """Return what ``weights_of`` returns, but for hooks, without names and without its checks.
-
-    All ranks have its meshes, so that they can tell each other of what one of them refuses.
-    """
-    return [Weight("", tensor) for tensor in held_tensors(module)]
 
 
 def held_tensors(module: nn.Module) -> list[torch.Tensor]:
@@ -135,46 +143,20 @@ def held_tensors(module: nn.Module) -> list[torch.Tensor]:
 
     A tensor may be there twice.
     """
-    return [*module.parameters(), *module.buffers(), *shards_of(module).values()]
-
-
-def shards_of(module: nn.Module) -> dict[int, nn.Parameter]:
-    """Return the sharded parameters by the ids of the unsharded ones.
-
-    Modules hold the unsharded ones after ``unshard()``, and after a forward that left them so.
-    """
-    return {
-        id(param.unsharded): param.sharded
-        for unit in units_in(module)
-        for param in sharded_params(unit.group)
-    }
-
-
-def _check_readable(weight: Weight, caller: str) -> None:
-    if not is_plain(weight.local):
-        raise NotImplementedError(
-            f"{weight.fqn!r} is a {type(weight.local).__name__}, whose values {caller} cannot read "
-            "as one ordinary tensor; convert it before, or save the module's state_dict() with "
-            "torch.distributed.checkpoint."
-        )
-    _check_is_block(weight)
+    held = [*module.parameters(), *module.buffers()]
+    return held + sharded_params_of(held)
 
 
 def _check_is_block(weight: Weight) -> None:
+    """Raise if a rank holds a partial sum, or a part of another shape than placements say."""
     if not isinstance(weight.tensor, DTensor):
         return
-    partial = [each for each in weight.tensor.placements if each.is_partial()]
-    if partial:
+    local, placements = tuple(weight.local.shape), weight.tensor.placements
+    if any(each.is_partial() for each in placements) or local != weight.own_box.sizes:
         raise NotImplementedError(
-            f"{weight.fqn!r} has the placement {partial[0]}, a sum that has not been taken; "
-            "redistribute it to Shard or Replicate before."
-        )
-    local, expected = tuple(local_of(weight.tensor).shape), weight.own_box.sizes
-    if local != expected:
-        raise NotImplementedError(
-            f"{weight.fqn!r} has a local tensor of shape {local} on this rank, where its "
-            f"placements {weight.tensor.placements} on {weight.mesh} say {expected}; such uneven "
-            "placements are not supported."
+            f"{weight.fqn!r} has the placements {placements} on {weight.mesh}, and here the local "
+            f"shape {local}: a partial sum, or a shard of unusual size; redistribute it to Shard "
+            "or Replicate before."
         )
 
 
@@ -191,31 +173,9 @@ def held_box(fqn: str, tensor: torch.Tensor) -> Box | None:
     return weight.own_box
 
 
-def check_are_held(module: nn.Module, weights: Iterable[Weight]) -> None:
-    """Raise if a hook of ``state_dict()`` has made a weight: writing to it changes nothing."""
-    ids = {id(tensor) for tensor in held_tensors(module)}
-    for weight in weights:
-        if id(weight.tensor) not in ids:
-            raise NotImplementedError(
-                f"{weight.fqn!r} is neither a parameter nor a buffer: a hook of state_dict() has "
-                "made it, so it cannot be filled in place; use load_state_dict."
-            )
-
-
-def check_have_values(weights: Iterable[Weight], caller: str) -> None:
-    """Raise, naming them, if weights are on the meta device."""
-    meta = [weight.fqn for weight in weights if weight.local.is_meta]
-    if meta:
-        raise ValueError(
-            f"{len(meta)} tensors are on the meta device and have no values for {caller}, first "
-            f"{meta[0]!r}; give them values by meshard.materialize, load_state_dict or "
-            "meshard.checkpoint.load_pretrained first."
-        )
-
-
-def meshes_of(module: nn.Module, weights: Iterable[Weight]) -> list[DeviceMesh]:
+def meshes_of(module: nn.Module) -> list[DeviceMesh]:
     """Return the meshes of all weights and of all units, the largest first."""
-    found = [weight.mesh for weight in weights if weight.mesh is not None]
+    found = [each.device_mesh for each in held_tensors(module) if isinstance(each, DTensor)]
     found += [unit.group.spec.mesh_info.mesh for unit in units_in(module) if unit.params]
     return sorted(dict.fromkeys(found), key=lambda mesh: -mesh.size())
 
@@ -224,8 +184,3 @@ def ranks_of_meshes(meshes: Iterable[DeviceMesh]) -> list[int]:
     """Return the global ranks of all meshes, in order; without a mesh, this rank."""
     ranks = {rank for mesh in meshes for rank in mesh.mesh.flatten().tolist()}
     return sorted(ranks) or [own_rank()]
-
-
-def device_of_weights(meshes: Sequence[DeviceMesh]) -> torch.device:
-    """Return the device that small tensors are sent from."""
-    return device_of(meshes[0]) if meshes else torch.device("cpu")

@@ -69,17 +69,27 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     by it, with parameters on the meta device, and has the buffers. A ValueError names those that it
     lacks.
     """
-    lacking = _lacking_buffers(module)
+    # By identity, because hooks of state_dict may change names.
+    persistent = {id(value) for value in module.state_dict(keep_vars=True).values()}
+    lacking = {
+        fqn: buffer
+        for fqn, buffer in module.named_buffers(remove_duplicate=False)
+        if buffer.is_meta and id(buffer) not in persistent
+    }
     clean = {fqn_without_wrappers(fqn): fqn for fqn in lacking}
     found: dict[str, torch.Tensor] = {}
-    causes = []
-    for prefix, inner in _configured(module):
-        if not any(_is_inside(fqn, prefix) for fqn in lacking.keys() - found.keys()):
+    causes = ""
+    for prefix, inner in module.named_modules():
+        build: Any = own_class(inner)
+        start = joined(prefix, "")
+        is_needed = any(fqn.startswith(start) for fqn in lacking.keys() - found.keys())
+        if not (is_needed and hasattr(build, "from_pretrained") and hasattr(inner, "config")):
             continue
         try:
-            beside = _built_beside(inner)
+            with torch.random.fork_rng(devices=[]), torch.device("cpu"), meta_parameters():
+                beside = build(inner.config)
         except Exception as error:  # a constructor may raise anything
-            causes.append(f"{own_class(inner).__name__}(config) raised {error!r}")
+            causes += f" ({build.__name__}(config) raised {error!r}.)"
             continue
         for name, buffer in beside.named_buffers(remove_duplicate=False):
             fqn = clean.get(fqn_without_wrappers(joined(prefix, name)), "")
@@ -88,44 +98,11 @@ def computed_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     left = [fqn for fqn in lacking if fqn not in found]
     if left:
         raise ValueError(
-            f"{len(left)} buffers are on the meta device and in no file, because they are not "
-            f"persistent: {listed(left)}. Build the model inside "
-            'meshard.checkpoint.meta_parameters() instead of torch.device("meta"), or call '
-            "meshard.materialize(module) before load_pretrained."
-            + "".join(f" ({cause}.)" for cause in causes)
+            f"buffers are on the meta device and in no file, because they are not persistent: "
+            f"{listed(left)}. Build the model inside meshard.checkpoint.meta_parameters() instead "
+            f'of torch.device("meta"), or call meshard.materialize(module) before.{causes}'
         )
     return found
-
-
-def _lacking_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    # By identity, because hooks of state_dict may change names.
-    persistent = {id(value) for value in module.state_dict(keep_vars=True).values()}
-    return {
-        fqn: buffer
-        for fqn, buffer in module.named_buffers(remove_duplicate=False)
-        if buffer.is_meta and id(buffer) not in persistent
-    }
-
-
-def _configured(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost modules that can be built from their ``config`` alone, with names."""
-    outermost: list[str] = []
-    for fqn, inner in module.named_modules():
-        is_one = hasattr(own_class(inner), "from_pretrained") and hasattr(inner, "config")
-        if is_one and not any(_is_inside(fqn, prefix) for prefix in outermost):
-            outermost.append(fqn)
-            yield fqn, inner
-
-
-def _is_inside(fqn: str, prefix: str) -> bool:
-    return not prefix or fqn == prefix or fqn.startswith(prefix + ".")
-
-
-def _built_beside(module: nn.Module) -> nn.Module:
-    build: Any = own_class(module)
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"), meta_parameters():
-        beside: nn.Module = build(module.config)
-    return beside
 
 
 # --- memory ----------------------------------------------------------------------------------
