@@ -6,6 +6,7 @@ import contextlib
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any
@@ -26,7 +27,7 @@ from meshard.checkpoint._protocol.restoring import Loaded, Options, Restoring
 from meshard.checkpoint._protocol.saving import Saver
 from meshard.checkpoint._protocol.staging import Staging
 from meshard.checkpoint._protocol.storage import CheckpointError, Storage, storage_at
-from meshard.checkpoint.progress import progress_bar
+from meshard.checkpoint.progress import log_summary, progress_bar
 
 # A module, or a state dict in its place.
 Model = nn.Module | dict[str, Any]
@@ -444,6 +445,7 @@ class Checkpointer:
             CheckpointError: On all ranks; nothing was changed, unless the text says so.
         """
         self.wait()
+        began = time.perf_counter()
         ranks = self._collective().ranks
         folder, found = self._find(ranks, step)
         reader = Reader(self._storage, folder, found)
@@ -451,7 +453,10 @@ class Checkpointer:
             where = f"{self._storage.root}/{folder}".rstrip("/")
             with self._bar(f"loading {where}", found.num_bytes) as advance:
                 options = Options(strict, cast, verify, advance)
-                return Restoring(ranks, reader, where, options).run(model, optimizer, extra)
+                loaded = Restoring(ranks, reader, where, options).run(model, optimizer, extra)
+            if ranks.is_first:
+                log_summary(f"loaded {where}", found.num_bytes, len(found.files), began)
+            return loaded
 
     def _folder_to_load(self, step: int | None) -> str:
         """Return the folder of a step, or "" if this is a folder of torch."""

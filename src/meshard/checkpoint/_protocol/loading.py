@@ -85,6 +85,10 @@ class Reader:
                 f"checksum differs in bytes {part.begin} to {part.begin + part.size}."
             )
 
+    def free(self) -> None:
+        """Free the memory of ``check``."""
+        self._buffer = bytearray()
+
     def bytes_of(self, chunk: Chunk) -> bytes:
         """Return the bytes of a chunk, checked."""
         for part in self.manifest.ranges_of(chunk):
@@ -216,6 +220,7 @@ def check(
     for file, part in ranges:
         reader.check(file, part)
         advance(part.size)
+    reader.free()
 
 
 @torch.no_grad()
@@ -223,6 +228,7 @@ def fill(
     reader: Reader, reads: Iterable[Read], advance: Callable[[int], Any] = lambda _: None
 ) -> None:
     """Read into the targets."""
+    scratch = torch.empty(0, dtype=torch.uint8, device="cpu")
     for read in reads:
         source, target = reader.source(read.chunk.file), read.target
         if read.chunk.is_archive:
@@ -241,7 +247,10 @@ def fill(
                 source.read_into(bytes_of(part), place)
                 increment_version(part)  # so that autograd and units notice the change
             else:
-                buffer = torch.empty(rows, dtype=read.dtype, device="cpu")
+                num_bytes = math.prod(rows) * read.dtype.itemsize
+                if scratch.numel() < num_bytes:
+                    scratch = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+                buffer = scratch[:num_bytes].view(read.dtype).view(rows)
                 source.read_into(bytes_of(buffer), place)
                 part.copy_(buffer[Box(begin, tuple(part.shape)).slices])
             advance(part.nbytes)

@@ -21,7 +21,6 @@ import errno
 import hashlib
 import itertools
 import json
-import logging
 import time
 import uuid
 import zlib
@@ -51,11 +50,11 @@ from meshard.checkpoint._protocol.parts import MODEL, NAMES, OPTIMIZER, RANDOM
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import CheckpointError, Sink, Storage
 from meshard.checkpoint._protocol.tensor_file import Entry, bytes_of, header, pieces
+from meshard.checkpoint.progress import log_summary
 
 _MERGED = ("state", "param_groups")  # what is merged of the optimizers of all ranks
 _SAMPLES = 16  # elements of a tensor that are compared with those of its copies
 _DRIFT = 0.05  # by how much copies may differ, as a fraction of their greatest element
-_logger = logging.getLogger("meshard")
 
 
 class _Row(NamedTuple):
@@ -184,7 +183,7 @@ class Saver:
         Raises:
             CheckpointError: On all ranks, if anything is wrong on one; nothing was committed.
         """
-        begun = time.perf_counter()
+        began = time.perf_counter()
         compared = self._compare(job, plan)
         commit = self._make_folder(job)
         where = f"{self.storage.root}/{commit.folder}"
@@ -214,7 +213,8 @@ class Saver:
                     self.storage.remove_file(commit.manifest)
                     self.storage.remove_folder(commit.folder)
             else:
-                _log(where, found, time.perf_counter() - begun)
+                num_bytes = sum(each["file"].size for each in found)
+                log_summary(f"saved {where}", num_bytes, len(found), began)
                 try:
                     tidy()
                     self._warn_of(compared.by_first)
@@ -361,13 +361,6 @@ class Saver:
         except Exception as error:  # the other ranks must know, whatever it is
             return self._problem(error, f"{self.storage.root}/{commit.folder}")
         return ""
-
-
-def _log(where: str, found: list[dict[str, Any]], seconds: float) -> None:
-    size = sum(each["file"].size for each in found)
-    _logger.info(
-        "saved %s: %.1f MB in %.2f s (%.2f GB/s)", where, size / 1e6, seconds, size / seconds / 1e9
-    )
 
 
 def _joined(problems: Iterable[str]) -> str:
