@@ -17,9 +17,8 @@ from meshard.checkpoint._protocol.manifest import (
     check_references,
     integer,
     integers,
+    of,
     own_part,
-    table,
-    text,
 )
 from meshard.checkpoint._protocol.parts import RANDOM
 from meshard.checkpoint._protocol.storage import CheckpointError
@@ -54,9 +53,12 @@ def _parsed(content: dict[str, Any]) -> Manifest:
 
     tensors: dict[str, TensorEntry] = {}
     for name, each in content["tensors"].items():
-        shape, placements = tuple(integers(each["shape"])), list(map(text, each["placements"]))
+        shape, placements = (
+            tuple(integers(each["shape"])),
+            [of(str, name) for name in each["placements"]],
+        )
         entry = TensorEntry(shape, each["dtype"], placements)
-        dtype_of(text(each["dtype"]))
+        dtype_of(of(str, each["dtype"]))
         for offsets, sizes, row in each["chunks"]:
             entry.chunks.append(add(row, offsets, sizes, is_archive=True))
         check_covered(name, entry)
@@ -72,10 +74,10 @@ def _parsed(content: dict[str, Any]) -> Manifest:
         add(row, (), (), is_archive=False)
     for ranges in files.values():
         ranges.sort()
-    step, about = integer(content["step"]), table(content["about"])
+    step, about = integer(content["step"]), of(dict, content["about"])
     integer(about["num_ranks"])
-    for part in table(content["parts"]).values():
+    for part in of(dict, content["parts"]).values():
         check_part(part)
         check_references(part, tensors)
-    ties = {name: text(tied) for name, tied in table(content["ties"]).items()}
+    ties = {name: of(str, tied) for name, tied in of(dict, content["ties"]).items()}
     return Manifest(step, tensors, content["parts"], kinds, ties, files, about)

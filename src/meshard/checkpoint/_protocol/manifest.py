@@ -221,7 +221,7 @@ def from_content(content: dict[str, Any], where: str) -> Manifest:
 
 def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
     at.name = "'step' or 'about'"
-    step, about = integer(content["step"]), table(content["about"])
+    step, about = integer(content["step"]), of(dict, content["about"])
     integer(about["num_ranks"])
     at.name = "'files'"
     files = [
@@ -231,12 +231,17 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
     ranges = {each.name: each.ranges() for each in files}
     at.name = "'kinds'"
     kinds = [
-        (text(dtype), dtype_of(dtype).itemsize, tuple(integers(shape)), [*map(text, placements)])
+        (
+            of(str, dtype),
+            dtype_of(dtype).itemsize,
+            tuple(integers(shape)),
+            [of(str, each) for each in placements],
+        )
         for dtype, shape, placements in content["kinds"]
     ]
     tensors: dict[str, TensorEntry] = {}
     held: list[list[tuple[tuple[int, bool, str], TensorEntry, int]]] = [[] for _ in files]
-    for name, (number, *chunks) in table(content["tensors"]).items():
+    for name, (number, *chunks) in of(dict, content["tensors"]).items():
         at.name = f"'tensors' of {name!r}"
         dtype, size, whole, placements = kinds[integer(number)]
         entry = tensors[name] = TensorEntry(whole, dtype, placements)
@@ -260,14 +265,14 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
                 f"the tensors in {written.name} end at byte {begin}, and it has {written.size}."
             )
     at.name = "'ties'"
-    ties = {name: text(tied) for name, tied in table(content["ties"]).items()}
+    ties = {name: of(str, tied) for name, tied in of(dict, content["ties"]).items()}
     rank_parts = {}
-    for name, kind in table(content["rank_parts"]).items():
+    for name, kind in of(dict, content["rank_parts"]).items():
         at.name = f"'rank_parts' of {name!r}"
         if kind not in ("value", "stateful", "module", "random"):
             raise ValueError(f"{kind!r} is no kind of a part")
         rank_parts[name] = kind
-    parts = table(content["parts"])
+    parts = of(dict, content["parts"])
     for name, part in parts.items():
         at.name = f"'parts' of {name!r}"
         check_part(part)
@@ -277,44 +282,33 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
     return Manifest(step, tensors, parts, rank_parts, ties, ranges, about)
 
 
-def integer(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} is no number of bytes, elements or files")
+def of(kind: type, value: Any) -> Any:
+    """Return a value of this very type, or raise."""
+    if type(value) is not kind:
+        raise TypeError(f"{value!r} is no {kind.__name__}")
     return value
+
+
+def integer(value: Any) -> int:
+    if of(int, value) < 0:
+        raise ValueError(f"{value!r} is no number of bytes, elements or files")
+    return int(value)
 
 
 def integers(values: Any) -> list[int]:
-    return [integer(each) for each in a_list(values)]
-
-
-def a_list(value: Any) -> list[Any]:
-    if type(value) is not list and type(value) is not tuple:
-        raise TypeError(f"{value!r} is no list")
-    return list(value)
-
-
-def text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError(f"{value!r} is no text")
-    return value
-
-
-def table(value: Any) -> dict[str, Any]:
-    if type(value) is not dict:
-        raise TypeError(f"{value!r} is no object")
-    return value
+    return list(map(integer, of(list, values)))
 
 
 def check_part(part: Any) -> None:
     """Raise unless a part has the form of an optimizer's, or has a kind and a tree."""
-    if "param_groups" not in table(part):
-        text(part["kind"]), part["tree"]
+    if "param_groups" not in of(dict, part):
+        of(str, part["kind"]), part["tree"]
         return
-    for state in table(part["state"]).values():
-        table(state)
-    for group in a_list(part["param_groups"]):
-        for name in a_list(table(group)["params"]):
-            text(name)
+    for state in of(dict, part["state"]).values():
+        of(dict, state)
+    for group in of(list, part["param_groups"]):
+        for name in of(list, of(dict, group)["params"]):
+            of(str, name)
 
 
 def check_references(part: Any, tensors: dict[str, TensorEntry]) -> None:

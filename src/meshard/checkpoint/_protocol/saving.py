@@ -53,7 +53,7 @@ from meshard.checkpoint._protocol.tensor_file import Entry, bytes_of, header, pi
 from meshard.checkpoint.progress import log_summary
 
 _MERGED = ("state", "param_groups")  # what is merged of the optimizers of all ranks
-_SAMPLES = 16  # elements of a tensor that are compared with those of its copies
+_SAMPLES = 16  # elements of a tensor that are differ with those of its copies
 _DRIFT = 0.05  # by how much copies may differ, as a fraction of their greatest element
 
 
@@ -73,15 +73,6 @@ class _Plan(NamedTuple):
     per_rank: bool
     rows: list[list[_Row]]  # of this rank; on the first rank those of the others follow, in order
     apart: frozenset[str]  # tensors of which ranks have other shapes, so that each writes its own
-
-
-class _Compared(NamedTuple):
-    """What the ranks have found to differ."""
-
-    own: frozenset[str]  # tensors that each rank writes under a name of its own
-    by_first: frozenset[str]  # tensors of the model, of which the first rank writes its own only
-    parts: frozenset[str]  # plain values that each rank writes
-    is_merged: bool  # ranks have the state of different parameters, which are merged
 
 
 def file_of(rank: int) -> str:
@@ -184,16 +175,17 @@ class Saver:
             CheckpointError: On all ranks, if anything is wrong on one; nothing was committed.
         """
         began = time.perf_counter()
-        compared = self._compare(job, plan)
+        differ = self._compare(job, plan)
+        parts = [name for name in job.others if f"{name}/" in differ]
         commit = self._make_folder(job)
         where = f"{self.storage.root}/{commit.folder}"
         problem, trees = job.problem, {RANDOM: job.random}
-        trees |= {name: job.others[name] for name in compared.parts}
+        trees |= {name: job.others[name] for name in parts}
         data = {name: json.dumps(tree).encode() for name, tree in trees.items()}
         written, sizes = None, {name: len(each) for name, each in data.items()}
         try:
             if not problem:
-                own = _to_write(plan.rows[0], self.ranks.rank, compared, sizes)
+                own = _to_write(plan.rows[0], self.ranks.rank, differ, sizes)
                 written = self._write_file(job, commit, own, data, advance)
         except Exception as error:  # the other ranks must know, whatever it is
             problem = self._problem(error, where)
@@ -201,13 +193,13 @@ class Saver:
             {"problem": problem, "file": written, "trees": sizes, "ties": job.ties}
         )
         optimizers = [job.optimizers]
-        if compared.is_merged:
+        if "/" in differ:
             optimizers = self.ranks.gather(job.optimizers)
         late = None
         if self.ranks.is_first:
             problem = _joined(each["problem"] for each in found)
             if not problem:
-                problem = self._try_to_commit(job, commit, plan, compared, found, optimizers)
+                problem = self._try_to_commit(job, commit, plan, differ, found, optimizers)
             if problem:
                 with contextlib.suppress(Exception):
                     self.storage.remove_file(commit.manifest)
@@ -217,7 +209,7 @@ class Saver:
                 log_summary(f"saved {where}", num_bytes, len(found), began)
                 try:
                     tidy()
-                    self._warn_of(compared.by_first)
+                    self._warn_of([name for name, kind in differ.items() if kind == MODEL])
                 except Exception as error:  # under ``-W error`` a warning
                     late = error
         self._refuse_if(job, self.ranks.broadcast(problem))
@@ -245,8 +237,13 @@ class Saver:
 
     # --- 2. what differs -------------------------------------------------------------------
 
-    def _compare(self, job: Job, plan: _Plan) -> _Compared:
-        """Compare checksums of what should be equal, or may be."""
+    def _compare(self, job: Job, plan: _Plan) -> dict[str, str]:
+        """Compare checksums of what should be equal, or may be; return what differs, by name.
+
+        "extra": a tensor that each rank writes under a name of its own. "model": one of which the
+        first rank writes its own. "part": plain values that each rank writes. "optimizers": ranks
+        have the state of different parameters.
+        """
         digests: dict[str, list[Any]] = {}  # by name: what it belongs to, and a checksum
         try:
             if not job.problem and self.ranks.size > 1:
@@ -262,22 +259,16 @@ class Saver:
                     if known.setdefault(name, digest) != digest:
                         differ[name] = digest[0]
         if plan.per_rank:
-            differ = {
-                n: "extra" if kind in (MODEL, OPTIMIZER) else kind for n, kind in differ.items()
-            }
-
-        def of(kind: str) -> frozenset[str]:
-            return frozenset(name for name, each in differ.items() if each == kind)
-
-        if of(OPTIMIZER):
+            differ |= {n: "extra" for n, kind in differ.items() if kind in (MODEL, OPTIMIZER)}
+        refused = sorted(name for name, kind in differ.items() if kind == OPTIMIZER)
+        if refused:
             raise CheckpointError(
                 f"step {job.step} was not saved to {self.storage.root}:\n"
-                f"{listed(sorted(of(OPTIMIZER)))} differ between ranks, and a checkpoint keeps one "
-                "tensor of a name. If each rank has a state of its own, as of an optimizer that "
-                "works on local shards, pass per_rank=True to save()."
+                f"{listed(refused)} differ between ranks, and a checkpoint keeps one tensor of a "
+                "name. If each rank has a state of its own, as of an optimizer that works on local "
+                "shards, pass per_rank=True to save()."
             )
-        parts = frozenset(name.removesuffix("/") for name in of("part"))
-        return _Compared(of("extra") | plan.apart, of(MODEL), parts, bool(of("optimizers")))
+        return {**differ, **dict.fromkeys(plan.apart, "extra")}
 
     def _warn_of(self, names: Iterable[str]) -> None:
         if names and not self._has_warned:
@@ -338,7 +329,7 @@ class Saver:
         job: Job,
         commit: Commit,
         plan: _Plan,
-        compared: _Compared,
+        differ: dict[str, str],
         found: list[dict[str, Any]],
         optimizers: list[dict[str, Any]],
     ) -> str:
@@ -347,11 +338,9 @@ class Saver:
             files = [each["file"] for each in found]
             made = Manifest(
                 step=job.step,
-                tensors=_entries(plan.rows, compared, [each["trees"] for each in found]),
-                parts={
-                    name: each for name, each in job.others.items() if name not in compared.parts
-                },
-                rank_parts={name: job.others[name]["kind"] for name in sorted(compared.parts)},
+                tensors=_entries(plan.rows, differ, [each["trees"] for each in found]),
+                parts={n: each for n, each in job.others.items() if f"{n}/" not in differ},
+                rank_parts={n: each["kind"] for n, each in job.others.items() if f"{n}/" in differ},
                 about={**job.about, "num_ranks": self.ranks.size},
             )
             made.parts |= _merge(optimizers)
@@ -408,9 +397,8 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
     for (name, offsets), ((rank, number), *_) in holders.items():
         entry = entries.setdefault(name, TensorEntry(first[name].shape, first[name].dtype, []))
         entry.chunks.append(Chunk(offsets, held[rank][number].sizes, "", 0, 0))
-    for name, entry in entries.items():
-        if name not in apart:
-            _check_held(name, entry)
+    for name in entries.keys() - apart:  # all ranks of a mesh must take part
+        check_covered(name, entries[name])
     rows = [
         [_Row(item, *each) for item, each in zip(items, own, strict=True)]
         for items, own in zip(held, flags, strict=True)
@@ -418,17 +406,8 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
     return rows, sorted(apart)
 
 
-def _check_held(name: str, entry: TensorEntry) -> None:
-    try:
-        check_covered(name, entry)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"{error} All ranks of its mesh must take part in the save, with the same placements."
-        ) from error
-
-
 def _to_write(
-    rows: list[_Row], rank: int, compared: _Compared, trees: dict[str, int]
+    rows: list[_Row], rank: int, differ: dict[str, str], trees: dict[str, int]
 ) -> list[tuple[Item, int]]:
     """Return what a rank writes, in the order of its file, and where in its items each is.
 
@@ -436,9 +415,10 @@ def _to_write(
     """
     found = []
     for number, (item, writes, _, is_first) in enumerate(rows):
-        if item.name in compared.own:
+        kind = differ.get(item.name)
+        if kind == "extra":
             found.append((item._replace(name=own_name(rank, item.name)), number))
-        elif is_first if item.name in compared.by_first else writes:
+        elif is_first if kind == MODEL else writes:
             found.append((item, number))
     for name, size in trees.items():
         whole = (size,)
@@ -448,12 +428,12 @@ def _to_write(
 
 
 def _entries(
-    rows: list[list[_Row]], compared: _Compared, trees: list[dict[str, int]]
+    rows: list[list[_Row]], differ: dict[str, str], trees: list[dict[str, int]]
 ) -> dict[str, TensorEntry]:
     """Return the tensors of a checkpoint."""
     entries: dict[str, TensorEntry] = {}
     for rank, (own, own_trees) in enumerate(zip(rows, trees, strict=True)):
-        for item, _ in _to_write(own, rank, compared, own_trees):
+        for item, _ in _to_write(own, rank, differ, own_trees):
             new = TensorEntry(item.shape, item.dtype, [*item.placements])
             entry = entries.setdefault(item.name, new)
             entry.chunks.append(Chunk(item.offsets, item.sizes, file_of(rank), 0, item.num_bytes))
@@ -487,7 +467,7 @@ def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, Any, torch.Te
     """Return some values of each matrix of which other meshes may hold a copy.
 
     Gradients of vectors may be nothing but rounding noise, as those of a bias before a norm are.
-    So copies of vectors may drift far apart, and neither they nor optimizer states are compared.
+    So copies of vectors may drift far apart, and neither they nor optimizer states are differ.
     """
     found = []
     for number, item in enumerate(job.items):
