@@ -247,7 +247,7 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
         entry = tensors[name] = TensorEntry(whole, dtype, placements)
         for each in chunks:
             if type(each) is int:
-                each = each, (0,) * len(whole), whole
+                each = each, [0] * len(whole), [*whole]
             file, offsets, sizes = each
             box = tuple(integers(offsets)), tuple(integers(sizes))
             chunk = Chunk(*box, files[integer(file)].name, 0, math.prod(box[1]) * size)
