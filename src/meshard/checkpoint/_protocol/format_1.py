@@ -67,11 +67,11 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     for rank, rows in enumerate(content["rank_parts"]):
         for name, row in rows.items():
             size = (row[2],)
-            chunk = add(row, (0,), size, is_archive=False)
+            chunk = add(row, [0], [*size], is_archive=False)
             tensors[own_part(rank, name)] = TensorEntry(size, "uint8", [], [chunk])
             kinds[name] = RANDOM if name == RANDOM else ""  # its own text tells
     for row in content["objects"]:
-        add(row, (), (), is_archive=False)
+        add(row, [], [], is_archive=False)
     for ranges in files.values():
         ranges.sort()
     step, about = integer(content["step"]), of(dict, content["about"])
