@@ -12,7 +12,6 @@ import io
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -126,43 +125,35 @@ class Reader:
 # --- what goes where -----------------------------------------------------------------------
 
 
-@dataclass(slots=True)
-class Comparison:
-    """What of a checkpoint fits a model, and what does not."""
-
-    missing: list[str] = field(default_factory=list)  # here, and not in the checkpoint
-    wrong: list[str] = field(default_factory=list)  # texts about other shapes or dtypes
-
-
 def compare(
     manifest: Manifest, targets: dict[str, torch.Tensor], *, cast: bool
-) -> tuple[dict[str, torch.Tensor], Comparison]:
-    """Return the targets that can be filled, and what does not fit."""
-    found, fitting = Comparison(), dict[str, torch.Tensor]()
+) -> tuple[dict[str, torch.Tensor], list[str], list[str]]:
+    """Return the targets that can be filled, names that are missing, and texts on what is wrong."""
+    fitting, missing, wrong = dict[str, torch.Tensor](), list[str](), list[str]()
     for name, target in targets.items():
         entry = manifest.tensors.get(manifest.ties.get(name, name))
         if entry is None:
-            found.missing.append(name)
+            missing.append(name)
             continue
         saved = dtype_of(entry.dtype)
         if entry.shape != tuple(target.shape):
-            found.wrong.append(
+            wrong.append(
                 f"{name} has shape {list(entry.shape)} in the checkpoint and "
                 f"{list(target.shape)} here"
             )
         elif saved != target.dtype and not (cast and _can_cast(saved, target.dtype)):
             advice = "no cast keeps its values" if cast else "pass cast=True to convert it"
-            found.wrong.append(
+            wrong.append(
                 f"{name} is {entry.dtype} in the checkpoint and "
                 f"{str(target.dtype).removeprefix('torch.')} here; {advice}"
             )
         elif (target.to_local() if isinstance(target, DTensor) else target).is_meta:
-            found.wrong.append(
+            wrong.append(
                 f"{name} is on the meta device here; call to_empty(device=...) on the model first"
             )
         else:
             fitting[name] = target
-    return fitting, found
+    return fitting, missing, wrong
 
 
 def _can_cast(saved: torch.dtype, wanted: torch.dtype) -> bool:

@@ -194,12 +194,6 @@ def _lengthened(name: str, part: dict[str, Any], tensors: Iterable[str]) -> None
                 state.setdefault(fqn, {})[key] = reference(full)
 
 
-class _Field:
-    """Names the field of a manifest that is being read, for errors."""
-
-    name = ""
-
-
 def from_content(content: dict[str, Any], where: str) -> Manifest:
     """Return the manifest that was written as ``content``; ``where`` is for messages.
 
@@ -207,29 +201,29 @@ def from_content(content: dict[str, Any], where: str) -> Manifest:
         CheckpointError: It has not the form of this format, names a file outside of its folder, or
             has tensors that are not covered.
     """
-    at = _Field()
+    at = [""]  # the field that is being read
     try:
         return _parsed(content, at)
     except CheckpointError as error:
         raise CheckpointError(f"{where}/{NAME}: {error}") from error
     except Exception as error:  # whatever a wrong form leads to
         raise CheckpointError(
-            f"{where}/{NAME} has the right checksum, and its field {at.name} has not the form of "
+            f"{where}/{NAME} has the right checksum, and its field {at[0]} has not the form of "
             f"format {VERSION}."
         ) from error
 
 
-def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
-    at.name = "'step' or 'about'"
+def _parsed(content: dict[str, Any], at: list[str]) -> Manifest:
+    at[0] = "'step' or 'about'"
     step, about = integer(content["step"]), of(dict, content["about"])
     integer(about["num_ranks"])
-    at.name = "'files'"
+    at[0] = "'files'"
     files = [
         WrittenFile(check_file_name(name), integer(size), integer(head), integers(crcs))
         for name, size, head, crcs in content["files"]
     ]
     ranges = {each.name: each.ranges() for each in files}
-    at.name = "'kinds'"
+    at[0] = "'kinds'"
     kinds = [
         (
             of(str, dtype),
@@ -242,7 +236,7 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
     tensors: dict[str, TensorEntry] = {}
     held: list[list[tuple[tuple[int, bool, str], TensorEntry, int]]] = [[] for _ in files]
     for name, (number, *chunks) in of(dict, content["tensors"]).items():
-        at.name = f"'tensors' of {name!r}"
+        at[0] = f"'tensors' of {name!r}"
         dtype, size, whole, placements = kinds[integer(number)]
         entry = tensors[name] = TensorEntry(whole, dtype, placements)
         for each in chunks:
@@ -264,17 +258,17 @@ def _parsed(content: dict[str, Any], at: _Field) -> Manifest:
             raise CheckpointError(
                 f"the tensors in {written.name} end at byte {begin}, and it has {written.size}."
             )
-    at.name = "'ties'"
+    at[0] = "'ties'"
     ties = {name: of(str, tied) for name, tied in of(dict, content["ties"]).items()}
     rank_parts = {}
     for name, kind in of(dict, content["rank_parts"]).items():
-        at.name = f"'rank_parts' of {name!r}"
+        at[0] = f"'rank_parts' of {name!r}"
         if kind not in ("value", "stateful", "module", "random"):
             raise ValueError(f"{kind!r} is no kind of a part")
         rank_parts[name] = kind
     parts = of(dict, content["parts"])
     for name, part in parts.items():
-        at.name = f"'parts' of {name!r}"
+        at[0] = f"'parts' of {name!r}"
         check_part(part)
         if "param_groups" in part:
             _lengthened(name, part, tensors)

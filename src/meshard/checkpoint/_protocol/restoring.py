@@ -314,9 +314,9 @@ class Restoring:
                 )
             found = next((each for each in named if self._stored(each) is not None), name)
             targets[found] = tensor
-        fitting, compared = compare(self._manifest, targets, cast=self._options.cast)
-        self._missing += compared.missing
-        self._problems += compared.wrong
+        fitting, missing, wrong = compare(self._manifest, targets, cast=self._options.cast)
+        self._missing += missing
+        self._problems += wrong
         self._targets |= fitting
         self._filled |= set(map(_begin_of, fitting.values()))
 

@@ -48,7 +48,7 @@ from meshard.checkpoint._protocol.manifest import (
 )
 from meshard.checkpoint._protocol.parts import MODEL, NAMES, OPTIMIZER, RANDOM
 from meshard.checkpoint._protocol.ranks import Ranks
-from meshard.checkpoint._protocol.storage import CheckpointError, Sink, Storage
+from meshard.checkpoint._protocol.storage import CheckpointError, Storage
 from meshard.checkpoint._protocol.tensor_file import Entry, bytes_of, header, pieces
 from meshard.checkpoint.progress import log_summary
 
@@ -516,7 +516,7 @@ def _offsets(item: Item) -> list[int]:
 class SummedFile:
     """A file with the checksums of its ranges."""
 
-    def __init__(self, sink: Sink) -> None:
+    def __init__(self, sink: Any) -> None:
         self._sink = sink
         self.size, self.crcs = 0, list[int]()
 

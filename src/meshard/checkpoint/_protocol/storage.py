@@ -17,7 +17,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 try:
     import fcntl
@@ -36,81 +36,6 @@ class CheckpointError(RuntimeError):
 LOCK = ".meshard-lock"  # the file in the folder of a run that the one who saves has locked
 
 
-class Sink(Protocol):
-    """A new file that is written from its beginning to its end."""
-
-    def write(self, data: bytes | memoryview) -> None: ...
-
-    def close(self) -> None:
-        """Return when what was written survives a loss of power."""
-
-
-class Source(Protocol):
-    """A file that is read at any place."""
-
-    def read(self, begin: int, size: int) -> bytes: ...
-
-    def read_into(self, memory: memoryview, begin: int) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class Storage(Protocol):
-    """A place for checkpoints. Paths are relative to it, with slashes."""
-
-    root: str  # for messages
-
-    def lock(self) -> None:
-        """Keep others from saving here until ``unlock``, or until this object or process ends.
-
-        Raises:
-            CheckpointError: Another one saves here.
-        """
-
-    def unlock(self) -> None: ...
-
-    def folders(self) -> list[str]:
-        """Return the names of the folders at the top, links to folders too."""
-
-    def is_link(self, folder: str) -> bool:
-        """Whether a folder is a link, so that what is in it belongs to another place."""
-
-    def files(self, folder: str) -> dict[str, int]:
-        """Return the names of the files in a folder, with their sizes in bytes.
-
-        A folder that is gone is empty: another process may remove it, such as ``prune`` by hand.
-        """
-
-    def is_empty(self, folder: str) -> bool:
-        """Whether nothing is in a folder, no folders either."""
-
-    def make_folder(self, folder: str) -> None: ...
-
-    def exists(self, path: str) -> bool: ...
-
-    def create(self, path: str) -> Sink: ...
-
-    def publish(self, path: str, data: bytes) -> None:
-        """Make a file appear, whole or not at all; return when it is there for good."""
-
-    def read(self, path: str) -> bytes: ...
-
-    def open(self, path: str) -> Source: ...
-
-    def remove_file(self, path: str) -> None: ...
-
-    def remove_folder(self, folder: str) -> None:
-        """Remove a folder with all that is in it."""
-
-
-def storage_at(folder: str | os.PathLike[str]) -> Storage:
-    """Return the storage for a path, or for a URL such as ``s3://bucket/run``."""
-    text = os.fspath(folder)
-    if "://" in text and not text.startswith("file://"):
-        return ObjectStorage(text)
-    return FolderStorage(text.removeprefix("file://"))
-
-
 # --- a folder ------------------------------------------------------------------------------
 
 
@@ -124,7 +49,7 @@ def sync(path: Path) -> None:
 
 
 class FolderStorage:
-    """A folder on a file system that all ranks see."""
+    """A folder on a file system that all ranks see. Paths are relative to it, with slashes."""
 
     def __init__(self, root: str) -> None:
         self.root = os.path.abspath(root)  # absolute, because the working directory may change
@@ -132,6 +57,11 @@ class FolderStorage:
         self._unlock: Callable[[], object] | None = None
 
     def lock(self) -> None:
+        """Keep others from saving here until ``unlock``, or until this object or process ends.
+
+        Raises:
+            CheckpointError: Another one saves here.
+        """
         if fcntl is None or self._unlock is not None:
             return
         self._make_root()
@@ -169,14 +99,20 @@ class FolderStorage:
             self.act("sync", self._path.parent)
 
     def is_link(self, folder: str) -> bool:
+        """Whether a folder is a link, so that what is in it belongs to another place."""
         return (self._path / folder).is_symlink()
 
     def folders(self) -> list[str]:
+        """Return the names of the folders at the top, links to folders too."""
         if not self._path.is_dir():
             return []
         return sorted(entry.name for entry in os.scandir(self._path) if entry.is_dir())
 
     def files(self, folder: str) -> dict[str, int]:
+        """Return the names of the files in a folder, with their sizes in bytes.
+
+        A folder that is gone is empty: another process may remove it, such as ``prune`` by hand.
+        """
         found = {}
         with contextlib.suppress(FileNotFoundError):
             for entry in os.scandir(self._path / folder):
@@ -186,6 +122,7 @@ class FolderStorage:
         return found
 
     def is_empty(self, folder: str) -> bool:
+        """Whether nothing is in a folder, no folders either."""
         try:
             return not os.listdir(self._path / folder)
         except FileNotFoundError:
@@ -199,10 +136,12 @@ class FolderStorage:
     def exists(self, path: str) -> bool:
         return (self._path / path).exists()
 
-    def create(self, path: str) -> Sink:
+    def create(self, path: str) -> Any:
+        """Open a new file with ``write`` and ``close``, which returns when power may be lost."""
         return _FileSink(self, self._path / path)
 
     def publish(self, path: str, data: bytes) -> None:
+        """Make a file appear, whole or not at all; return when it is there for good."""
         target = self._path / path
         aside = target.with_name(target.name + ".unfinished")
         sink = _FileSink(self, aside)
@@ -230,6 +169,7 @@ class FolderStorage:
             self.act("sync", (self._path / path).parent)
 
     def remove_folder(self, folder: str) -> None:
+        """Remove a folder with all that is in it."""
         names = self.files(folder)
         for name in sorted(names, reverse=True):  # reversed, so that the hidden marker comes last
             self.act("unlink", self._path / folder / name)
@@ -293,16 +233,26 @@ class _FileSink:
         self._storage.act("sync", self._path)
 
 
-class _FileSource:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        _check_regular(path)
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
+class Source:
+    """A file that is read at any place."""
 
     def read(self, begin: int, size: int) -> bytes:
         data = bytearray(size)
         self.read_into(memoryview(data), begin)
         return bytes(data)
+
+    def read_into(self, memory: memoryview, begin: int) -> None:
+        raise NotImplementedError
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+class _FileSource(Source):
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        _check_regular(path)
+        self._file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed by close()
 
     def read_into(self, memory: memoryview, begin: int) -> None:
         _read_at(self._file.fileno(), memory, begin, self._path.name)
@@ -384,9 +334,8 @@ class ObjectStorage:
         self._fs.invalidate_cache()
         return bool(self._fs.exists(self._at(path)))
 
-    def create(self, path: str) -> Sink:
-        sink: Sink = self._fs.open(self._at(path), "wb")
-        return sink
+    def create(self, path: str) -> Any:
+        return self._fs.open(self._at(path), "wb")
 
     def publish(self, path: str, data: bytes) -> None:
         self._fs.pipe_file(self._at(path), data)
@@ -407,18 +356,13 @@ class ObjectStorage:
             self._fs.rm(self._at(folder), recursive=True)
 
 
-class _ObjectSource:
+class _ObjectSource(Source):
     """An object. It is fetched in blocks that are kept in a local file, so that each comes once."""
 
     def __init__(self, fs: Any, path: str) -> None:
         self._fs, self._path = fs, path
         self._copy: Any = tempfile.TemporaryFile()  # noqa: SIM115  # closed by close()
         self._fetched = set[int]()
-
-    def read(self, begin: int, size: int) -> bytes:
-        data = bytearray(size)
-        self.read_into(memoryview(data), begin)
-        return bytes(data)
 
     def read_into(self, memory: memoryview, begin: int) -> None:
         end = begin + len(memory)
@@ -435,3 +379,14 @@ class _ObjectSource:
 
 
 _BLOCK = 2**25  # bytes of one request; they are held in memory
+
+
+Storage = FolderStorage | ObjectStorage
+
+
+def storage_at(folder: str | os.PathLike[str]) -> Storage:
+    """Return the storage for a path, or for a URL such as ``s3://bucket/run``."""
+    text = os.fspath(folder)
+    if "://" in text and not text.startswith("file://"):
+        return ObjectStorage(text)
+    return FolderStorage(text.removeprefix("file://"))
