@@ -450,8 +450,10 @@ def test_a_class_that_is_not_there_any_more_is_named(tmp_path, monkeypatch, valu
     model = nn.Linear(1, 1)
     before = values_of(model)
     with pytest.raises(CheckpointError, match=rf"\b{name}\b"):
-        Checkpointer(tmp_path).load(model)
+        Checkpointer(tmp_path).load(model, beside=None)
     assert_same_values(values_of(model), before)
+    (text,) = Checkpointer(tmp_path).load(model).missing  # the weights need no such class
+    assert re.search(rf"beside.*\b{name}\b", text)
 
 
 called = []
@@ -484,7 +486,8 @@ def test_a_file_that_names_another_class_or_function_calls_nothing(tmp_path, val
         checksum = hashlib.sha256(text).hexdigest().encode()
         path.write_bytes(b'{"checksum":"sha256:%s","content":%s}' % (checksum, text))
         with pytest.raises(CheckpointError):
-            Checkpointer(tmp_path).load(nn.Linear(1, 1))
+            Checkpointer(tmp_path).load(nn.Linear(1, 1), beside=None)
+        assert Checkpointer(tmp_path).load(nn.Linear(1, 1)).missing
     assert called == []
 
 

@@ -185,5 +185,6 @@ def test_a_request_that_fails_at_any_moment_leaves_the_checkpoint_before(tmp_pat
             dist.barrier()
     checkpointer.save(step + 1, model)
     assert checkpointer.steps() == [step + 1]
-    # Marker, own file, manifest, the old step's files, reads of three markers; rank 1: its file.
-    assert counts == [8, 1]
+    # Marker, own file, manifest, the old step's manifest, files and marker, reads of three markers;
+    # rank 1: its file.
+    assert counts == [9, 1]

@@ -226,7 +226,9 @@ def test_each_stage_of_a_pipeline_has_hyperparameters_of_its_own_that_are_tensor
     optimizer.param_groups[0]["lr"] = torch.tensor(9.0)
     checkpointer.load(stage, optimizer)
     assert optimizer.param_groups[0]["lr"] == rank
-    optimizer = torch.optim.AdamW((model := nn.Linear(2, 2)).parameters(), lr=torch.tensor(rank))
+    optimizer = torch.optim.AdamW(
+        (model := seeded(nn.Linear(2, 2))).parameters(), lr=torch.tensor(rank)
+    )
     with pytest.raises(CheckpointError, match="ranks have different hyperparameters"):
         checkpointer.save(2, model, optimizer)
 

@@ -179,8 +179,8 @@ def _print_content(content: dict[str, Any]) -> None:
         if part.get("kind") == "value":
             print(f"{'value':10} {name} = {str(part['tree'])[:60]}")
     rows: list[tuple[Any, ...]] = [("tensor", "shape", "dtype", "placements", "chunks")]
-    for name, (number, *chunks) in content["tensors"].items():
-        dtype, shape, placed = content["kinds"][number]
+    for name, number in content["tensors"].items():
+        dtype, shape, placed, *chunks = content["kinds"][number]
         size = "x".join(map(str, shape)) or "scalar"
         rows.append((name, size, dtype, " ".join(placed) or "-", len(chunks)))
     print()
@@ -271,12 +271,16 @@ def _export_weights(reader: Reader, out: Path, part: str) -> str:
 
     found, prefix = reader.manifest, f"{part}."
     others = names_in(found.parts.get(part, {}).get("tree"))  # as extra state
+    tensors = {name.removeprefix("rank0/"): each for name, each in found.tensors.items()}
+    own = [name for name in tensors if name not in found.tensors and name.startswith(prefix)]
+    if own:
+        print(f"of what each rank has saved for itself, rank 0's is taken: {', '.join(own)}")
     weights = [
         Weight(
             name.removeprefix(prefix),
             torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta"),
         )
-        for name, entry in found.tensors.items()
+        for name, entry in tensors.items()
         if name.startswith(prefix) and name not in others
     ]
     if not weights:

@@ -137,6 +137,8 @@ class Checkpointer:
                 raise ValueError(f"{name}= says what stays beside the newest ones; pass keep= too.")
         if best not in ("min", "max"):
             raise ValueError(f"best must be 'min' or 'max', got {best!r}.")
+        with progress_bar("", 0, wanted=progress, is_first_rank=False):
+            pass  # raises now, and not on one rank of a save, if tqdm is missing
         self._storage: Storage = storage_at(folder)
         self._rule = Rule(keep, keep_every, keep_best, best == "max")
         self._save_every = save_every
@@ -173,8 +175,8 @@ class Checkpointer:
             metric: How good the step is, for ``keep_best``; the first rank's counts.
             per_rank: Whether ordinary tensors of the model and states of the optimizer that differ
                 between ranks are saved by each rank, which gets its own back on as many ranks.
-                Without it, such a tensor of the model (statistics of a ``BatchNorm``) is saved from
-                the first rank, with one warning, and such a state is refused.
+                Without it, such a buffer (statistics of a ``BatchNorm``) is saved from the first
+                rank, with one warning, and such parameters and states are refused.
             force: Save though ``save_every`` would skip this step, as at the end of a run.
             **extra: What has ``state_dict`` and ``load_state_dict`` (schedulers, a
                 ``ShardedGradScaler``, data loaders, further modules and optimizers), tensors, and
@@ -186,11 +188,11 @@ class Checkpointer:
                 space is left, the ranks do not see one folder, or another job saves into it. The
                 checkpoints before are as they were.
         """
-        self.wait()
-        if self._is_skipped(step, force=force):
+        failed = self._failed()
+        if self._is_skipped(step, force=force) and not failed:
             return
         saver, job = self._collective(), self._job(step, model, optimizer, metric, extra)
-        job.per_rank = per_rank
+        job.per_rank, job.problem = per_rank, failed or job.problem
         plan = saver.agree(job)
         total = sum(each.nbytes for each in job.sources.values())
         with self._bar(f"saving step {step}", total) as advance:
@@ -217,11 +219,11 @@ class Checkpointer:
         ``torch.distributed.destroy_process_group``.
         **Collective:** all ranks. Arguments and errors are those of ``save``.
         """
-        self.wait()
-        if self._is_skipped(step, force=force):
+        failed = self._failed()
+        if self._is_skipped(step, force=force) and not failed:
             return SaveHandle(None)
         saver, job = self._collective(), self._job(step, model, optimizer, metric, extra)
-        job.per_rank = per_rank
+        job.per_rank, job.problem = per_rank, failed or job.problem
         plan = saver.agree(job)
         try:
             copies = self._staging.copy([*job.sources.values()])
@@ -265,6 +267,17 @@ class Checkpointer:
             "tries again.",
         )
 
+    def _failed(self) -> str:
+        """Wait as ``wait`` does; return what went wrong, if nobody has been told.
+
+        The next agreement tells all ranks, also those that were told: else ranks would part.
+        """
+        try:
+            self.wait()
+        except Exception as error:
+            return f"the save before has failed: {error}"
+        return ""
+
     def wait(self) -> None:
         """Wait for what runs in the background: a save, of which this raises what went wrong."""
         running = self._running
@@ -299,6 +312,7 @@ class Checkpointer:
     def _collective(self) -> Saver:
         world = dist.group.WORLD if dist.is_initialized() else None
         if self._saver is None or self._world is not world:  # the group is another one now
+            self._storage.unlock()  # another rank may be the first one now
             self._saver = Saver(self._storage, Ranks.of(self._process_group))
             self._world = world
         return self._saver
@@ -444,9 +458,10 @@ class Checkpointer:
         Raises:
             CheckpointError: On all ranks; nothing was changed, unless the text says so.
         """
-        self.wait()
+        failed = self._failed()
         began = time.perf_counter()
         ranks = self._collective().ranks
+        agree(ranks, [failed] if failed else [], "nothing was loaded:")
         folder, found = self._find(ranks, step)
         reader = Reader(self._storage, folder, found)
         with contextlib.closing(reader):

@@ -91,7 +91,9 @@ def _commit_of(storage: Storage, folder: str, match: re.Match[str]) -> tuple[Any
     try:
         said = json.loads(storage.read(f"{folder}/{MARKER}") or b"{}")
         number, metric = int(said.get("number", 0)), said.get("metric")
-    except Exception:  # it is damaged, or gone
+    except (FileNotFoundError, ValueError, TypeError, AttributeError, RecursionError):
+        # It is damaged, or gone. What a store does not answer now is another matter, and raised:
+        # the newest checkpoint must not be taken for the oldest one.
         number, metric = 0, None
     metric = metric if type(metric) is float and math.isfinite(metric) else None
     return (number, step, attempt), Commit(folder, step, number, metric)

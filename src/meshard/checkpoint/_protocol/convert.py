@@ -23,6 +23,7 @@ from meshard.checkpoint._protocol.manifest import (
     WrittenFile,
     file_order,
     to_text,
+    with_own_names,
 )
 from meshard.checkpoint._protocol.plain import decode, names_in
 from meshard.checkpoint._protocol.saving import SummedFile, file_of
@@ -85,7 +86,7 @@ class _Stored(torch.Tensor):
 
 def write_for_torch(reader: Reader, folder: str, advance: Callable[[int], Any]) -> None:
     """Write a folder that ``torch.distributed.checkpoint.load`` reads: models and optimizers."""
-    found = reader.manifest
+    found = with_own_names(reader.manifest, 0)
 
     def stored(name: str) -> torch.Tensor:
         entry = found.tensors[found.ties.get(name, name)]
@@ -102,7 +103,7 @@ def write_for_torch(reader: Reader, folder: str, advance: Callable[[int], Any]) 
             inner = names_in(tree["tree"])
             own = [
                 name
-                for name in (*found.tensors, *found.ties)
+                for name in dict.fromkeys((*found.tensors, *found.ties))
                 if name.startswith(f"{part}.") and name not in inner
             ]
             state[part] = {name.removeprefix(f"{part}."): stored(name) for name in own}

@@ -20,6 +20,7 @@ from meshard.checkpoint._protocol.manifest import file_order
 from meshard.checkpoint._protocol.parts import (
     MODEL,
     OPTIMIZER,
+    PARAMETER,
     encode_part,
     join,
     model_state,
@@ -32,7 +33,7 @@ class Item(NamedTuple):
     """The box of a tensor that this rank holds."""
 
     name: str
-    owner: str  # "model", "optimizer", or "extra": what users pass along, and extra state
+    owner: str  # "parameter" or "model" (a buffer), "optimizer", or "extra": other things
     shape: tuple[int, ...]  # of the whole tensor
     dtype: str
     placements: tuple[str, ...]
@@ -91,9 +92,13 @@ def job_of(
         state = model_state(module)
         own = {join(name, key): value for key, value in state.tensors.items()}
         tensors |= own
-        owners |= dict.fromkeys(own, MODEL)
+        for key, value in own.items():
+            owners[key] = PARAMETER if isinstance(value, nn.Parameter) else MODEL
         job.ties |= {join(name, key): join(name, tied) for key, tied in state.ties.items()}
-        tensors |= _add_other(job, name, "module", state.others)
+        others = _add_other(job, name, "module", state.others)
+        if twice := own.keys() & others.keys():
+            raise ValueError(f"two tensors of a model are called {min(twice)!r}.")
+        tensors |= others
         prefix = () if name == MODEL else (name,)
         names |= {key: join(*prefix, fqn) for key, fqn in state.names.items()}
     optimizers = {} if optimizer is None else {OPTIMIZER: optimizer}

@@ -22,7 +22,14 @@ from meshard._mesh.boxes import Box
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import commits, format_1
-from meshard.checkpoint._protocol.manifest import Chunk, Manifest, Range, from_content, own_part
+from meshard.checkpoint._protocol.manifest import (
+    Chunk,
+    Manifest,
+    Range,
+    from_content,
+    own_name,
+    own_part,
+)
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import CheckpointError, Source, Storage
 from meshard.checkpoint._protocol.tensor_file import PIECE_BYTES, bytes_of
@@ -57,7 +64,7 @@ class Reader:
         self._storage, self._folder = storage, folder
         self.manifest = manifest
         self._sources: dict[str, Source] = {}
-        self._sizes = storage.files(folder)
+        self._sizes: dict[str, int] | None = None
         self._buffer = bytearray()  # reused, as new memory takes longer than reading
 
     def path_of(self, file: str) -> str:
@@ -71,6 +78,8 @@ class Reader:
     def check(self, file: str, part: Range) -> None:
         """Read a range of a file only to compare its checksum."""
         source, end = self.source(file), part.begin + part.size
+        if self._sizes is None:
+            self._sizes = self._storage.files(self._folder)
         if end > self._sizes.get(file, 0):  # else a wrong size might take all memory
             raise EOFError(f"{file} ends before byte {end}")
         if len(self._buffer) < part.size:
@@ -109,7 +118,8 @@ class Reader:
         return self.manifest.rank_parts[part] or str(self.tree_of(own_part(0, part))["kind"])
 
     def tensor_of(self, name: str, advance: Callable[[int], Any] = lambda _: None) -> torch.Tensor:
-        """Return a whole tensor, checked, in host memory."""
+        """Return a whole tensor, or the first rank's version, checked, in host memory."""
+        name = name if name in self.manifest.tensors else own_name(0, name)
         entry = self.manifest.tensors[name]
         tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
         reads = list(_reads_into(self.manifest, name, tensor, Box.of_all(entry.shape)))

@@ -8,8 +8,8 @@ import json
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from meshard._torch.private import dtype_of
@@ -27,7 +27,7 @@ class Range(NamedTuple):
     begin: int
     size: int  # bytes
     crc32: int
-    first: tuple[int, int] = (0, 0)  # a range in it whose bytes come first; of format 1
+    first: tuple[int, int] = (0, 0)  # format 1 computed the checksum over this part first
 
     def checksum_of(self, data: memoryview) -> int:
         """Return the checksum of the bytes of such a range."""
@@ -105,10 +105,19 @@ def own_part(rank: int, name: str) -> str:
 SMALL = 2**20  # bytes
 
 
+def with_own_names(manifest: Manifest, rank: int) -> Manifest:
+    """Return a manifest where a rank's own versions of tensors have their plain names too."""
+    prefix = own_name(rank, "")
+    own = {each.removeprefix(prefix): each for each in manifest.tensors if each.startswith(prefix)}
+    ties = {alias: own.get(name, name) for alias, name in manifest.ties.items()}
+    return replace(manifest, ties={**ties, **own})
+
+
 def file_order(name: str, itemsize: int, num_bytes: int) -> tuple[int, bool, str]:
     """Return the key by which tensors follow each other in a file.
 
-    All are aligned, and small ones, which other ranks may need too, lie together in few ranges.
+    Largest elements first, so that all are aligned; then small tensors, which other ranks may need
+    too, in few ranges. Readers compute places from it: it never changes within a format.
     """
     return -itemsize, num_bytes > SMALL, name
 
@@ -135,29 +144,29 @@ class WrittenFile(NamedTuple):
 def to_text(manifest: Manifest, files: Sequence[WrittenFile]) -> bytes:
     """Return the manifest as text. Where a tensor is in its file follows from the order."""
     number = {each.name: index for index, each in enumerate(files)}
-    kinds: dict[str, int] = {}  # as text
+    kinds: dict[str, int] = {}  # as text; tensors that are cut alike are many
 
-    def row(entry: TensorEntry) -> list[Any]:
-        kind = json.dumps([entry.dtype, entry.shape, entry.placements])
+    def kind_of(entry: TensorEntry) -> int:
         chunks = [
             number[each.file]
             if each.sizes == entry.shape
             else [number[each.file], each.offsets, each.sizes]
             for each in entry.chunks
         ]
-        return [kinds.setdefault(kind, len(kinds)), *chunks]
+        kind = json.dumps([entry.dtype, entry.shape, entry.placements, *chunks])
+        return kinds.setdefault(kind, len(kinds))
 
-    rows = {name: row(entry) for name, entry in manifest.tensors.items()}
+    rows = {name: kind_of(entry) for name, entry in manifest.tensors.items()}
     content = {
         "format": FORMAT,
         "format_version": VERSION,
         "step": manifest.step,
         "about": manifest.about,
         "files": files,  # name, size, size of the header, checksum of each range
-        "kinds": [json.loads(kind) for kind in kinds],  # of tensors: dtype, shape, placements
-        # The number of the kind, then chunks: the number of the file if it has the whole tensor, or
-        # [number, offsets, sizes].
-        "tensors": rows,
+        # Of tensors: dtype, shape, placements, and chunks: the number of the file that has the
+        # whole tensor, or [number, offsets, sizes].
+        "kinds": [json.loads(kind) for kind in kinds],
+        "tensors": rows,  # the number of the kind of each
         "ties": manifest.ties,
         "parts": {name: _shortened(name, part, rows) for name, part in manifest.parts.items()},
         "rank_parts": manifest.rank_parts,
@@ -223,34 +232,33 @@ def _parsed(content: dict[str, Any], at: list[str]) -> Manifest:
         for name, size, head, crcs in content["files"]
     ]
     ranges = {each.name: each.ranges() for each in files}
-    at[0] = "'kinds'"
-    kinds = [
-        (
-            of(str, dtype),
-            dtype_of(dtype).itemsize,
-            tuple(integers(shape)),
-            [of(str, each) for each in placements],
-        )
-        for dtype, shape, placements in content["kinds"]
-    ]
-    tensors: dict[str, TensorEntry] = {}
-    held: list[list[tuple[tuple[int, bool, str], TensorEntry, int]]] = [[] for _ in files]
-    for name, (number, *chunks) in of(dict, content["tensors"]).items():
-        at[0] = f"'tensors' of {name!r}"
-        dtype, size, whole, placements = kinds[integer(number)]
-        entry = tensors[name] = TensorEntry(whole, dtype, placements)
+    kinds: list[tuple[TensorEntry, int]] = []  # and the bytes of an element
+    for number, (dtype, shape, placements, *chunks) in enumerate(content["kinds"]):
+        at[0] = f"'kinds', number {number},"
+        size, whole = dtype_of(of(str, dtype)).itemsize, integers(shape)
+        entry = TensorEntry(tuple(whole), dtype, [of(str, each) for each in placements])
         for each in chunks:
-            if type(each) is int:
-                each = each, [0] * len(whole), [*whole]
-            file, offsets, sizes = each
+            file, offsets, sizes = [each, [0] * len(whole), whole] if type(each) is int else each
             box = tuple(integers(offsets)), tuple(integers(sizes))
             chunk = Chunk(*box, files[integer(file)].name, 0, math.prod(box[1]) * size)
-            held[file].append((file_order(name, size, chunk.num_bytes), entry, len(entry.chunks)))
             entry.chunks.append(chunk)
-        check_covered(name, entry)
-    for written, own in zip(files, held, strict=True):
+        kinds.append((entry, size))
+    tensors, checked = dict[str, TensorEntry](), set[int]()
+    held: dict[str, list[tuple[tuple[int, bool, str], TensorEntry, int]]]
+    held = {each.name: [] for each in files}
+    for name, number in of(dict, content["tensors"]).items():
+        at[0] = f"'tensors' of {name!r}"
+        kind, size = kinds[integer(number)]
+        if number not in checked:
+            checked.add(number)
+            check_covered(name, kind)
+        tensors[name] = entry = replace(kind, chunks=[*kind.chunks])
+        for position, chunk in enumerate(entry.chunks):
+            order = file_order(name, size, chunk.num_bytes)
+            held[chunk.file].append((order, entry, position))
+    for written in files:
         begin = written.header_size
-        for _, entry, position in sorted(own, key=lambda row: row[0]):
+        for _, entry, position in sorted(held[written.name], key=lambda row: row[0]):
             chunk = entry.chunks[position]
             entry.chunks[position] = chunk._replace(begin=begin)
             begin += chunk.num_bytes
@@ -339,15 +347,18 @@ def check_covered(name: str, entry: TensorEntry) -> None:
             sorted({*(c.offsets[dim] for c in entry.chunks), size})
             for dim, size in enumerate(entry.shape)
         ]
-        cells = list(itertools.chain.from_iterable(_cells(each, edges) for each in entry.chunks))
+        corners = [_corners(each, edges) for each in entry.chunks]
+        # Boxes of a mesh have one cell each; very many cells would take all memory.
+        if sum(math.prod(map(len, own)) for own in corners) > 64 * len(corners):
+            raise CheckpointError(f"the chunks of {name!r} are no boxes of a mesh.")
+        cells = [cell for own in corners for cell in itertools.product(*own)]
         if len(set(cells)) < len(cells):
             raise CheckpointError(f"chunks of {name!r} overlap.")
 
 
-def _cells(chunk: Chunk, edges: list[list[int]]) -> Iterator[tuple[int, ...]]:
-    """Iterate over the first corners of the cells in a chunk."""
-    corners: Iterable[list[int]] = (
+def _corners(chunk: Chunk, edges: list[list[int]]) -> list[list[int]]:
+    """Return where, on each dim, cells in a chunk begin."""
+    return [
         own[bisect.bisect_left(own, begin) : bisect.bisect_left(own, begin + size)]
         for own, begin, size in zip(edges, chunk.offsets, chunk.sizes, strict=True)
-    )
-    return itertools.product(*corners)
+    ]

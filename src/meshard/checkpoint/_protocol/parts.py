@@ -28,6 +28,7 @@ from meshard.checkpoint._protocol.tensor_file import copied_bytes
 from meshard.checkpoint.weights_layout import fqn_without_wrappers, held_tensors
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
+PARAMETER = "parameter"  # of a model, and not a buffer
 RESERVED = (
     MODEL, OPTIMIZER, RANDOM, "step", "strict", "cast", "verify", "metric", "per_rank", "force",
 )  # fmt: skip

@@ -117,10 +117,11 @@ def _refused(value: Any, path: Path) -> TypeError:
 def _encoded_numpy(value: Any, path: Path) -> Any:
     """Return an array or a scalar with its data."""
     dtype = value.dtype
+    kind = "scalar" if not value.shape and type(value).__name__ != "ndarray" else "ndarray"
+    is_known = kind == "scalar" or type(value).__name__ == "ndarray"  # and no matrix, for example
     # A long double has other bytes on other machines.
-    if dtype.hasobject or dtype.names or dtype.char in "gG":
+    if not is_known or dtype.hasobject or dtype.names or dtype.char in "gG" or not dtype.itemsize:
         raise _refused(value, path)
-    kind = "ndarray" if type(value).__name__ == "ndarray" else "scalar"
     data = base64.b64encode(value.tobytes()).decode()
     return {_KIND: kind, "dtype": dtype.str, "shape": list(value.shape), "base64": data}
 

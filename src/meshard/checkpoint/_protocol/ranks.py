@@ -34,7 +34,8 @@ class Ranks:
             return cls(None)
         # A new group, because a save in the background communicates while training does.
         with Waiting("process group of a checkpoint", group or dist.group.WORLD):
-            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
+            is_part = len(ranks) < dist.get_world_size()
+            own = dist.new_group(ranks, backend="gloo", use_local_synchronization=is_part)
         return cls(own)
 
     @property

@@ -7,7 +7,6 @@ each part takes the rest of its state.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -23,10 +22,10 @@ from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.loading import Read, Reader, agree, check, compare, fill, reads_of
 from meshard.checkpoint._protocol.manifest import (
-    Manifest,
     TensorEntry,
     own_name,
     own_part,
+    with_own_names,
 )
 from meshard.checkpoint._protocol.parts import (
     MODEL,
@@ -73,18 +72,24 @@ class Restoring:
     def __init__(self, ranks: Ranks, reader: Reader, where: str, options: Options) -> None:
         self._ranks, self._reader, self._where = ranks, reader, where
         self._options = options
-        self._manifest = _seen_by(ranks, reader.manifest)
         # Whether there are as many ranks as in the save, so that each has its own again.
-        self._has_own = self._manifest.num_ranks == ranks.size
+        self._has_own = reader.manifest.num_ranks == ranks.size
+        self._manifest = reader.manifest
+        if self._has_own:
+            self._manifest = with_own_names(self._manifest, ranks.rank)
         self._targets: dict[str, torch.Tensor] = {}  # by the name in the checkpoint
         self._filled: set[int] = set()  # where the memory of each target begins
         self._here: set[str] = set()  # names of the tensors of this rank's parts
-        self._then: list[Callable[[], object]] = []  # called once all tensors are read
+        self._deferred: list[Callable[[], object]] = []  # called once all tensors are read
         self._extra: dict[str, Any] = {}
         self._missing: list[str] = []
         self._left_out: list[str] = []  # texts about plain values that were not asked for
         self._unexpected: list[str] = []
         self._problems: list[str] = []
+        # "rank1/optimizer.state.weight." of what this rank has saved for itself
+        self._heads_of_own = {
+            f"{each.rpartition('.')[0]}." for each in self._manifest.tensors if "/" in each
+        }
         self._random: Any = None  # the random state of this rank
         self._how_random = ""  # what was done with it
 
@@ -123,7 +128,7 @@ class Restoring:
         self._try(self._raise_versions)
         self._try(lambda: fill(self._reader, reads, self._options.advance))
         self._agree("a file could not be read any more, so the model is loaded in part; load again")
-        for call in (*self._then, self._restore_random):
+        for call in (*self._deferred, self._restore_random):
             self._try(call)
         self._agree("a part did not take its state, so that others are loaded and it is not")
         return Loaded(
@@ -234,7 +239,14 @@ class Restoring:
                 continue
             part = self._part(name)
             if isinstance(part, dict) and part.get("kind") == "value":
-                self._extra[name] = self._decoded_around(name, given.get(name, {}), part["tree"])
+                try:
+                    found = self._decoded_around(name, given.get(name, {}), part["tree"])
+                except CheckpointError as error:
+                    if name in extra:
+                        raise
+                    self._left_out.append(str(error))  # it may be of a class of another program
+                    continue
+                self._extra[name] = found
 
     def _add_value(self, name: str, value: Any) -> dict[str, torch.Tensor]:
         """Add a tensor, or the tensors in lists and dicts; return them by name."""
@@ -268,7 +280,7 @@ class Restoring:
             each for each in sorted(there) if each.startswith(f"{name}.") and each not in self._here
         ]
         if others:
-            self._then.append(lambda: parts.load_others(module, others))
+            self._deferred.append(lambda: parts.load_others(module, others))
         return state.names
 
     def _others_of(self, name: str, state: ModelState) -> dict[str, Any]:
@@ -324,6 +336,21 @@ class Restoring:
         name = self._manifest.ties.get(name, name)
         return name if name in self._manifest.tensors else None
 
+    def _check_is_laid_out_as_saved(
+        self, name: str, fqn: str, param: torch.Tensor, meshes: list[list[int]]
+    ) -> None:
+        """Refuse states that each rank has saved for itself, if it holds another part here."""
+        own = own_name(self._ranks.rank, f"{name}.state.{fqn}.")
+        if not isinstance(param, DTensor) or own not in self._heads_of_own:
+            return
+        saved = self._placements_of(join(MODEL, fqn)) or self._placements_of(fqn)
+        here = list(map(str, param.placements))
+        if saved != here or list(param.device_mesh.shape) not in meshes:
+            self._problems.append(
+                f"each rank has saved its own states of {fqn!r}, of another part of it: it was "
+                f"placed {saved} then, and is {here} here"
+            )
+
     def _placements_of(self, name: str) -> list[str]:
         stored = self._stored(name)
         return [] if stored is None else self._manifest.tensors[stored].placements
@@ -354,8 +381,10 @@ class Restoring:
         # Present state is filled in place if it fits, so that there is no second one in memory.
         present = parts.encode_part(name, parts.optimizer_tree(optimizer, names)).tensors
         state, of_others = {}, frozenset(self._filled)
+        meshes = [each["shape"] for each in self._manifest.about.get("meshes", ())]
         for fqn, each in encoded["state"].items():
             if fqn in own:
+                self._check_is_laid_out_as_saved(name, fqn, own[fqn], meshes)
 
                 def like(name: str, param: torch.Tensor = own[fqn], fqn: str = fqn) -> torch.Tensor:
                     if name in present:
@@ -390,7 +419,7 @@ class Restoring:
             if (saved_as := self._stored(join(MODEL, fqn)) or self._stored(fqn)) is None
             or dtype_of(self._manifest.tensors[saved_as].dtype) == param.dtype
         }
-        self._then.append(lambda: parts.load_optimizer(optimizer, numbered, keep))
+        self._deferred.append(lambda: parts.load_optimizer(optimizer, numbered, keep))
 
     def _add_stateful(self, name: str, value: Any) -> None:
         part = self._part(name)
@@ -407,7 +436,7 @@ class Restoring:
         if names_in(part["tree"]):
             present = parts.encode_part(name, value.state_dict()).tensors
         tree = self._decoded(name, part["tree"], present.get, frozenset(self._filled))
-        self._then.append(lambda: value.load_state_dict(tree))
+        self._deferred.append(lambda: value.load_state_dict(tree))
 
     def _part(self, name: str) -> Any:
         """Return what was saved under a name: for all ranks, or for this one."""
@@ -497,16 +526,6 @@ class Restoring:
         else:
             parts.restore_random_state(self._random)
             self._how_random = "restored"
-
-
-def _seen_by(ranks: Ranks, manifest: Manifest) -> Manifest:
-    """Return a manifest where the versions of tensors that this rank has saved have plain names."""
-    if manifest.num_ranks != ranks.size:
-        return manifest
-    prefix = own_name(ranks.rank, "")
-    own = {each.removeprefix(prefix): each for each in manifest.tensors if each.startswith(prefix)}
-    ties = {alias: own.get(name, name) for alias, name in manifest.ties.items()}
-    return dataclasses.replace(manifest, ties={**ties, **own})
 
 
 def _fits(tensor: torch.Tensor, entry: TensorEntry) -> bool:

@@ -46,14 +46,15 @@ from meshard.checkpoint._protocol.manifest import (
     own_part,
     to_text,
 )
-from meshard.checkpoint._protocol.parts import MODEL, NAMES, OPTIMIZER, RANDOM
+from meshard.checkpoint._protocol.parts import MODEL, NAMES, OPTIMIZER, PARAMETER, RANDOM
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import CheckpointError, Storage
 from meshard.checkpoint._protocol.tensor_file import Entry, bytes_of, header, pieces
 from meshard.checkpoint.progress import log_summary
 
 _MERGED = ("state", "param_groups")  # what is merged of the optimizers of all ranks
-_SAMPLES = 16  # elements of a tensor that are differ with those of its copies
+_SHOULD_BE_EQUAL = (MODEL, PARAMETER, OPTIMIZER)
+_SAMPLES = 16  # elements of a tensor that are compared with those of its copies
 _DRIFT = 0.05  # by how much copies may differ, as a fraction of their greatest element
 
 
@@ -71,7 +72,7 @@ class _Plan(NamedTuple):
 
     number: str  # of the first rank; after an interrupt a rank may have an older plan than others
     per_rank: bool
-    rows: list[list[_Row]]  # of this rank; on the first rank those of the others follow, in order
+    rows: list[list[_Row]]  # rows[0] are this rank's; the first rank has those of all, in order
     apart: frozenset[str]  # tensors of which ranks have other shapes, so that each writes its own
 
 
@@ -85,7 +86,7 @@ class Saver:
     def __init__(self, storage: Storage, ranks: Ranks) -> None:
         self.storage, self.ranks = storage, ranks
         self._plan: _Plan | None = None
-        self._has_warned = False
+        self._told: set[str] = set()  # names that were warned of
 
     # --- 1. agreement ----------------------------------------------------------------------
 
@@ -135,17 +136,22 @@ class Saver:
 
     def _make_plan(self, job: Job) -> _Plan:
         """Decide which rank writes what is on several, such that all write about as much."""
-        gathered = self.ranks.gather(
-            {"items": job.items, "copies": _values_of_copies(job, self.ranks.size)}
-        )
-        held = [each["items"] for each in gathered]
-        rows, apart, problem = list[list[_Row]](), list[str](), ""
-        if self.ranks.is_first:
+        copies, failed = [], ""
+        try:
+            copies = _values_of_copies(job, self.ranks.size)
+        except Exception as error:  # the other ranks must know, whatever it is
+            failed = self._problem(error, self.storage.root)
+        said = {"items": job.items, "copies": copies, "problem": failed}
+        gathered = self.ranks.gather(said)
+        rows, apart = list[list[_Row]](), list[str]()
+        problem = _joined(each["problem"] for each in gathered)
+        if self.ranks.is_first and not problem:
             try:
+                held = [each["items"] for each in gathered]
                 rows, apart = _planned(held, per_rank=job.per_rank)
                 problem = _what_differs(each["copies"] for each in gathered)
-            except CheckpointError as error:
-                problem = str(error)
+            except Exception as error:
+                problem = self._problem(error, self.storage.root)
         flags = [[row[1:] for row in own] for own in rows]
         said = self.ranks.broadcast(
             {"number": uuid.uuid4().hex, "flags": flags, "apart": apart, "problem": problem}
@@ -259,22 +265,24 @@ class Saver:
                     if known.setdefault(name, digest) != digest:
                         differ[name] = digest[0]
         if plan.per_rank:
-            differ |= {n: "extra" for n, kind in differ.items() if kind in (MODEL, OPTIMIZER)}
-        refused = sorted(name for name, kind in differ.items() if kind == OPTIMIZER)
+            differ |= {n: "extra" for n, kind in differ.items() if kind in _SHOULD_BE_EQUAL}
+        refused = sorted(n for n, kind in differ.items() if kind in (PARAMETER, OPTIMIZER))
         if refused:
             raise CheckpointError(
                 f"step {job.step} was not saved to {self.storage.root}:\n"
                 f"{listed(refused)} differ between ranks, and a checkpoint keeps one tensor of a "
-                "name. If each rank has a state of its own, as of an optimizer that works on local "
-                "shards, pass per_rank=True to save()."
+                "name. If each rank has its own, as an expert, or the state of an optimizer that "
+                "works on local shards, pass per_rank=True to save(), or give them names of their "
+                "own."
             )
         return {**differ, **dict.fromkeys(plan.apart, "extra")}
 
     def _warn_of(self, names: Iterable[str]) -> None:
-        if names and not self._has_warned:
-            self._has_warned = True
+        new = sorted({*names} - self._told)
+        if new:
+            self._told.update(new)
             warn_user(
-                f"{listed(sorted(names))} differ between ranks, and the first rank's were saved; "
+                f"{listed(new)} differ between ranks, and the first rank's were saved; "
                 "pass per_rank=True to save() if each rank is to get its own back."
             )
 
@@ -373,14 +381,14 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
             one = first.setdefault(item.name, item)
             if (one.shape, one.dtype) != (item.shape, item.dtype):
                 is_own = not one.mesh_size and not item.mesh_size
-                if not is_own or (item.owner in (MODEL, OPTIMIZER) and not per_rank):
+                if not is_own or (item.owner in _SHOULD_BE_EQUAL and not per_rank):
                     raise CheckpointError(
                         f"ranks hold {item.name!r} with shape {one.shape} in {one.dtype} and with "
                         f"shape {item.shape} in {item.dtype}. If each has one of its own, pass "
                         "per_rank=True to save()."
                     )
                 apart.add(item.name)
-            holders.setdefault((item.name, item.offsets), []).append((rank, number))
+            holders.setdefault((item.name, item.offsets, item.sizes), []).append((rank, number))
     load = [0] * len(held)
     flags = [[(False, False, False)] * len(items) for items in held]
     for each in sorted(holders.values(), key=len):  # first what only one rank can write
@@ -394,9 +402,9 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
             is_writer, is_first = (rank, number) == writer, (rank, number) == each[0]
             flags[rank][number] = (is_writer, compares, is_first)
     entries: dict[str, TensorEntry] = {}
-    for (name, offsets), ((rank, number), *_) in holders.items():
+    for name, offsets, sizes in holders:
         entry = entries.setdefault(name, TensorEntry(first[name].shape, first[name].dtype, []))
-        entry.chunks.append(Chunk(offsets, held[rank][number].sizes, "", 0, 0))
+        entry.chunks.append(Chunk(offsets, sizes, "", 0, 0))
     for name in entries.keys() - apart:  # all ranks of a mesh must take part
         check_covered(name, entries[name])
     rows = [
@@ -467,7 +475,7 @@ def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, Any, torch.Te
     """Return some values of each matrix of which other meshes may hold a copy.
 
     Gradients of vectors may be nothing but rounding noise, as those of a bias before a norm are.
-    So copies of vectors may drift far apart, and neither they nor optimizer states are differ.
+    So copies of vectors may drift far apart, and neither they nor optimizer states are compared.
     """
     found = []
     for number, item in enumerate(job.items):

@@ -7,6 +7,7 @@ makes a file appear whole or not at all.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import socket
@@ -44,6 +45,9 @@ def sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:  # some network file systems sync no folders
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
     finally:
         os.close(descriptor)
 
@@ -65,12 +69,16 @@ class FolderStorage:
         if fcntl is None or self._unlock is not None:
             return
         self._make_root()
-        descriptor = os.open(self._path / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        descriptor = os.open(self._path / LOCK, flags, 0o666)
         closing = weakref.finalize(self, os.close, descriptor)  # which frees the lock
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = os.pread(descriptor, 1000, 0).decode() or "it has just begun"
+            who = (
+                os.pread(descriptor, 1000, 0).decode()
+                or "a process that has not written its name yet"
+            )
             closing()
             raise CheckpointError(
                 f"another job is saving into {self.root}: {who}. Give each run a folder of its "
@@ -79,14 +87,15 @@ class FolderStorage:
         except OSError:  # a file system without locks
             closing()
             return
+        self._unlock = closing
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         who = f"process {os.getpid()} on {socket.gethostname()}, since {since}"
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, who.encode(), 0)
+        with contextlib.suppress(OSError):  # such as a full disk: the lock holds without a name
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, who.encode(), 0)
         # A forked process, of a data loader for example, has the open file too, and would keep the
         # lock after this process has ended.
         os.register_at_fork(after_in_child=closing)
-        self._unlock = closing
 
     def unlock(self) -> None:
         if self._unlock is not None:
@@ -332,7 +341,11 @@ class ObjectStorage:
 
     def exists(self, path: str) -> bool:
         self._fs.invalidate_cache()
-        return bool(self._fs.exists(self._at(path)))
+        try:
+            self._fs.info(self._at(path))
+        except FileNotFoundError:  # any other error is no answer, and ``fs.exists`` takes it for no
+            return False
+        return True
 
     def create(self, path: str) -> Any:
         return self._fs.open(self._at(path), "wb")
@@ -353,6 +366,9 @@ class ObjectStorage:
 
     def remove_folder(self, folder: str) -> None:
         with contextlib.suppress(FileNotFoundError):
+            names = [name for name in self.files(folder) if not name.startswith(".")]
+            if names:  # the hidden marker comes last: without it the rest would stay for good
+                self._fs.rm([f"{self._at(folder)}/{name}" for name in names])
             self._fs.rm(self._at(folder), recursive=True)
 
 

@@ -122,11 +122,13 @@ def copied_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous tensor on the CPU. **Lifetime:** that of ``tensor``.
+    """Return the memory of a contiguous tensor on the CPU, which it keeps alive.
 
     torch itself shows it to Python only as an array of NumPy, which may not be installed.
     """
     assert tensor.is_contiguous() and tensor.is_cpu
     if not tensor.numel():
         return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    array: Any = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # keeps it alive
+    return memoryview(array).cast("B")
