@@ -256,7 +256,7 @@ def test_a_sync_that_fails_while_the_file_is_written_is_raised(tmp_path, monkeyp
 
 def test_the_commands_end_with_1_where_nothing_is_or_a_file_is_cut_off(tmp_path, capsys):
     assert command(["verify", str(tmp_path), "--all"]) == 1
-    assert "There is no checkpoint in" in capsys.readouterr().err
+    assert "there is no checkpoint in" in capsys.readouterr().err
     Checkpointer(tmp_path).save(1, nn.Linear(9, 9))
     assert command(["verify", str(tmp_path), "--all"]) == 0
     os.truncate(tmp_path / "step-1" / "rank-00000.safetensors", 1000)

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -105,10 +104,7 @@ def _content(storage: Storage, commit: Commit) -> dict[str, Any]:
 def _size_of(content: dict[str, Any]) -> str:
     if content["format_version"] < commits.VERSION:
         return f"format {content['format_version']}"
-    size = float(sum(file[1] for file in content["files"]))
-    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
-    power = min(len(units) - 1, int(math.log2(size or 1) // 10))
-    return f"{size / 1024**power:.4g} {units[power]}"
+    return f"{sum(file[1] for file in content['files']) / 1e6:.1f} MB"
 
 
 @contextlib.contextmanager
@@ -137,30 +133,14 @@ def _list(parsed: Any) -> int:
             rows.append((commit.step, "?", "?", metric, "?", "the manifest is damaged"))
             code = 1
     if len(rows) == 1:
-        return _none_in(parsed.folder)
+        commits.find(storage, None)  # raises
     _print_table(rows)
     return code
 
 
-def _none_in(folder: str) -> int:
-    print(f"There is no checkpoint in {folder}.", file=sys.stderr)
-    return 1
-
-
-def _found(parsed: Any, storage: Storage) -> Commit:
-    found = commits.committed(storage)
-    wanted = [commit for commit in found if parsed.step in (None, commit.step)]
-    if not wanted:
-        steps = sorted({commit.step for commit in found})
-        raise CheckpointError(f"step {parsed.step} is not in {parsed.folder}; there are {steps}.")
-    return wanted[-1]
-
-
 def _show(parsed: Any) -> int:
     storage = storage_at(parsed.folder)
-    if not commits.committed(storage):
-        return _none_in(parsed.folder)
-    commit = _found(parsed, storage)
+    commit = commits.find(storage, parsed.step)
     with _reading(commit):
         _print_content(_content(storage, commit))
     return 0
@@ -196,12 +176,8 @@ def _verify(parsed: Any) -> int:
     from meshard.checkpoint.checkpointer import Checkpointer
 
     checkpointer = Checkpointer(parsed.folder)
-    steps = checkpointer.steps()
-    if not parsed.all:
-        steps = [parsed.step] if parsed.step is not None else [checkpointer.latest_step()]  # type: ignore[list-item]
-    if steps in ([], [None]):
-        return _none_in(parsed.folder)
-    code = 0
+    newest = commits.find(storage_at(parsed.folder), parsed.step)
+    steps, code = checkpointer.steps() if parsed.all else [newest.step], 0
     for step in steps:
         try:
             num_bytes = checkpointer.manifest(step).num_bytes
@@ -221,13 +197,8 @@ def _verify(parsed: Any) -> int:
 def _prune(parsed: Any) -> int:
     if parsed.keep < 1:
         raise ValueError(f"--keep must be at least 1, got {parsed.keep}.")
-    storage = storage_at(parsed.folder)
-    found = commits.committed(storage)
     rule = Rule(parsed.keep, parsed.keep_every, None, is_higher_better=False)
-    doomed = commits.withdraw(storage, commits.superfluous(found, rule))
-    for commit in doomed:
-        storage.remove_folder(commit.folder)
-    steps = sorted(commit.step for commit in doomed)
+    steps = commits.prune(storage_at(parsed.folder), rule)
     print(f"removed {len(steps)} checkpoint(s): {steps}" if steps else "nothing to remove")
     return 0
 

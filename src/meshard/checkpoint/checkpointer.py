@@ -342,11 +342,7 @@ class Checkpointer:
 
         Every save does so by itself. Call it on one rank.
         """
-        found = commits.committed(self._storage)
-        doomed = commits.withdraw(self._storage, commits.superfluous(found, self._rule))
-        for commit in doomed:
-            self._storage.remove_folder(commit.folder)
-        return sorted({commit.step for commit in doomed} - {*self.steps()})
+        return commits.prune(self._storage, self._rule)
 
     # --- what is there ---------------------------------------------------------------------
 
@@ -386,15 +382,8 @@ class Checkpointer:
             found = read_manifest(self._storage, folder)
         except (CheckpointError, OSError) as error:
             return [Damage(commits.NAME, str(error))]
-        reader = Reader(self._storage, folder, found)
-        with contextlib.closing(reader):
-            wrong = []
-            for num_bytes, damage in damages(reader, self._storage.files(folder)):
-                if progress is not None:
-                    progress(num_bytes)
-                if damage is not None:
-                    wrong.append(damage)
-        return wrong
+        with contextlib.closing(Reader(self._storage, folder, found)) as reader:
+            return damages(reader, progress or (lambda _: None))
 
     @contextlib.contextmanager
     def reader(self, step: int | None = None) -> Iterator[Reader]:
@@ -405,15 +394,7 @@ class Checkpointer:
             yield reader
 
     def _folder_of(self, step: int | None) -> str:
-        found = commits.committed(self._storage)
-        if not found:
-            raise CheckpointError(f"there is no checkpoint in {self._storage.root}.")
-        folders = {commit.step: commit.folder for commit in found}
-        if step is not None and step not in folders:
-            raise CheckpointError(
-                f"step {step} is not in {self._storage.root}; there are {sorted(folders)}."
-            )
-        return found[-1].folder if step is None else folders[step]
+        return commits.find(self._storage, step).folder
 
     # --- load ------------------------------------------------------------------------------
 

@@ -99,6 +99,22 @@ def _commit_of(storage: Storage, folder: str, match: re.Match[str]) -> tuple[Any
     return (number, step, attempt), Commit(folder, step, number, metric)
 
 
+def find(storage: Storage, step: int | None) -> Commit:
+    """Return the checkpoint of a step; None: the newest.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    found = committed(storage)
+    if not found:
+        raise CheckpointError(f"there is no checkpoint in {storage.root}.")
+    wanted = [commit for commit in found if step in (None, commit.step)]
+    if not wanted:
+        steps = sorted({commit.step for commit in found})
+        raise CheckpointError(f"step {step} is not in {storage.root}; there are {steps}.")
+    return wanted[-1]
+
+
 def begin(storage: Storage, step: int, metric: float | None) -> Commit:
     """Make the folder of a new save, and remove what killed saves have left."""
     number, taken = 0, set[str]()
@@ -165,3 +181,11 @@ def withdraw(storage: Storage, doomed: Iterable[Commit]) -> list[Commit]:
     for commit in own:
         storage.remove_file(commit.manifest)
     return own
+
+
+def prune(storage: Storage, rule: Rule) -> list[int]:
+    """Remove the checkpoints that need not stay; return their steps."""
+    doomed = withdraw(storage, superfluous(committed(storage), rule))
+    for commit in doomed:
+        storage.remove_folder(commit.folder)
+    return sorted({commit.step for commit in doomed} - {each.step for each in committed(storage)})

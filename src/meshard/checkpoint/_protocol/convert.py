@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -20,15 +19,14 @@ from meshard.checkpoint._protocol.manifest import (
     Chunk,
     Manifest,
     TensorEntry,
-    WrittenFile,
     file_order,
     to_text,
     with_own_names,
 )
 from meshard.checkpoint._protocol.plain import decode, names_in
-from meshard.checkpoint._protocol.saving import SummedFile, file_of
+from meshard.checkpoint._protocol.saving import file_of, write_tensors
 from meshard.checkpoint._protocol.storage import Storage
-from meshard.checkpoint._protocol.tensor_file import Entry, bytes_of, header, pieces
+from meshard.checkpoint._protocol.tensor_file import Entry
 
 
 def write_as_new(
@@ -41,14 +39,8 @@ def write_as_new(
         (Entry(n, dtype_of(each.dtype), each.shape) for n, each in found.tensors.items()),
         key=lambda each: file_order(each.name, each.dtype.itemsize, each.num_bytes),
     )
-    head = header(entries, {})
-    with contextlib.closing(storage.create(f"{commit.folder}/{name}")) as sink:
-        file = SummedFile(sink)
-        file.write(head)
-        for entry in entries:
-            for piece in pieces(reader.tensor_of(entry.name)):
-                file.write(bytes_of(piece))
-            advance(entry.num_bytes)
+    read = (reader.tensor_of(entry.name) for entry in entries)
+    written = write_tensors(storage, commit, name, entries, read, {}, advance)
     tensors = {
         n: TensorEntry(each.shape, each.dtype, each.placements, [_whole(each, name)])
         for n, each in found.tensors.items()
@@ -56,7 +48,6 @@ def write_as_new(
     kinds = {part: reader.kind_of(part) for part in found.rank_parts}
     about = {"meshard": meshard.__version__, "num_ranks": 1, **found.about}
     made = Manifest(step, tensors, found.parts, kinds, found.ties, about=about)
-    written = WrittenFile(name, file.size, len(head), file.crcs)
     storage.publish(commit.manifest, to_text(made, [written]))
 
 

@@ -25,7 +25,7 @@ from meshard.checkpoint._protocol.parts import (
     join,
     model_state,
 )
-from meshard.checkpoint._protocol.plain import encode
+from meshard.checkpoint._protocol.plain import embedded, encode
 from meshard.checkpoint.weights_layout import held_box
 
 
@@ -83,7 +83,7 @@ def job_of(
         TypeError: Something is neither a tensor nor plain.
         ValueError: An optimizer has a parameter that is not in the model.
     """
-    job = Job(step, random=encode(parts.random_state(), lambda *_: None))
+    job = Job(step, random=encode(parts.random_state(), lambda _, each: embedded(each)))
     tensors: dict[str, torch.Tensor] = {}
     owners: dict[str, str] = {}
     names: dict[int, str] = {}  # of parameters, by id. Names in the model are set last, and win.

@@ -8,6 +8,7 @@ ranges that it holds, straight into its shards where these are in host memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import math
@@ -64,8 +65,12 @@ class Reader:
         self._storage, self._folder = storage, folder
         self.manifest = manifest
         self._sources: dict[str, Source] = {}
-        self._sizes: dict[str, int] | None = None
         self._buffer = bytearray()  # reused, as new memory takes longer than reading
+
+    @functools.cached_property
+    def sizes(self) -> dict[str, int]:
+        """The sizes of the files in the folder."""
+        return self._storage.files(self._folder)
 
     def path_of(self, file: str) -> str:
         return f"{self._folder}/{file}".lstrip("/")
@@ -78,9 +83,7 @@ class Reader:
     def check(self, file: str, part: Range) -> None:
         """Read a range of a file only to compare its checksum."""
         source, end = self.source(file), part.begin + part.size
-        if self._sizes is None:
-            self._sizes = self._storage.files(self._folder)
-        if end > self._sizes.get(file, 0):  # else a wrong size might take all memory
+        if end > self.sizes.get(file, 0):  # else a wrong size might take all memory
             raise EOFError(f"{file} ends before byte {end}")
         if len(self._buffer) < part.size:
             self._buffer = bytearray()  # freed before the next is made
@@ -326,27 +329,24 @@ class Damage(NamedTuple):
     what: str
 
 
-def damages(reader: Reader, sizes: dict[str, int]) -> Iterator[tuple[int, Damage | None]]:
-    """Read a whole checkpoint. After each part, yield how many bytes it had, and what is wrong.
-
-    ``sizes`` has the sizes of the files in the folder.
-    """
+def damages(reader: Reader, advance: Callable[[int], Any]) -> list[Damage]:
+    """Read a whole checkpoint, and return the files that are not as they were written."""
+    found = []
     for file, ranges in sorted(reader.manifest.files.items()):
-        num_bytes = sum(part.size for part in ranges)
-        if file not in sizes:
-            yield num_bytes, Damage(file, "is missing")
+        num_bytes, written = sum(part.size for part in ranges), reader.sizes.get(file)
+        if written is None:
+            found.append(Damage(file, "is missing"))
             continue
-        if sizes[file] != num_bytes:
-            yield 0, Damage(file, f"has {sizes[file]} bytes, and {num_bytes} were written")
-        wrong = None
+        if written != num_bytes:
+            found.append(Damage(file, f"has {written} bytes, and {num_bytes} were written"))
+        wrong = []
         for part in ranges:
             try:
                 reader.check(file, part)
             except (CheckpointError, EOFError):
-                end = part.begin + part.size
-                wrong = wrong or Damage(file, f"differs in bytes {part.begin} to {end}")
+                wrong.append(f"differs in bytes {part.begin} to {part.begin + part.size}")
             except OSError as error:  # the disk fails
-                wrong = wrong or Damage(file, f"cannot be read: {error}")
-            yield part.size, None
-        if wrong is not None:
-            yield 0, wrong
+                wrong.append(f"cannot be read: {error}")
+            advance(part.size)
+        found += [Damage(file, text) for text in wrong[:1]]
+    return found

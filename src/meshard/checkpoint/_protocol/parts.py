@@ -24,7 +24,6 @@ from meshard._engine.unit import without_compile
 from meshard._torch.dtensor import place_like, plain_of
 from meshard.checkpoint._protocol.plain import Path, embedded, encode, reference
 from meshard.checkpoint._protocol.storage import CheckpointError
-from meshard.checkpoint._protocol.tensor_file import copied_bytes
 from meshard.checkpoint.weights_layout import fqn_without_wrappers, held_tensors
 
 MODEL, OPTIMIZER, RANDOM = "model", "optimizer", "random"
@@ -334,17 +333,13 @@ def check_names(extra: dict[str, Any]) -> None:
 
 def random_state() -> dict[str, Any]:
     """Return the states of this rank's random number generators."""
-    state: dict[str, Any] = {
-        "python": random.getstate(),
-        "torch": copied_bytes(torch.get_rng_state()),
-    }
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     accelerator = _accelerator()
     if accelerator is not None:
-        state["device"] = copied_bytes(accelerator.get_rng_state())
+        state["device"] = accelerator.get_rng_state()
     numpy = sys.modules.get("numpy")
     if numpy is not None:
-        kind, keys, *others = numpy.random.get_state()
-        state["numpy"] = (str(kind), keys.tobytes(), *others)
+        state["numpy"] = numpy.random.get_state()
     return state
 
 
@@ -357,7 +352,9 @@ def restore_random_state(state: dict[str, Any]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
         kind, keys, *others = state["numpy"]
-        numpy.random.set_state((kind, numpy.frombuffer(keys, dtype="uint32"), *others))
+        if isinstance(keys, bytes):  # of format 1
+            keys = numpy.frombuffer(keys, dtype="uint32")
+        numpy.random.set_state((kind, keys, *others))
 
 
 def derive_random_state(saved: list[int], rank: int) -> None:
@@ -375,5 +372,8 @@ def _accelerator() -> Any:
     return None if accelerator is None else torch.get_device_module(accelerator)
 
 
-def _as_tensor(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def _as_tensor(state: torch.Tensor | bytes) -> torch.Tensor:
+    """Return the state of a generator, which format 1 has as bytes."""
+    if isinstance(state, torch.Tensor):
+        return state
+    return torch.frombuffer(bytearray(state), dtype=torch.uint8)

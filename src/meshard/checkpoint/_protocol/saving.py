@@ -185,14 +185,17 @@ class Saver:
         parts = [name for name in job.others if f"{name}/" in differ]
         commit = self._make_folder(job)
         where = f"{self.storage.root}/{commit.folder}"
-        problem, trees = job.problem, {RANDOM: job.random}
-        trees |= {name: job.others[name] for name in parts}
-        data = {name: json.dumps(tree).encode() for name, tree in trees.items()}
-        written, sizes = None, {name: len(each) for name, each in data.items()}
+        problem, written = job.problem, None
+        trees = {RANDOM: job.random, **{name: job.others[name] for name in parts}}
+        sources: dict[Any, torch.Tensor] = {**job.sources}
+        for name, tree in trees.items():
+            text = bytearray(json.dumps(tree).encode())
+            sources[name] = torch.frombuffer(text, dtype=torch.uint8)
+        sizes = {name: sources[name].numel() for name in trees}
         try:
             if not problem:
                 own = _to_write(plan.rows[0], self.ranks.rank, differ, sizes)
-                written = self._write_file(job, commit, own, data, advance)
+                written = self._write_file(commit, own, sources, advance)
         except Exception as error:  # the other ranks must know, whatever it is
             problem = self._problem(error, where)
         found = self.ranks.gather(
@@ -305,30 +308,19 @@ class Saver:
 
     def _write_file(
         self,
-        job: Job,
         commit: Commit,
-        own: list[tuple[Item, int]],
-        data: dict[str, bytes],
+        own: list[tuple[Item, Any]],
+        sources: dict[Any, torch.Tensor],
         advance: Callable[[int], Any],
     ) -> WrittenFile:
-        name = file_of(self.ranks.rank)
         offsets = {item.name: {"saved_offsets": _offsets(item)} for item, _ in own}
         # torch's HuggingFaceStorageReader finds here where a box begins in its tensor.
         has_boxes = any(any(each["saved_offsets"]) for each in offsets.values())
         about = {"DCP_SHARDING_INFO": json.dumps(offsets)} if has_boxes else {}
         entries = [Entry(item.name, dtype_of(item.dtype), item.sizes) for item, _ in own]
-        head = header(entries, about)
-        with contextlib.closing(self.storage.create(f"{commit.folder}/{name}")) as sink:
-            file = SummedFile(sink)
-            file.write(head)
-            for item, number in own:
-                if number < 0:
-                    file.write(data[item.name.rsplit("/", 1)[-1]])
-                    continue
-                for piece in pieces(job.sources[number]):
-                    file.write(bytes_of(piece))
-                    advance(piece.nbytes)
-        return WrittenFile(name, file.size, len(head), file.crcs)
+        tensors = (sources[key] for _, key in own)
+        name = file_of(self.ranks.rank)
+        return write_tensors(self.storage, commit, name, entries, tensors, about, advance)
 
     # --- 5. the commit ---------------------------------------------------------------------
 
@@ -416,12 +408,12 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
 
 def _to_write(
     rows: list[_Row], rank: int, differ: dict[str, str], trees: dict[str, int]
-) -> list[tuple[Item, int]]:
-    """Return what a rank writes, in the order of its file, and where in its items each is.
+) -> list[tuple[Item, Any]]:
+    """Return what a rank writes, in the order of its file, and the key of each source.
 
-    ``trees`` has the sizes of the plain values that it writes for itself; their number is -1.
+    ``trees`` has the sizes of the plain values that it writes for itself, by their keys.
     """
-    found = []
+    found: list[tuple[Item, Any]] = []
     for number, (item, writes, _, is_first) in enumerate(rows):
         kind = differ.get(item.name)
         if kind == "extra":
@@ -431,7 +423,7 @@ def _to_write(
     for name, size in trees.items():
         whole = (size,)
         tree = Item(own_part(rank, name), "part", whole, "uint8", (), 0, (0,), whole)
-        found.append((tree, -1))
+        found.append((tree, name))
     return sorted(found, key=lambda one: one[0].order)
 
 
@@ -521,7 +513,28 @@ def _offsets(item: Item) -> list[int]:
     return [*item.offsets, *[0] * (len(sizes) - len(item.sizes))]
 
 
-class SummedFile:
+def write_tensors(
+    storage: Storage,
+    commit: Commit,
+    name: str,
+    entries: list[Entry],
+    tensors: Iterable[torch.Tensor],
+    about: dict[str, str],
+    advance: Callable[[int], Any],
+) -> WrittenFile:
+    """Write a file of tensors, which follow each other by ``file_order``."""
+    head = header(entries, about)
+    with contextlib.closing(storage.create(f"{commit.folder}/{name}")) as sink:
+        file = _SummedFile(sink)
+        file.write(head)
+        for tensor in tensors:
+            for piece in pieces(tensor):
+                file.write(bytes_of(piece))
+                advance(piece.nbytes)
+    return WrittenFile(name, file.size, len(head), file.crcs)
+
+
+class _SummedFile:
     """A file with the checksums of its ranges."""
 
     def __init__(self, sink: Any) -> None:

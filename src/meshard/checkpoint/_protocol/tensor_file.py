@@ -19,26 +19,14 @@ import torch
 # What is copied to the host, or read, at a time.
 PIECE_BYTES = 2**23
 
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
-    torch.float8_e8m0fnu: "F8_E8M0",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint64: "U64",
-    torch.uint32: "U32",
-    torch.uint16: "U16",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
+_NAMES = """
+    float64=F64 float32=F32 float16=F16 bfloat16=BF16 float8_e4m3fn=F8_E4M3
+    float8_e4m3fnuz=F8_E4M3FNUZ float8_e5m2=F8_E5M2 float8_e5m2fnuz=F8_E5M2FNUZ
+    float8_e8m0fnu=F8_E8M0 complex64=C64 int64=I64 int32=I32 int16=I16 int8=I8 uint64=U64
+    uint32=U32 uint16=U16 uint8=U8 bool=BOOL
+"""  # of dtypes in torch, and in safetensors
+DTYPE_NAMES: dict[torch.dtype, str] = {
+    getattr(torch, own): name for own, name in (pair.split("=") for pair in _NAMES.split())
 }
 
 
