@@ -263,10 +263,11 @@ class Saver:
         differ: dict[str, str] = {}
         if len(set(said)) > 1:
             known: dict[str, list[Any]] = {}
-            for each in self.ranks.all_gather(digests):
+            for each in self.ranks.gather(digests):
                 for name, digest in each.items():
                     if known.setdefault(name, digest) != digest:
                         differ[name] = digest[0]
+            differ = self.ranks.broadcast(differ)
         if plan.per_rank:
             differ |= {n: "extra" for n, kind in differ.items() if kind in _SHOULD_BE_EQUAL}
         refused = sorted(n for n, kind in differ.items() if kind in (PARAMETER, OPTIMIZER))
@@ -381,13 +382,15 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
                     )
                 apart.add(item.name)
             holders.setdefault((item.name, item.offsets, item.sizes), []).append((rank, number))
-    load = [0] * len(held)
+    load, replica = [0] * len(held), dict[str, int]()
     flags = [[(False, False, False)] * len(items) for items in held]
     for each in sorted(holders.values(), key=len):  # first what only one rank can write
         item = held[each[0][0]][each[0][1]]
         writer = each[0]  # of small ordinary tensors: all ranks that load find them in one file
         if item.mesh_size or item.num_bytes > SMALL:
-            writer = min(each, key=lambda holder: load[holder[0]])
+            best = min(range(len(each)), key=lambda n: load[each[n][0]])
+            # All boxes of a tensor come from one replica, should replicas have drifted.
+            writer = each[replica.setdefault(item.name, best) % len(each)]
         load[writer[0]] += item.num_bytes
         compares = len(each) > 1 and not item.mesh_size and item.name not in apart
         for rank, number in each:
