@@ -244,8 +244,8 @@ def test_any_change_of_a_manifest_is_refused_in_clear_words_or_loads_the_same(sa
 @pytest.mark.parametrize("name", LOADS)
 def test_each_value_of_a_manifest_may_be_missing_or_wrong(saved, name):
     content = content_of(saved / name / LOADS[name][0])
-    for path in paths_in(content):
-        for new in (DELETED, *VALUES):
+    for number, path in enumerate(paths_in(content)):
+        for new in [DELETED, *VALUES][number % 6 :: 6]:  # each place, and each value somewhere
             try:
                 check_mutation(saved, name, changed(content, path, new), [path])
             except BaseException as error:

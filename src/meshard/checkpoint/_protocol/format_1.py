@@ -11,6 +11,7 @@ from meshard.checkpoint._protocol.manifest import (
     Manifest,
     Range,
     TensorEntry,
+    check_about,
     check_covered,
     check_file_name,
     check_part,
@@ -75,7 +76,7 @@ def _parsed(content: dict[str, Any]) -> Manifest:
     for ranges in files.values():
         ranges.sort()
     step, about = integer(content["step"]), of(dict, content["about"])
-    integer(about["num_ranks"])
+    check_about(about)
     for part in of(dict, content["parts"]).values():
         check_part(part)
         check_references(part, tensors)

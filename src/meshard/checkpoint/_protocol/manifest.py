@@ -225,7 +225,7 @@ def from_content(content: dict[str, Any], where: str) -> Manifest:
 def _parsed(content: dict[str, Any], at: list[str]) -> Manifest:
     at[0] = "'step' or 'about'"
     step, about = integer(content["step"]), of(dict, content["about"])
-    integer(about["num_ranks"])
+    check_about(about)
     at[0] = "'files'"
     files = [
         WrittenFile(check_file_name(name), integer(size), integer(head), integers(crcs))
@@ -299,6 +299,12 @@ def integer(value: Any) -> int:
 
 def integers(values: Any) -> list[int]:
     return list(map(integer, of(list, values)))
+
+
+def check_about(about: Any) -> None:
+    integer(of(dict, about)["num_ranks"])
+    for mesh in of(list, about.get("meshes", [])):
+        integers(of(dict, mesh)["shape"])
 
 
 def check_part(part: Any) -> None:
