@@ -65,8 +65,8 @@ class SaveHandle:
         """Wait until the save is committed.
 
         Raises:
-            CheckpointError: It failed, on any rank. It is raised once: here, or by the next
-                ``save``, ``async_save``, ``load`` or ``wait`` of the ``Checkpointer``.
+            CheckpointError: It failed, on any rank. Unless this is called on all ranks, the next
+                ``save``, ``async_save`` or ``load`` raises it too, on all.
         """
         if self._run is not None:
             self._thread.join()
@@ -184,9 +184,9 @@ class Checkpointer:
 
         Raises:
             CheckpointError: On all ranks: gradients are pending, something is not plain, experts on
-                meshes of their own have one name, a state of an optimizer differs between ranks, no
-                space is left, the ranks do not see one folder, or another job saves into it. The
-                checkpoints before are as they were.
+                meshes of their own have one name, a parameter or a state of an optimizer differs
+                between ranks, no space is left, the ranks do not see one folder, another job saves
+                into it, or the save before has failed. The checkpoints before are as they were.
         """
         failed = self._failed()
         if self._is_skipped(step, force=force) and not failed:
@@ -196,7 +196,7 @@ class Checkpointer:
         plan = saver.agree(job)
         total = sum(each.nbytes for each in job.sources.values())
         with self._bar(f"saving step {step}", total) as advance:
-            saver.write(job, plan, lambda: self._tidy(step), advance)
+            saver.write(job, plan, self._tidy, advance)
 
     def async_save(
         self,
@@ -230,7 +230,7 @@ class Checkpointer:
             job.sources = dict(zip(job.sources, copies, strict=True))
         except Exception as error:  # such as a lack of host memory; other ranks must know
             job.problem = f"rank {saver.ranks.rank}: {error}"
-        self._running = SaveHandle(lambda: saver.write(job, plan, lambda: self._tidy(step)))
+        self._running = SaveHandle(lambda: saver.write(job, plan, self._tidy))
         return self._running
 
     def _is_skipped(self, step: int, *, force: bool) -> bool:
@@ -240,12 +240,11 @@ class Checkpointer:
         is_first = self._collective().ranks.is_first
         return progress_bar(title, num_bytes, wanted=self._progress, is_first_rank=is_first)
 
-    def _tidy(self, step: int) -> None:
+    def _tidy(self) -> None:
         """Begin to remove old checkpoints. The first rank calls it after each commit."""
         try:
             found = commits.committed(self._storage)
-            doomed = [each for each in commits.superfluous(found, self._rule) if each != found[-1]]
-            doomed = commits.withdraw(self._storage, doomed)
+            doomed = commits.withdraw(self._storage, commits.superfluous(found, self._rule))
         except Exception as error:  # not raised, because the checkpoint is committed
             self._warn_of(error)
             return
@@ -268,9 +267,10 @@ class Checkpointer:
         )
 
     def _failed(self) -> str:
-        """Wait as ``wait`` does; return what went wrong, if nobody has been told.
+        """Wait as ``wait`` does; return what went wrong, if this rank has not been told.
 
-        The next agreement tells all ranks, also those that were told: else ranks would part.
+        It is given to the next agreement, which raises it on all ranks: if a rank that knows of it
+        went on alone, the others would answer its exchanges one call too late.
         """
         try:
             self.wait()

@@ -73,7 +73,7 @@ class _Plan(NamedTuple):
     number: str  # of the first rank; after an interrupt a rank may have an older plan than others
     per_rank: bool
     rows: list[list[_Row]]  # rows[0] are this rank's; the first rank has those of all, in order
-    apart: frozenset[str]  # tensors of which ranks have other shapes, so that each writes its own
+    unequal: frozenset[str]  # tensors whose shapes differ between ranks: each writes its own
 
 
 def file_of(rank: int) -> str:
@@ -130,7 +130,7 @@ class Saver:
         job.sources = {
             number: job.sources[number]
             for number, row in enumerate(plan.rows[0])
-            if row.writes or row.compares or row.item.name in plan.apart
+            if row.writes or row.compares or row.item.name in plan.unequal
         }
         return plan
 
@@ -143,24 +143,24 @@ class Saver:
             failed = self._problem(error, self.storage.root)
         said = {"items": job.items, "copies": copies, "problem": failed}
         gathered = self.ranks.gather(said)
-        rows, apart = list[list[_Row]](), list[str]()
+        rows, unequal = list[list[_Row]](), list[str]()
         problem = _joined(each["problem"] for each in gathered)
         if self.ranks.is_first and not problem:
             try:
                 held = [each["items"] for each in gathered]
-                rows, apart = _planned(held, per_rank=job.per_rank)
+                rows, unequal = _planned(held, per_rank=job.per_rank)
                 problem = _what_differs(each["copies"] for each in gathered)
             except Exception as error:
                 problem = self._problem(error, self.storage.root)
         flags = [[row[1:] for row in own] for own in rows]
         said = self.ranks.broadcast(
-            {"number": uuid.uuid4().hex, "flags": flags, "apart": apart, "problem": problem}
+            {"number": uuid.uuid4().hex, "flags": flags, "unequal": unequal, "problem": problem}
         )
         self._refuse_if(job, said["problem"])
         if not self.ranks.is_first:
             own = zip(job.items, said["flags"][self.ranks.rank], strict=True)
             rows = [[_Row(item, *flags) for item, flags in own]]
-        return _Plan(said["number"], job.per_rank, rows, frozenset(said["apart"]))
+        return _Plan(said["number"], job.per_rank, rows, frozenset(said["unequal"]))
 
     # --- all of a save after that ----------------------------------------------------------
 
@@ -279,7 +279,7 @@ class Saver:
                 "works on local shards, pass per_rank=True to save(), or give them names of their "
                 "own."
             )
-        return {**differ, **dict.fromkeys(plan.apart, "extra")}
+        return {**differ, **dict.fromkeys(plan.unequal, "extra")}
 
     def _warn_of(self, names: Iterable[str]) -> None:
         new = sorted({*names} - self._told)
@@ -365,10 +365,10 @@ def _hash(value: Any) -> str:
 
 
 def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]], list[str]]:
-    """Return what each rank does with what it holds, and the names of which each writes its own."""
+    """Return what each rank does with what it holds, and tensors whose shapes differ."""
     holders: dict[tuple[Any, ...], list[tuple[int, int]]] = {}  # of each box: rank and number
     first: dict[str, Item] = {}
-    apart = set[str]()
+    unequal = set[str]()
     for rank, items in enumerate(held):
         for number, item in enumerate(items):
             one = first.setdefault(item.name, item)
@@ -380,7 +380,7 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
                         f"shape {item.shape} in {item.dtype}. If each has one of its own, pass "
                         "per_rank=True to save()."
                     )
-                apart.add(item.name)
+                unequal.add(item.name)
             holders.setdefault((item.name, item.offsets, item.sizes), []).append((rank, number))
     load, replica = [0] * len(held), dict[str, int]()
     flags = [[(False, False, False)] * len(items) for items in held]
@@ -392,7 +392,7 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
             # All boxes of a tensor come from one replica, should replicas have drifted.
             writer = each[replica.setdefault(item.name, best) % len(each)]
         load[writer[0]] += item.num_bytes
-        compares = len(each) > 1 and not item.mesh_size and item.name not in apart
+        compares = len(each) > 1 and not item.mesh_size and item.name not in unequal
         for rank, number in each:
             is_writer, is_first = (rank, number) == writer, (rank, number) == each[0]
             flags[rank][number] = (is_writer, compares, is_first)
@@ -400,13 +400,13 @@ def _planned(held: list[list[Item]], *, per_rank: bool) -> tuple[list[list[_Row]
     for name, offsets, sizes in holders:
         entry = entries.setdefault(name, TensorEntry(first[name].shape, first[name].dtype, []))
         entry.chunks.append(Chunk(offsets, sizes, "", 0, 0))
-    for name in entries.keys() - apart:  # all ranks of a mesh must take part
+    for name in entries.keys() - unequal:  # all ranks of a mesh must take part
         check_covered(name, entries[name])
     rows = [
         [_Row(item, *each) for item, each in zip(items, own, strict=True)]
         for items, own in zip(held, flags, strict=True)
     ]
-    return rows, sorted(apart)
+    return rows, sorted(unequal)
 
 
 def _to_write(
@@ -470,7 +470,7 @@ def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, Any, torch.Te
     """Return some values of each matrix of which other meshes may hold a copy.
 
     Gradients of vectors may be nothing but rounding noise, as those of a bias before a norm are.
-    So copies of vectors may drift far apart, and neither they nor optimizer states are compared.
+    So copies of vectors may drift far unequal, and neither they nor optimizer states are compared.
     """
     found = []
     for number, item in enumerate(job.items):
@@ -494,13 +494,13 @@ def _what_differs(copies: Iterable[list[tuple[str, Any, torch.Tensor]]]) -> str:
                     f"{name!r} has other values on rank {rank} than on rank {other}, and a "
                     "checkpoint keeps one tensor of a name. Give experts on meshes of their own "
                     "names of their own, such as the keys of a ModuleDict. If these are to be "
-                    "copies, as beside tensor parallelism, they have drifted far apart."
+                    "copies, as beside tensor parallelism, they have drifted far unequal."
                 )
     return ""
 
 
 def _differ(values: torch.Tensor, others: torch.Tensor) -> bool:
-    """Whether values differ by more than copies do that have drifted apart by rounding."""
+    """Whether values differ by more than copies do that have drifted unequal by rounding."""
     if values.shape != others.shape:
         return False  # chunks of other sizes, which overlap only
     most = torch.cat([values, others]).nan_to_num(0, 0, 0).abs().amax()
