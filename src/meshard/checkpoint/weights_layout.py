@@ -134,7 +134,7 @@ def weights_of(module: nn.Module, caller: str) -> list[Weight]:
                 f"{weight.fqn!r} is a {type(weight.local).__name__}, which {caller} cannot read as "
                 "one ordinary tensor; convert it before, or save it by Checkpointer."
             )
-        _check_is_block(weight)
+        _block_of(weight)
     return weights
 
 
@@ -147,17 +147,18 @@ def held_tensors(module: nn.Module) -> list[torch.Tensor]:
     return held + sharded_params_of(held)
 
 
-def _check_is_block(weight: Weight) -> None:
-    """Raise if a rank holds a partial sum, or a part of another shape than placements say."""
+def _block_of(weight: Weight) -> Box:
+    """Return the box of this rank, or raise if it holds a partial sum or another shape."""
     if not isinstance(weight.tensor, DTensor):
-        return
+        return weight.own_box
     local, placements = tuple(weight.local.shape), weight.tensor.placements
-    if any(each.is_partial() for each in placements) or local != weight.own_box.sizes:
+    if any(each.is_partial() for each in placements) or local != (box := weight.own_box).sizes:
         raise NotImplementedError(
             f"{weight.fqn!r} has the placements {placements} on {weight.mesh}, and here the local "
             f"shape {local}: a partial sum, or a shard of unusual size; redistribute it to Shard "
             "or Replicate before."
         )
+    return box
 
 
 def held_box(fqn: str, tensor: torch.Tensor) -> Box | None:
@@ -168,9 +169,7 @@ def held_box(fqn: str, tensor: torch.Tensor) -> Box | None:
     """
     if isinstance(tensor, DTensor) and tensor.device_mesh.get_coordinate() is None:
         return None
-    weight = Weight(fqn, tensor)
-    _check_is_block(weight)
-    return weight.own_box
+    return _block_of(Weight(fqn, tensor))
 
 
 def meshes_of(module: nn.Module) -> list[DeviceMesh]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 import meshard
+from meshard._mesh.boxes import Box
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import dtype_of, torch_version
 from meshard.checkpoint._protocol import parts
@@ -69,6 +69,7 @@ class Job:
     about: dict[str, Any] = field(default_factory=dict)
 
 
+@torch.no_grad()
 def job_of(
     step: int,
     model: nn.Module | dict[str, Any],
@@ -117,9 +118,13 @@ def job_of(
     job.about = _about(tensors)
     if isinstance(model, dict):
         job.about["has_each_name"] = True
-    for item, source in items_of(tensors, owners):
-        job.sources[len(job.items)] = source
-        job.items.append(item)
+    for name, tensor in sorted(tensors.items()):
+        box = held_box(name, tensor)
+        if box is not None and (box.numel or not tensor.numel()):
+            source = plain_of(tensor).detach()
+            _check_has_memory(name, source)
+            job.sources[len(job.items)] = source
+            job.items.append(_item_of(name, tensor, box, owners.get(name, "extra")))
     return job
 
 
@@ -150,33 +155,18 @@ def _about(tensors: dict[str, torch.Tensor]) -> dict[str, Any]:
 # --- tensors -------------------------------------------------------------------------------
 
 
-@torch.no_grad()
-def items_of(
-    tensors: dict[str, torch.Tensor], owners: dict[str, str]
-) -> Iterator[tuple[Item, torch.Tensor]]:
-    """Iterate over what this rank holds of tensors, by name, and the local tensor of each.
-
-    Raises:
-        NotImplementedError: A tensor is not one block on this rank.
-        TypeError: A tensor has no memory of its own that could be written.
-    """
-    for name, tensor in sorted(tensors.items()):
-        box = held_box(name, tensor)
-        if box is None or (not box.numel and tensor.numel()):
-            continue
-        local = plain_of(tensor).detach()
-        _check_has_memory(name, local)
-        item = Item(
-            name,
-            owners.get(name, "extra"),
-            tuple(tensor.shape),
-            str(local.dtype).removeprefix("torch."),
-            tuple(map(str, tensor.placements)) if isinstance(tensor, DTensor) else (),
-            tensor.device_mesh.size() if isinstance(tensor, DTensor) else 0,
-            box.offsets,
-            box.sizes,
-        )
-        yield item, local
+def _item_of(name: str, tensor: torch.Tensor, box: Box, owner: str) -> Item:
+    placed = tensor if isinstance(tensor, DTensor) else None
+    return Item(
+        name,
+        owner,
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        () if placed is None else tuple(map(str, placed.placements)),
+        0 if placed is None else placed.device_mesh.size(),
+        box.offsets,
+        box.sizes,
+    )
 
 
 def _check_has_memory(name: str, local: torch.Tensor) -> None:

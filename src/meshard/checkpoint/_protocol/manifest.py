@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import re
-import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -29,11 +28,11 @@ class Range(NamedTuple):
     crc32: int
     first: tuple[int, int] = (0, 0)  # format 1 computed the checksum over this part first
 
-    def checksum_of(self, data: memoryview) -> int:
-        """Return the checksum of the bytes of such a range."""
-        begin, end = self.first
-        crc = zlib.crc32(data[:begin], zlib.crc32(data[begin:end]))
-        return zlib.crc32(data[end:], crc)
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The parts of the file, as begin and end, in the order of the checksum."""
+        begin, end = (self.begin + place for place in self.first)
+        return [(begin, end), (self.begin, begin), (end, self.begin + self.size)]
 
 
 class Chunk(NamedTuple):
