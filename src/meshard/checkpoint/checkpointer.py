@@ -20,7 +20,7 @@ from meshard._torch.user_line import warn_user
 from meshard.checkpoint._protocol import commits, parts, torch_folder
 from meshard.checkpoint._protocol.commits import Commit, Rule
 from meshard.checkpoint._protocol.jobs import Job, job_of
-from meshard.checkpoint._protocol.loading import Damage, Reader, agree, damages, read_manifest
+from meshard.checkpoint._protocol.loading import Damage, Reader, damages, read_manifest
 from meshard.checkpoint._protocol.manifest import Manifest
 from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.restoring import Loaded, Options, Restoring
@@ -188,12 +188,10 @@ class Checkpointer:
                 between ranks, no space is left, the ranks do not see one folder, another job saves
                 into it, or the save before has failed. The checkpoints before are as they were.
         """
-        failed = self._failed()
-        if self._is_skipped(step, force=force) and not failed:
+        found = self._begin(step, model, optimizer, metric, extra, per_rank=per_rank, force=force)
+        if found is None:
             return
-        saver, job = self._collective(), self._job(step, model, optimizer, metric, extra)
-        job.per_rank, job.problem = per_rank, failed or job.problem
-        plan = saver.agree(job)
+        (job, plan), saver = found, self._collective()
         total = sum(each.nbytes for each in job.sources.values())
         with self._bar(f"saving step {step}", total) as advance:
             saver.write(job, plan, self._tidy, advance)
@@ -219,22 +217,17 @@ class Checkpointer:
         ``torch.distributed.destroy_process_group``.
         **Collective:** all ranks. Arguments and errors are those of ``save``.
         """
-        failed = self._failed()
-        if self._is_skipped(step, force=force) and not failed:
+        found = self._begin(step, model, optimizer, metric, extra, per_rank=per_rank, force=force)
+        if found is None:
             return SaveHandle(None)
-        saver, job = self._collective(), self._job(step, model, optimizer, metric, extra)
-        job.per_rank, job.problem = per_rank, failed or job.problem
-        plan = saver.agree(job)
+        (job, plan), saver = found, self._collective()
         try:
             copies = self._staging.copy([*job.sources.values()])
             job.sources = dict(zip(job.sources, copies, strict=True))
         except Exception as error:  # such as a lack of host memory; other ranks must know
-            job.problem = f"rank {saver.ranks.rank}: {error}"
+            job.failed = error
         self._running = SaveHandle(lambda: saver.write(job, plan, self._tidy))
         return self._running
-
-    def _is_skipped(self, step: int, *, force: bool) -> bool:
-        return self._save_every is not None and not force and step % self._save_every != 0
 
     def _bar(self, title: str, num_bytes: int) -> Any:
         is_first = self._collective().ranks.is_first
@@ -266,17 +259,17 @@ class Checkpointer:
             "tries again.",
         )
 
-    def _failed(self) -> str:
+    def _failed(self) -> CheckpointError | None:
         """Wait as ``wait`` does; return what went wrong, if this rank has not been told.
 
-        It is given to the next agreement, which raises it on all ranks: if a rank that knows of it
-        went on alone, the others would answer its exchanges one call too late.
+        It is raised in the next exchange, so on all ranks: if a rank that knows of it went on
+        alone, the others would answer its exchanges one call too late.
         """
         try:
             self.wait()
         except Exception as error:
-            return f"the save before has failed: {error}"
-        return ""
+            return CheckpointError(f"the save before has failed: {error}")
+        return None
 
     def wait(self) -> None:
         """Wait for what runs in the background: a save, of which this raises what went wrong."""
@@ -317,25 +310,35 @@ class Checkpointer:
             self._world = world
         return self._saver
 
-    def _job(
+    def _begin(
         self,
         step: int,
         model: Model,
         optimizer: Optimizer | None,
         metric: Any,
         extra: dict[str, Any],
-    ) -> Job:
-        """Return what this rank is to write. If that fails, the job tells the other ranks why."""
-        try:
+        *,
+        per_rank: bool,
+        force: bool,
+    ) -> tuple[Job, Any] | None:
+        """Return what this rank is to write, and the plan; None if this step is to be skipped."""
+        failed = self._failed()
+        is_skipped = self._save_every is not None and not force and step % self._save_every != 0
+        if is_skipped and failed is None:
+            return None
+
+        def make() -> Job:
+            if failed is not None:
+                raise failed
             parts.check_names(extra)
             if isinstance(step, bool) or not isinstance(step, int) or step < 0:
                 raise ValueError(f"step must be an integer that is not negative, got {step!r}.")
             job = job_of(step, model, optimizer, extra)
             job.metric = None if metric is None else float(metric)  # perhaps of a tensor
+            job.per_rank = per_rank
             return job
-        except Exception as error:  # whatever it is
-            rank = self._collective().ranks.rank
-            return Job(step if type(step) is int else -1, problem=f"rank {rank}: {error}")
+
+        return self._collective().begin(step, make)
 
     def prune(self) -> list[int]:
         """Remove checkpoints that are not to be kept, and return their steps.
@@ -439,11 +442,17 @@ class Checkpointer:
         Raises:
             CheckpointError: On all ranks; nothing was changed, unless the text says so.
         """
-        failed = self._failed()
-        began = time.perf_counter()
+        failed, began = self._failed(), time.perf_counter()
         ranks = self._collective().ranks
-        agree(ranks, [failed] if failed else [], "nothing was loaded:")
-        folder, found = self._find(ranks, step)
+
+        def go_on() -> None:
+            if failed is not None:
+                raise failed
+
+        # All ranks load what the first one finds.
+        folder = ranks.together("nothing was loaded", go_on, lambda _: self._folder_to_load(step))
+        what = f"the checkpoint {folder} in {self._storage.root} cannot be read"
+        found = ranks.each(what, lambda: read_folder(self._storage, folder))
         reader = Reader(self._storage, folder, found)
         with contextlib.closing(reader):
             where = f"{self._storage.root}/{folder}".rstrip("/")
@@ -467,27 +476,6 @@ class Checkpointer:
             if step is None and self._storage.exists(torch_folder.METADATA):
                 return ""
             raise
-
-    def _find(self, ranks: Ranks, step: int | None) -> tuple[str, Manifest]:
-        """Return the folder that the first rank has found, and its manifest."""
-        said: dict[str, Any] = {"problem": "", "folder": None}
-        if ranks.is_first:
-            try:
-                said["folder"] = self._folder_to_load(step)
-            except Exception as error:  # such as one of the store; other ranks must know
-                said["problem"] = str(error)
-        said = ranks.broadcast(said)
-        if said["problem"]:
-            raise CheckpointError(said["problem"])
-        problems: list[str] = []
-        folder, found = said["folder"], None
-        try:
-            found = read_folder(self._storage, folder)
-        except Exception as error:
-            problems.append(f"rank {ranks.rank}: {error}")
-        agree(ranks, problems, f"the checkpoint {folder} in {self._storage.root} cannot be read:")
-        assert found is not None
-        return folder, found
 
 
 def read_folder(storage: Storage, folder: str) -> Manifest:

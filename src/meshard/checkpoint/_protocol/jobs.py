@@ -56,11 +56,11 @@ class Job:
     """What one rank is to write for one step. Parts are encoded trees, by name."""
 
     step: int
-    problem: str = ""  # why this rank refuses
+    failed: Exception | None = None  # in the background, of which other ranks must hear
     metric: float | None = None
     per_rank: bool = False
     items: list[Item] = field(default_factory=list)
-    # By position in ``items``; see ``Saver.agree``.
+    # By position in ``items``; see ``Saver.begin``.
     sources: dict[int, torch.Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
     optimizers: dict[str, Any] = field(default_factory=dict)  # ranks may have different parts

@@ -32,7 +32,6 @@ from meshard.checkpoint._protocol.manifest import (
     own_name,
     own_part,
 )
-from meshard.checkpoint._protocol.ranks import Ranks
 from meshard.checkpoint._protocol.storage import CheckpointError, Source, Storage
 from meshard.checkpoint._protocol.tensor_file import PIECE_BYTES, bytes_of
 from meshard.checkpoint.weights_layout import held_box
@@ -301,19 +300,6 @@ def _rows(read: Read) -> Iterator[Rows]:
                 yield at, (part.size(0), *sizes[1:]), (0, *begin[1:]), part
 
     return of(read.chunk.begin, read.chunk.sizes, read.begin, read.target)
-
-
-def agree(ranks: Ranks, problems: list[str], what: str) -> None:
-    """Raise on all ranks if there is a problem on one.
-
-    **Collective:** all ranks.
-    """
-    said = ranks.all_gather(problems)
-    found = list(dict.fromkeys(text for each in said for text in each))
-    if found:
-        shown = [f"  {text}" for text in found[:20]]
-        more = [f"  and {len(found) - 20} more"] if len(found) > 20 else []
-        raise CheckpointError("\n".join([what, *shown, *more]))
 
 
 # --- verifying -----------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
-from meshard.checkpoint._protocol.loading import Read, Reader, agree, check, compare, fill, reads_of
+from meshard.checkpoint._protocol.loading import Read, Reader, check, compare, fill, reads_of
 from meshard.checkpoint._protocol.manifest import (
     TensorEntry,
     own_name,
@@ -106,31 +106,45 @@ class Restoring:
         Raises:
             CheckpointError: On all ranks.
         """
-        try:
-            self._prepare(model, optimizer, extra)
-        except Exception as error:  # the other ranks must know, whatever it is
-            self._problems.append(f"{type(error).__name__}: {error}")
+        advance, what = self._options.advance, f"{self._where} does not load here"
+
+        def prepare() -> list[str]:
+            try:
+                self._prepare(model, optimizer, extra)
+            except Exception as error:  # raised below, with all else that is wrong
+                self._problems.append(f"{type(error).__name__}: {error}")
+            return self._unexpected
+
+        def checked() -> list[Read]:
+            if self._options.strict:
+                self._problems += self._hint_at_key()
+                self._problems += map(self._lack_of, self._missing)
+                self._problems += [
+                    f"{name} is in the checkpoint, and not here" for name in self._unexpected
+                ]
+            if self._problems:
+                raise CheckpointError(*self._problems)
+            reads = reads_of(self._manifest, self._targets)
+            if self._options.verify:
+                check(self._reader, reads, advance)
+            return reads
+
+        def filled() -> None:
+            self._raise_versions()
+            fill(self._reader, reads, advance)
+
+        def restored() -> None:
+            for call in (*self._deferred, self._restore_random):
+                call()
+
         # Unexpected is what no rank expects: stages of a pipeline differ.
-        common = set(self._unexpected).intersection(*self._ranks.all_gather(self._unexpected))
+        common = self._ranks.together(what, prepare, lambda all: set.intersection(*map(set, all)))
         self._unexpected = [name for name in self._unexpected if name in common]
-        if self._options.strict:
-            self._problems += self._hint_at_key()
-            self._problems += map(self._lack_of, self._missing)
-            self._problems += [
-                f"{name} is in the checkpoint, and not here" for name in self._unexpected
-            ]
-        self._agree("nothing was loaded")
-        reads: list[Read] = []
-        self._try(lambda: reads.extend(reads_of(self._manifest, self._targets)))
-        if self._options.verify:
-            self._try(lambda: check(self._reader, reads, self._options.advance))
-        self._agree("nothing was loaded")
-        self._try(self._raise_versions)
-        self._try(lambda: fill(self._reader, reads, self._options.advance))
-        self._agree("a file could not be read any more, so the model is loaded in part; load again")
-        for call in (*self._deferred, self._restore_random):
-            self._try(call)
-        self._agree("a part did not take its state, so that others are loaded and it is not")
+        reads = self._ranks.each(f"{what} (nothing was loaded)", checked)
+        outcome = "a file could not be read any more, so the model is loaded in part; load again"
+        self._ranks.each(f"{what} ({outcome})", filled)
+        outcome = "a part did not take its state, so that others are loaded and it is not"
+        self._ranks.each(f"{what} ({outcome})", restored)
         return Loaded(
             self._manifest.step,
             self._extra,
@@ -175,15 +189,6 @@ class Restoring:
         if name != OPTIMIZER or not others:
             return text
         return f"{text}, but {others[0]} is, an optimizer: call load(model, {others[0]}=optimizer)"
-
-    def _try(self, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except Exception as error:  # the other ranks must know, whatever it is
-            self._problems.append(f"rank {self._ranks.rank}: {type(error).__name__}: {error}")
-
-    def _agree(self, outcome: str) -> None:
-        agree(self._ranks, self._problems, f"{self._where} does not load here ({outcome}):")
 
     # --- parts -----------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ as then, the plan is used again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import itertools
 import json
@@ -67,6 +66,27 @@ class _Row(NamedTuple):
     is_first: bool  # of those who hold it
 
 
+class _Claim(NamedTuple):
+    """What a rank says of its job."""
+
+    step: int
+    parts: list[str]
+    per_rank: bool
+    plan: str | None  # the number of its plan, if that fits
+
+
+class _Written(NamedTuple):
+    """What a rank has written, for the manifest."""
+
+    file: WrittenFile
+    trees: dict[str, int]  # sizes of plain values of its own, in bytes
+    ties: dict[str, str]
+    optimizers: dict[str, Any]  # of other ranks than the first only if they differ
+
+
+_Copies = list[tuple[str, Any, torch.Tensor]]  # names, places and some values
+
+
 class _Plan(NamedTuple):
     """Which rank writes what, in one save and those after it."""
 
@@ -81,7 +101,7 @@ def file_of(rank: int) -> str:
 
 
 class Saver:
-    """Saves into one storage. All ranks have one, and call ``agree`` and ``write`` together."""
+    """Saves into one storage. All ranks have one, and call ``begin`` and ``write`` together."""
 
     def __init__(self, storage: Storage, ranks: Ranks) -> None:
         self.storage, self.ranks = storage, ranks
@@ -90,77 +110,57 @@ class Saver:
 
     # --- 1. agreement ----------------------------------------------------------------------
 
-    def agree(self, job: Job) -> _Plan:
-        """Let the ranks say what they are to write, and plan who writes what, unless it is known.
+    def begin(self, step: int, make: Callable[[], Job]) -> tuple[Job, _Plan]:
+        """Let each rank make its job, and plan who writes what, unless that is known.
 
-        Afterwards the job has the sources that this rank writes or compares, and no others.
+        The job has the sources that this rank writes or compares, and no others.
         **Collective:** all ranks.
 
         Raises:
-            CheckpointError: On all ranks, if one has a problem or they do not fit together.
+            CheckpointError: On all ranks, if one cannot make its job, or they do not fit together.
         """
-        plan = self._plan
-        is_known = (
-            plan is not None
-            and plan.per_rank == job.per_rank
-            and [row.item for row in plan.rows[0]] == job.items
-        )
-        said = self.ranks.all_gather(
-            {
-                "problem": job.problem,
-                "step": job.step,
-                "parts": sorted(job.others),
-                "per_rank": job.per_rank,
-                "plan": plan.number if plan is not None and is_known else None,
-            }
-        )
-        self._refuse_if(job, _joined(each["problem"] for each in said))
-        problems = []
-        steps = sorted({each["step"] for each in said})
-        if len(steps) > 1:
-            problems.append(f"ranks save different steps: {steps}")
-        for name in sorted({name for each in said for name in each["parts"]}):
-            lacking = [rank for rank, each in enumerate(said) if name not in each["parts"]]
-            if lacking:
-                problems.append(f"rank(s) {lacking} do not save {name!r}, which other ranks do")
-        self._refuse_if(job, _joined(problems))
-        job.per_rank = any(each["per_rank"] for each in said)
-        if plan is None or None in (numbers := {each["plan"] for each in said}) or len(numbers) > 1:
-            plan = self._plan = self._make_plan(job)
+        what, jobs, plan = self._not_saved(step), list[Job](), self._plan
+
+        def claim() -> _Claim:
+            job = make()
+            jobs.append(job)
+            is_known = (
+                plan is not None
+                and plan.per_rank == job.per_rank
+                and [row.item for row in plan.rows[0]] == job.items
+            )
+            number = plan.number if plan is not None and is_known else None
+            return _Claim(job.step, sorted(job.others), job.per_rank, number)
+
+        per_rank, is_known = self.ranks.together(what, claim, _agreed)
+        (job,) = jobs
+        job.per_rank = per_rank
+        if plan is None or not is_known:
+            plan = self._plan = self._make_plan(what, job)
         job.sources = {
             number: job.sources[number]
             for number, row in enumerate(plan.rows[0])
             if row.writes or row.compares or row.item.name in plan.unequal
         }
-        return plan
+        return job, plan
 
-    def _make_plan(self, job: Job) -> _Plan:
+    def _make_plan(self, what: str, job: Job) -> _Plan:
         """Decide which rank writes what is on several, such that all write about as much."""
-        copies, failed = [], ""
-        try:
-            copies = _values_of_copies(job, self.ranks.size)
-        except Exception as error:  # the other ranks must know, whatever it is
-            failed = self._problem(error, self.storage.root)
-        said = {"items": job.items, "copies": copies, "problem": failed}
-        gathered = self.ranks.gather(said)
-        rows, unequal = list[list[_Row]](), list[str]()
-        problem = _joined(each["problem"] for each in gathered)
-        if self.ranks.is_first and not problem:
-            try:
-                held = [each["items"] for each in gathered]
-                rows, unequal = _planned(held, per_rank=job.per_rank)
-                problem = _what_differs(each["copies"] for each in gathered)
-            except Exception as error:
-                problem = self._problem(error, self.storage.root)
-        flags = [[row[1:] for row in own] for own in rows]
-        said = self.ranks.broadcast(
-            {"number": uuid.uuid4().hex, "flags": flags, "unequal": unequal, "problem": problem}
+        rows = list[list[_Row]]()
+
+        def made(said: list[tuple[list[Item], _Copies]]) -> tuple[str, list[Any], list[str]]:
+            _refuse_what_differs(copies for _, copies in said)
+            planned, unequal = _planned([items for items, _ in said], per_rank=job.per_rank)
+            rows.extend(planned)
+            return uuid.uuid4().hex, [[row[1:] for row in own] for own in planned], unequal
+
+        number, flags, unequal = self.ranks.together(
+            what, lambda: (job.items, _values_of_copies(job, self.ranks.size)), made
         )
-        self._refuse_if(job, said["problem"])
         if not self.ranks.is_first:
-            own = zip(job.items, said["flags"][self.ranks.rank], strict=True)
-            rows = [[_Row(item, *flags) for item, flags in own]]
-        return _Plan(said["number"], job.per_rank, rows, frozenset(said["unequal"]))
+            own = zip(job.items, flags[self.ranks.rank], strict=True)
+            rows.append([_Row(item, *each) for item, each in own])
+        return _Plan(number, job.per_rank, rows, frozenset(unequal))
 
     # --- all of a save after that ----------------------------------------------------------
 
@@ -180,73 +180,49 @@ class Saver:
         Raises:
             CheckpointError: On all ranks, if anything is wrong on one; nothing was committed.
         """
-        began = time.perf_counter()
-        differ = self._compare(job, plan)
-        parts = [name for name in job.others if f"{name}/" in differ]
-        commit = self._make_folder(job)
-        where = f"{self.storage.root}/{commit.folder}"
-        problem, written = job.problem, None
-        trees = {RANDOM: job.random, **{name: job.others[name] for name in parts}}
-        sources: dict[Any, torch.Tensor] = {**job.sources}
-        for name, tree in trees.items():
-            text = bytearray(json.dumps(tree).encode())
-            sources[name] = torch.frombuffer(text, dtype=torch.uint8)
-        sizes = {name: sources[name].numel() for name in trees}
-        try:
-            if not problem:
-                own = _to_write(plan.rows[0], self.ranks.rank, differ, sizes)
-                written = self._write_file(commit, own, sources, advance)
-        except Exception as error:  # the other ranks must know, whatever it is
-            problem = self._problem(error, where)
-        found = self.ranks.gather(
-            {"problem": problem, "file": written, "trees": sizes, "ties": job.ties}
-        )
-        optimizers = [job.optimizers]
-        if "/" in differ:
-            optimizers = self.ranks.gather(job.optimizers)
-        late = None
-        if self.ranks.is_first:
-            problem = _joined(each["problem"] for each in found)
-            if not problem:
-                problem = self._try_to_commit(job, commit, plan, differ, found, optimizers)
-            if problem:
-                with contextlib.suppress(Exception):
-                    self.storage.remove_file(commit.manifest)
-                    self.storage.remove_folder(commit.folder)
-            else:
-                num_bytes = sum(each["file"].size for each in found)
-                log_summary(f"saved {where}", num_bytes, len(found), began)
-                try:
-                    tidy()
-                    self._warn_of([name for name, kind in differ.items() if kind == MODEL])
-                except Exception as error:  # under ``-W error`` a warning
-                    late = error
-        self._refuse_if(job, self.ranks.broadcast(problem))
-        if late is not None:  # last, once other ranks know of the commit
-            raise late
+        began, what = time.perf_counter(), self._not_saved(job.step)
+        differ = self._compare(what, job, plan)
+        commit: Commit = self.ranks.together(what, lambda: None, lambda _: self._made_folder(job))
+        late = list[Exception]()
 
-    def _refuse_if(self, job: Job, problem: str) -> None:
-        if problem:
-            raise CheckpointError(
-                f"step {job.step} was not saved to {self.storage.root}:\n{problem}"
-            )
+        def write() -> _Written:
+            parts = {name: each for name, each in job.others.items() if f"{name}/" in differ}
+            sources: dict[Any, torch.Tensor] = {**job.sources}
+            for name, tree in {RANDOM: job.random, **parts}.items():
+                text = bytearray(json.dumps(tree).encode())
+                sources[name] = torch.frombuffer(text, dtype=torch.uint8)
+            sizes = {name: sources[name].numel() for name in (RANDOM, *parts)}
+            own = _to_write(plan.rows[0], self.ranks.rank, differ, sizes)
+            file = self._write_file(commit, own, sources, advance)
+            has_own = "/" in differ or self.ranks.is_first
+            return _Written(file, sizes, job.ties, job.optimizers if has_own else {})
 
-    def _problem(self, error: Exception, where: str) -> str:
-        if isinstance(error, CheckpointError):
-            return str(error)
-        who = f"rank {self.ranks.rank}: "
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            return f"{who}no space is left for {where}; remove other checkpoints, or use keep=."
-        if isinstance(error, FileNotFoundError) and self.ranks.size > 1:
-            return (
-                f"{who}{where}, which the first rank has made, is not there. All ranks must see "
-                "one folder: use a file system that they share, or an object store."
-            )
-        return f"{who}{type(error).__name__}: {error}"
+        def publish(written: list[_Written]) -> None:
+            text = _manifest_of(job, plan, differ, written)
+            self.storage.publish(commit.manifest, text)
+            try:
+                num_bytes = sum(each.file.size for each in written)
+                where = f"{self.storage.root}/{commit.folder}"
+                log_summary(f"saved {where}", num_bytes, len(written), began)
+                tidy()
+                self._warn_of([name for name, kind in differ.items() if kind == MODEL])
+            except Exception as error:  # under ``-W error`` a warning
+                late.append(error)
+
+        def withdraw() -> None:
+            self.storage.remove_file(commit.manifest)
+            self.storage.remove_folder(commit.folder)
+
+        self.ranks.together(what, write, publish, undo=withdraw)
+        for error in late:  # now that other ranks know of the commit
+            raise error
+
+    def _not_saved(self, step: int) -> str:
+        return f"step {step} was not saved to {self.storage.root}"
 
     # --- 2. what differs -------------------------------------------------------------------
 
-    def _compare(self, job: Job, plan: _Plan) -> dict[str, str]:
+    def _compare(self, what: str, job: Job, plan: _Plan) -> dict[str, str]:
         """Compare checksums of what should be equal, or may be; return what differs, by name.
 
         "extra": a tensor that each rank writes under a name of its own. "model": one of which the
@@ -254,27 +230,24 @@ class Saver:
         have the state of different parameters.
         """
         digests: dict[str, list[Any]] = {}  # by name: what it belongs to, and a checksum
-        try:
-            if not job.problem and self.ranks.size > 1:
-                digests = _digests(job, plan.rows[0])
-        except Exception as error:
-            job.problem = self._problem(error, self.storage.root)
-        said = self.ranks.all_gather(_hash(digests))
+
+        def own() -> str:
+            if job.failed is not None:
+                raise job.failed
+            if self.ranks.size > 1:
+                digests.update(_digests(job, plan.rows[0]))
+            return _hash(digests)
+
         differ: dict[str, str] = {}
-        if len(set(said)) > 1:
-            known: dict[str, list[Any]] = {}
-            for each in self.ranks.gather(digests):
-                for name, digest in each.items():
-                    if known.setdefault(name, digest) != digest:
-                        differ[name] = digest[0]
-            differ = self.ranks.broadcast(differ)
+        if self.ranks.together(what, own, lambda hashes: len(set(hashes)) > 1):
+            differ = self.ranks.together(what, lambda: digests, _differing)
         if plan.per_rank:
             differ |= {n: "extra" for n, kind in differ.items() if kind in _SHOULD_BE_EQUAL}
         refused = sorted(n for n, kind in differ.items() if kind in (PARAMETER, OPTIMIZER))
         if refused:
             raise CheckpointError(
-                f"step {job.step} was not saved to {self.storage.root}:\n"
-                f"{listed(refused)} differ between ranks, and a checkpoint keeps one tensor of a "
+                f"{what}:\n"
+                f"  {listed(refused)} differ between ranks, and a checkpoint keeps one tensor of a "
                 "name. If each rank has its own, as an expert, or the state of an optimizer that "
                 "works on local shards, pass per_rank=True to save(), or give them names of their "
                 "own."
@@ -292,18 +265,9 @@ class Saver:
 
     # --- 3. the folder ---------------------------------------------------------------------
 
-    def _make_folder(self, job: Job) -> Commit:
-        commit, problem = None, ""
-        if self.ranks.is_first:
-            try:
-                self.storage.lock()
-                commit = commits.begin(self.storage, job.step, job.metric)
-            except Exception as error:
-                problem = self._problem(error, self.storage.root)
-        said = self.ranks.broadcast({"commit": commit, "problem": problem})
-        self._refuse_if(job, said["problem"])
-        made: Commit = said["commit"]
-        return made
+    def _made_folder(self, job: Job) -> Commit:
+        self.storage.lock()
+        return commits.begin(self.storage, job.step, job.metric)
 
     # --- 4. files --------------------------------------------------------------------------
 
@@ -323,38 +287,47 @@ class Saver:
         name = file_of(self.ranks.rank)
         return write_tensors(self.storage, commit, name, entries, tensors, about, advance)
 
-    # --- 5. the commit ---------------------------------------------------------------------
 
-    def _try_to_commit(
-        self,
-        job: Job,
-        commit: Commit,
-        plan: _Plan,
-        differ: dict[str, str],
-        found: list[dict[str, Any]],
-        optimizers: list[dict[str, Any]],
-    ) -> str:
-        """Publish the manifest. Return the error if that has failed."""
-        try:
-            files = [each["file"] for each in found]
-            made = Manifest(
-                step=job.step,
-                tensors=_entries(plan.rows, differ, [each["trees"] for each in found]),
-                parts={n: each for n, each in job.others.items() if f"{n}/" not in differ},
-                rank_parts={n: each["kind"] for n, each in job.others.items() if f"{n}/" in differ},
-                about={**job.about, "num_ranks": self.ranks.size},
-            )
-            made.parts |= _merge(optimizers)
-            made.rank_parts[RANDOM] = RANDOM
-            made.ties = _joined_ties((each["ties"] for each in found), made.tensors)
-            self.storage.publish(commit.manifest, to_text(made, files))
-        except Exception as error:  # the other ranks must know, whatever it is
-            return self._problem(error, f"{self.storage.root}/{commit.folder}")
-        return ""
+def _manifest_of(job: Job, plan: _Plan, differ: dict[str, str], written: list[_Written]) -> bytes:
+    made = Manifest(
+        step=job.step,
+        tensors=_entries(plan.rows, differ, [each.trees for each in written]),
+        parts={n: each for n, each in job.others.items() if f"{n}/" not in differ},
+        rank_parts={n: each["kind"] for n, each in job.others.items() if f"{n}/" in differ},
+        about={**job.about, "num_ranks": len(written)},
+    )
+    made.parts |= _merge([each.optimizers for each in written])
+    made.rank_parts[RANDOM] = RANDOM
+    made.ties = _joined_ties((each.ties for each in written), made.tensors)
+    return to_text(made, [each.file for each in written])
 
 
-def _joined(problems: Iterable[str]) -> str:
-    return "\n".join(dict.fromkeys(each for each in problems if each))
+# --- what the first rank decides -----------------------------------------------------------
+
+
+def _agreed(claims: list[_Claim]) -> tuple[bool, bool]:
+    """Return whether ranks write their own, and whether all know the plan; or raise."""
+    problems = []
+    steps = sorted({each.step for each in claims})
+    if len(steps) > 1:
+        problems.append(f"ranks save different steps: {steps}")
+    for name in sorted({name for each in claims for name in each.parts}):
+        lacking = [rank for rank, each in enumerate(claims) if name not in each.parts]
+        if lacking:
+            problems.append(f"rank(s) {lacking} do not save {name!r}, which other ranks do")
+    if problems:
+        raise CheckpointError(*problems)
+    plans = {each.plan for each in claims}
+    return any(each.per_rank for each in claims), None not in plans and len(plans) == 1
+
+
+def _differing(digests: list[dict[str, list[Any]]]) -> dict[str, str]:
+    known: dict[str, list[Any]] = {}
+    differ = {}
+    for name, digest in (pair for own in digests for pair in own.items()):
+        if known.setdefault(name, digest) != digest:
+            differ[name] = digest[0]
+    return differ
 
 
 def _hash(value: Any) -> str:
@@ -466,7 +439,7 @@ def _crc_of(tensor: torch.Tensor) -> int:
     return crc
 
 
-def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, Any, torch.Tensor]]:
+def _values_of_copies(job: Job, num_ranks: int) -> _Copies:
     """Return some values of each matrix of which other meshes may hold a copy.
 
     Gradients of vectors may be nothing but rounding noise, as those of a bias before a norm are.
@@ -483,20 +456,19 @@ def _values_of_copies(job: Job, num_ranks: int) -> list[tuple[str, Any, torch.Te
     return found
 
 
-def _what_differs(copies: Iterable[list[tuple[str, Any, torch.Tensor]]]) -> str:
-    """Return a problem if meshes side by side hold different tensors of one name, or ""."""
+def _refuse_what_differs(copies: Iterable[_Copies]) -> None:
+    """Raise if meshes side by side hold different tensors of one name."""
     first: dict[tuple[str, Any], tuple[int, torch.Tensor]] = {}
     for rank, row in enumerate(copies):
         for name, offsets, values in row:
             other, known = first.setdefault((name, offsets), (rank, values))
             if _differ(values, known):
-                return (
+                raise CheckpointError(
                     f"{name!r} has other values on rank {rank} than on rank {other}, and a "
                     "checkpoint keeps one tensor of a name. Give experts on meshes of their own "
                     "names of their own, such as the keys of a ModuleDict. If these are to be "
                     "copies, as beside tensor parallelism, they have drifted far unequal."
                 )
-    return ""
 
 
 def _differ(values: torch.Tensor, others: torch.Tensor) -> bool:
