@@ -131,7 +131,7 @@ def test_groups_of_flat_and_raw_optimizers_keep_their_hyperparameters(tmp_path, 
 
 @pytest.mark.extras
 @pytest.mark.parametrize("kind", STATES)
-def test_folders_of_torch_are_imported(run_ranks, tmp_path, kind):
+def test_folders_of_torch_are_imported(run_ranks, tmp_path, capsys, kind):
     old, new = tmp_path / "old", tmp_path / "new"
     expected = run_ranks(save_states, 2, old, kind, "fully_shard")[0]
     step = [] if kind == "raw" else ["--step", "8"]  # which is in no folder but the raw one
@@ -140,6 +140,13 @@ def test_folders_of_torch_are_imported(run_ranks, tmp_path, kind):
     assert Checkpointer(new).steps() == [8]
     run_ranks(load_states, 2, new, kind, "fully_shard", expected)
     run_ranks(load_states, 1, new, kind, "plain", expected)
+    export = ["export", str(new), str(tmp_path / "torch"), "--to", "dcp"]
+    if kind == "raw":
+        assert command(export) == 1
+        assert "optimizer has numbers in the place of names" in capsys.readouterr().err
+    else:
+        assert command(export) == 0
+        run_ranks(read_exported, 2, tmp_path / "torch", "fully_shard", expected, step=8)
 
 
 # --- torch reads ours ------------------------------------------------------------------------
@@ -182,7 +189,7 @@ def test_the_reader_of_torch_reads_the_tensors_of_a_commit(run_ranks, tmp_path, 
         run_ranks(read_by_torch, num_ranks, tmp_path / "step-7", loaded_as, expected)
 
 
-def read_exported(folder, layout, expected):
+def read_exported(folder, layout, expected, step=7):
     model = net(layout, seed=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     states = of_torch.get_state_dict(model, optimizer)
@@ -190,7 +197,7 @@ def read_exported(folder, layout, expected):
     dcp.load(state, checkpoint_id=folder)
     given = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
     of_torch.set_state_dict(model, optimizer, **given)
-    assert state["step"] == 7
+    assert state["step"] == step
     assert optimizer.param_groups[0]["lr"] == 0.01
     assert_same_values(values_of(model, optimizer), expected)
 

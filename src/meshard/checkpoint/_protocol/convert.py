@@ -25,7 +25,7 @@ from meshard.checkpoint._protocol.manifest import (
 )
 from meshard.checkpoint._protocol.plain import decode, names_in
 from meshard.checkpoint._protocol.saving import file_of, write_tensors
-from meshard.checkpoint._protocol.storage import Storage
+from meshard.checkpoint._protocol.storage import CheckpointError, Storage
 from meshard.checkpoint._protocol.tensor_file import Entry
 
 
@@ -89,6 +89,11 @@ def write_for_torch(reader: Reader, folder: str, advance: Callable[[int], Any]) 
     state: dict[str, Any] = {"step": found.step}
     for part, tree in found.parts.items():
         if "param_groups" in tree:
+            if any(name.startswith("#") for name in tree["state"]):
+                raise CheckpointError(
+                    f"{part} has numbers in the place of names, as in a raw state dict; load it "
+                    "once, save it by Checkpointer, and export that."
+                )
             state[part] = decode(tree, stored)
         elif tree["kind"] == "module":
             inner = names_in(tree["tree"])

@@ -223,6 +223,8 @@ def _as_manifest(
         for name in own:
             tensors[f"model.{name}"] = tensors.pop(name)
             del parts[name]
+        if own:
+            parts["model"] = {"kind": "module", "tree": {}}
     step = parts.pop("step", {}).get("tree")
     step = step if type(step) is int else None
     return Manifest(step, tensors, parts, about={"has_each_name": True}, unreadable=unreadable)
