@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 
 import meshard
 from meshard.checkpoint import Checkpointer, CheckpointError
@@ -46,6 +46,52 @@ class Blocks(LocalMomentum):
         state["scales"] = new.abs().clamp(min=1e-12) / 127
         state["codes"] = (new / state["scales"]).round().to(torch.int8)
         shard.sub_((state["codes"].float() * state["scales"]).view(shard.shape), alpha=lr)
+
+
+class Scaled(torch.Tensor):
+    """A tensor that is made of two others, as the states of torchao's optimizers are."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, label):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale, label):
+        self.codes, self.scale, self.label = codes, scale, label
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], [self.label]
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["scale"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        assert func in (torch.ops.aten.detach.default, torch.ops.aten.view.default), func
+        return cls(args[0].codes, args[0].scale, args[0].label)
+
+
+class ScaledMomentum(LocalMomentum):
+    """Its states are DTensors over tensors that are made of others."""
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                shard, state, old = local(param), self.state[param], 0
+                if state:
+                    assert isinstance(state["momentum"], DTensor)
+                    held = state["momentum"].to_local()
+                    old = held.codes.float() * held.scale
+                new = old * 0.9 + local(param.grad)
+                scale = new.abs().max(dim=0, keepdim=True).values.clamp(min=1e-12) / 127
+                made = Scaled((new / scale).round().to(torch.int8), scale, "eight bits")
+                state["momentum"] = DTensor.from_local(
+                    made, param.device_mesh, param.placements, run_check=False
+                )
+                shard.sub_(made.codes.float() * made.scale, alpha=group["lr"])
 
 
 class Even(nn.Module):
@@ -161,6 +207,51 @@ def test_with_per_rank_each_rank_gets_its_own_states_back_and_resumes_bit_for_bi
     assert_same_values(states_of(optimizer_again), states)
     assert torch.equal(train(again, optimizer_again, 3), losses)
     assert_same_values(values_of(again), values_of(model))
+
+
+@pytest.mark.parametrize("is_new", [True, False])
+@on_ranks(2)
+def test_states_that_are_made_of_other_tensors_come_back_with_per_rank(tmp_path, is_new):
+    model = sharded()
+    optimizer, checkpointer = ScaledMomentum(model.parameters()), Checkpointer(tmp_path)
+    stepped(model, optimizer)
+    text = r"(?s)weight\.momentum\.(codes|scale).*per_rank="
+    assert_not_saved(checkpointer, text, 1, model, optimizer)
+    checkpointer.save(1, model, optimizer, per_rank=True)
+    stepped(model, optimizer)
+    expected = values_of(model)
+    again = sharded()
+    resumed = ScaledMomentum(again.parameters())
+    if not is_new:
+        stepped(again, resumed)  # it has states, which are filled
+    assert checkpointer.load(again, resumed).missing == []
+    assert resumed.state[again.weight]["momentum"].to_local().label == "eight bits"
+    stepped(again, resumed)
+    assert_same_values(values_of(again), expected)
+
+
+def save_scaled(folder):
+    model = sharded()
+    optimizer = ScaledMomentum(model.parameters())
+    stepped(model, optimizer)
+    Checkpointer(folder).save(1, model, optimizer, per_rank=True)
+
+
+def load_scaled(folder):
+    """The other placements have shards of the same shape."""
+    model = meshard.fully_shard(Even(8), shard_placement_fn=lambda _: Shard(1))
+    with pytest.raises(CheckpointError, match="'weight', of another part of it"):
+        Checkpointer(folder).load(model, ScaledMomentum(model.parameters()))
+
+
+def test_states_that_are_made_of_other_tensors_do_not_load_with_other_placements(
+    run_ranks, tmp_path
+):
+    run_ranks(save_scaled, 2, tmp_path)
+    run_ranks(load_scaled, 2, tmp_path)
+    model = Even(8)
+    with pytest.raises(CheckpointError, match="each of 2 ranks"):
+        Checkpointer(tmp_path).load(model, LocalMomentum(model.parameters()))
 
 
 def save_for_each_rank(folder):

@@ -79,7 +79,9 @@ def write_for_torch(reader: Reader, folder: str, advance: Callable[[int], Any]) 
     """Write a folder that ``torch.distributed.checkpoint.load`` reads: models and optimizers."""
     found = with_own_names(reader.manifest, 0)
 
-    def stored(name: str) -> torch.Tensor:
+    def stored(name: str, local: object = None) -> torch.Tensor:
+        if local is not None:
+            raise CheckpointError(f"{name} is made of tensors that each rank has of its own.")
         entry = found.tensors[found.ties.get(name, name)]
         empty = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="meta")
         tensor = empty.as_subclass(_Stored)

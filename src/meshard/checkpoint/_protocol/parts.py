@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from meshard._engine.unit import without_compile
-from meshard._torch.dtensor import place_like, plain_of
-from meshard.checkpoint._protocol.plain import Path, embedded, encode, reference
+from meshard._torch.dtensor import is_plain, place_like, plain_of
+from meshard.checkpoint._protocol.plain import Path, embedded, encode, reference, wrapped
 from meshard.checkpoint._protocol.storage import CheckpointError
 from meshard.checkpoint.weights_layout import fqn_without_wrappers, held_tensors
 
@@ -58,6 +58,12 @@ def encode_part(name: str, state: Any, *, is_optimizer: bool = False) -> Encoded
     def add(path: Path, tensor: torch.Tensor) -> Any:
         if is_optimizer and path[1] == "param_groups" and not isinstance(tensor, DTensor):
             return embedded(tensor)
+        local = plain_of(tensor)
+        if not is_plain(local) and hasattr(local, "__tensor_flatten__"):  # as torchao's states
+            inner, context = local.__tensor_flatten__()
+            held = {name: add((*path, name), getattr(local, name)) for name in inner}
+            name = join(*path) if isinstance(tensor, DTensor) else None
+            return wrapped(local, held, encode(context, add, path), name)
         full = join(*path)
         while full in tensors:  # {"a.b": ..., "a": {"b": ...}}
             full += "'"

@@ -45,6 +45,22 @@ def embedded(tensor: torch.Tensor) -> dict[str, Any]:
     }
 
 
+def wrapped(tensor: torch.Tensor, inner: Any, context: Any, name: str | None) -> dict[str, Any]:
+    """Return what stands for a tensor that is made of others, as ``__tensor_flatten__`` tells.
+
+    With a ``name`` it is the local tensor of a DTensor.
+    """
+    return {
+        _KIND: "wrapped",
+        "class": _name_of(type(tensor)),
+        "inner": inner,
+        "context": context,
+        "shape": list(tensor.shape),
+        "stride": list(tensor.stride()),
+        "placed": name,
+    }
+
+
 def encode(value: Any, tensor: Callable[[Path, torch.Tensor], Any], path: Path = ()) -> Any:
     """Return ``value`` as what ``json.dumps`` takes.
 
@@ -155,8 +171,10 @@ def _named(name: str, base: type) -> Any:
     return found
 
 
-def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
+def decode(value: Any, tensor: Callable[..., Any]) -> Any:
     """Return what ``encode`` was given. ``tensor`` returns the tensor of a given name.
+
+    With a second argument, a local tensor, it returns the DTensor of that name.
 
     Raises:
         ValueError: ``encode`` does not return such a value, or a class that it needs is not here.
@@ -170,6 +188,11 @@ def decode(value: Any, tensor: Callable[[str], Any]) -> Any:
         return {key: decode(each, tensor) for key, each in value.items()}
     if kind == "tensor":
         return tensor(value["name"])
+    if kind == "wrapped":
+        inner, context = decode(value["inner"], tensor), decode(value["context"], tensor)
+        found: Any = _named(value["class"], torch.Tensor)
+        made = found.__tensor_unflatten__(inner, context, value["shape"], value["stride"])
+        return made if value["placed"] is None else tensor(value["placed"], made)
     if kind in ("float", "complex"):
         return (float if kind == "float" else complex)(value["value"])
     if kind == "dtype":

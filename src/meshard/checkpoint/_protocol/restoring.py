@@ -7,6 +7,7 @@ each part takes the rest of its state.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from meshard._torch.dtensor import plain_of
+from meshard._torch.dtensor import place_like, plain_of
 from meshard._torch.private import dtype_of
 from meshard.checkpoint._protocol import parts
 from meshard.checkpoint._protocol.loading import Read, Reader, check, compare, fill, reads_of
@@ -86,9 +87,12 @@ class Restoring:
         self._left_out: list[str] = []  # texts about plain values that were not asked for
         self._unexpected: list[str] = []
         self._problems: list[str] = []
-        # "rank1/optimizer.state.weight." of what this rank has saved for itself
+        # What names begin with that a rank has saved for itself: "rank1/optimizer.state.weight."
         self._heads_of_own = {
-            f"{each.rpartition('.')[0]}." for each in self._manifest.tensors if "/" in each
+            head
+            for each in self._manifest.tensors
+            if "/" in each
+            for head in itertools.accumulate(each.split("."), "{}.{}".format)
         }
         self._random: Any = None  # the random state of this rank
         self._how_random = ""  # what was done with it
@@ -345,7 +349,7 @@ class Restoring:
         self, name: str, fqn: str, param: torch.Tensor, meshes: list[list[int]]
     ) -> None:
         """Refuse states that each rank has saved for itself, if it holds another part here."""
-        own = own_name(self._ranks.rank, f"{name}.state.{fqn}.")
+        own = own_name(self._ranks.rank, f"{name}.state.{fqn}")
         if not isinstance(param, DTensor) or own not in self._heads_of_own:
             return
         saved = self._placements_of(join(MODEL, fqn)) or self._placements_of(fqn)
@@ -396,7 +400,7 @@ class Restoring:
                         return present[name]
                     was_cut = self._placements_of(join(MODEL, fqn)) or self._placements_of(fqn)
                     # Ordinary tensors beside a parameter that was a DTensor stay ordinary ones.
-                    is_local = was_cut and not self._placements_of(name)
+                    is_local = was_cut and self._stored(name) and not self._placements_of(name)
                     return plain_of(param) if is_local else param
 
                 state[fqn] = self._decoded(name, each, like, of_others)
@@ -488,8 +492,10 @@ class Restoring:
         ``of_others`` is where the memory begins that tensors of other parts are loaded into.
         """
 
-        def make(name: str) -> torch.Tensor:
+        def make(name: str, local: torch.Tensor | None = None) -> torch.Tensor:
             present = made = like(name)
+            if local is not None:
+                return place_like(present, local) if isinstance(present, DTensor) else local
             if self._stored(name) is None:
                 raise ValueError(self._lack_of(name))
             entry = self._manifest.tensors[self._manifest.ties.get(name, name)]
