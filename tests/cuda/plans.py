@@ -5,24 +5,21 @@ what libraries keep for good, such as cuBLAS's workspaces: a job runs once befor
 """
 
 import gc
-import math
-from dataclasses import replace
 from functools import partial
-from unittest import mock
 
 import torch
 
 from meshard import CommLedger
-from meshard.planning import Link, measure, measuring, plan
+from meshard.planning import plan
 from tests.benchmarks import contenders
 from tests.benchmarks.contenders import OURS, OURS_WHOLE, PLAIN
-from tests.benchmarks.pretend_network import NOTHING, Network, pretend_group
+from tests.benchmarks.pretend_network import NOTHING, pretend_group
 from tests.cuda.device import NotRehearsed
 from tests.cuda.memory import LARGE, TINY
 from tests.cuda.times import WIDE
 from tests.planning.jobs import make_job
 
-LIMIT, TIME_LIMIT = 0.03, 0.1
+LIMIT = 0.03
 # cuDNN takes a workspace of 4.9 MB for the backward of a convolution, and the plan knows of none.
 WITH_WORKSPACE = {"convolutions": 0.1}
 RANKS = 8
@@ -91,55 +88,8 @@ def compare(device, make_step, ranks, limit=LIMIT):
     return figure
 
 
-def predicted(device):
-    """Measure one setting, and predict the time of others."""
-    config = WIDE if device.is_real else TINY
-    network, step_of = Network(), partial(contend, kind=device.kind)
-    device.communicate()
-    with (
-        pretend_group(RANKS, network),
-        mock.patch.object(measuring, "all_ranks", return_value=None),
-    ):
-        profile = measure(step_of(OURS, config), steps=6)
-    gc.collect()
-    # The pretended network has another rule for latency, so it is stated for these ranks.
-    hop = network.latency * math.log2(64) / 63
-    profile = replace(profile, between_nodes=Link(network.across, hop))
-    found = []
-    for ranks, name, settings in (
-        (RANKS, OURS, {}),
-        (RANKS, OURS_WHOLE, {}),
-        (RANKS, OURS, {"batch": config.batch // 2}),
-        (RANKS, OURS, {"depth": config.depth // 2}),
-        (64, OURS, {}),
-        (64, OURS_WHOLE, {}),
-    ):
-        make_step = partial(step_of, name, replace(config, **settings))
-        planned = plan(make_step, world_size=ranks, device_type=device.kind, profile=profile)
-        with pretend_group(ranks, network):
-            step, count = make_step(), 5
-            for _ in range(3):
-                step()
-            seconds = device.seconds(lambda step=step, count=count: [step() for _ in range(count)])
-        del step
-        gc.collect()
-        took, time = seconds / count, planned.time
-        found.append((time.seconds / took, ranks, name, settings, time, took))
-    figure = "; ".join(
-        f"{name} on {ranks}{settings or ''}: {ratio:.3f} of {1e3 * took:.1f} ms, "
-        f"exposed {1e3 * time.exposed:.1f}"
-        for ratio, ranks, name, settings, time, took in found
-    )
-    if not device.is_real:
-        raise NotRehearsed
-    # With half the work the host may take longer than the device, and no profile knows of that.
-    held = [ratio for ratio, _, _, settings, *_ in found if "batch" not in settings]
-    assert all(abs(ratio - 1) < TIME_LIMIT for ratio in held), figure
-    return figure
-
-
 def checks(device):
-    found = {"time of a step": partial(predicted, device)}
+    found = {}
     for title, options in JOBS.items():
         ranks = 4 if "mesh_shape" in options else 2
         job = partial(make_job, device=device.kind, **options)

@@ -15,8 +15,8 @@ from torch.distributed import init_process_group
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
+from examples import plan_models
 from meshard.planning import plan
-from meshard.planning.models import built_in
 from tests.planning.jobs import make_job
 from tests.support.extensions import Int8OnWire, with_matrices_as
 from tests.support.models import MlpBlock
@@ -54,7 +54,7 @@ def usual_plan():
 
 @functools.cache
 def plan_of_llama():
-    job = partial(built_in, "llama:8b", reshard=False)
+    job = partial(plan_models.job, "llama:8b", reshard=False)
     return plan(job, world_size=4096, ranks_per_node=8, steps=1)
 
 
@@ -252,7 +252,7 @@ def test_nothing_is_allocated():
 def test_published_models_take_the_state_that_arithmetic_gives(
     name, world_size, options, gigabytes
 ):
-    planned = plan(partial(built_in, name, **options), world_size=world_size, steps=1)
+    planned = plan(partial(plan_models.job, name, **options), world_size=world_size, steps=1)
     assert round(planned.state_bytes / 1e9, 1) == gigabytes
 
 
@@ -444,15 +444,6 @@ def test_a_plan_leaves_the_process_as_it_was(fails):
     assert all(gradient.abs().sum() > 0 for gradient in gradients)
 
 
-def test_a_plan_inside_a_trace_is_refused_and_leaves_no_hook(tmp_path):
-    with (
-        meshard.trace(tmp_path / "trace.json"),
-        pytest.raises(RuntimeError, match="a trace is active"),
-    ):
-        plan(mlp_job, world_size=2)
-    nn.Linear(2, 2)(torch.ones(1, 2))
-
-
 def test_a_module_that_a_job_imports_first_gets_the_functions_of_torch(tmp_path, monkeypatch):
     def job():
         importlib.import_module("imported_in_job").init_process_group("nccl")
@@ -512,7 +503,7 @@ def test_a_screen_has_eighty_columns():
 
 @pytest.mark.parametrize("recompute", mostly_slow([True, False], False))
 def test_only_blocks_without_a_checkpoint_are_to_be_checkpointed(recompute):
-    job = partial(built_in, "llama:8b", batch=8, recompute=recompute)
+    job = partial(plan_models.job, "llama:8b", batch=8, recompute=recompute)
     planned = plan(job, world_size=64, steps=1)
     assert {unit.label: unit.is_recomputed for unit in planned.units} == {
         "(root)": False,

@@ -11,7 +11,6 @@ import inspect
 import json
 import math
 import os
-import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -22,18 +21,16 @@ import torch
 
 import meshard
 from meshard.diagnostics import aligned
-from meshard.planning.models import SHAPES, built_in
 from meshard.planning.plan import bytes_of, plan
-from meshard.planning.report import readable_size, readable_time, screen_of
+from meshard.planning.report import readable_size, screen_of
 from meshard.planning.sweep import MakeJob, SweepRow, check_some, fit, sweep
-from meshard.planning.timing import Link, Profile
 
 _EXAMPLES = """\
 examples:
-  python -m meshard plan --model gpt:13b --world 8 --limit 80GB
+  python -m meshard plan train:job --world 256 --limit 80GB
   python -m meshard plan train:job --world 256 --set batch=4 --plot out.png
-  python -m meshard plan --model llama:70b --world 64 --sweep replicas=1,2
-  python -m meshard plan --model llama:70b --world 64 --fit 80GB
+  python -m meshard plan train:job --world 64 --sweep replicas=1,2
+  python -m meshard plan train:job --world 64 --fit 80GB
 
 The exit code is 0 if the plan fits into --limit or --fit, or if there is neither; 1 if it does not
 fit; 2 if the command or the job is not right.
@@ -44,12 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the command to ``parser``."""
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLES
-    parser.add_argument("job", nargs="?", metavar="PKG:FUNCTION", help="a job of your own")
-    parser.add_argument(
-        "--model",
-        metavar="NAME",
-        help=f"instead of it: {', '.join(SHAPES)}, on batches of 1 x 2048 tokens",
-    )
+    parser.add_argument("job", metavar="PKG:FUNCTION", help="it makes a model and returns a step")
     parser.add_argument("--world", type=int, required=True, metavar="N", help="how many ranks")
     parser.add_argument("--rank", type=int, default=0, help="which of them (0)")
     parser.add_argument("--node", type=int, default=8, metavar="N", help="ranks of a node (8)")
@@ -63,14 +55,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sweep", action="append", default=[], metavar="KEY=A,B", help="plan all these values"
     )
     parser.add_argument("--fit", metavar="SIZE", help="find what fits into this memory")
-    parser.add_argument("--profile", metavar="FILE", help="of measure(): the plan then has times")
-    parser.add_argument(
-        "--within", metavar="RATE[,LATENCY]", help="network inside a node, such as 400GB/s,5us"
-    )
-    parser.add_argument(
-        "--between", metavar="RATE[,LATENCY]", help="network between nodes, such as 50GB/s,10us"
-    )
-    parser.add_argument("--offload", action="store_true", help="the same as --set offload=True")
     parser.add_argument(
         "--json", action="store_true", help="print the plan, or all plans of a sweep, as JSON"
     )
@@ -95,16 +79,12 @@ def _place_of(error: BaseException) -> str:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    settings = dict(_setting(each) for each in parsed.set)
-    if parsed.offload:
-        settings["offload"] = True
-    job = _job_of(parsed, settings)
+    job = _job_of(parsed.job, dict(map(_setting, parsed.set)), parsed.sweep)
     options = {
         "rank": parsed.rank,
         "ranks_per_node": parsed.node,
         "device_type": parsed.device,
         "steps": parsed.steps,
-        "profile": _profile_of(parsed),
     }
     if not parsed.sweep and not parsed.fit:
         return _show(parsed, plan(job, world_size=parsed.world, **options))
@@ -130,28 +110,6 @@ def _run(parsed: argparse.Namespace) -> int:
         print(_table(rows, parsed.limit))
     check_some(rows)
     return 0 if rows[0].fits(parsed.limit) else 1
-
-
-def _profile_of(parsed: argparse.Namespace) -> Profile | None:
-    if parsed.profile is None:
-        if parsed.within or parsed.between:
-            raise ValueError("--within and --between say how long a step takes, with --profile.")
-        return None
-    profile = Profile.load(parsed.profile)
-    if parsed.within:
-        profile = dataclasses.replace(profile, within_node=_link(parsed.within))
-    if parsed.between:
-        profile = dataclasses.replace(profile, between_nodes=_link(parsed.between))
-    return profile
-
-
-def _link(text: str) -> Link:
-    rate, _, latency = text.partition(",")
-    found = re.fullmatch(r"(\d+(?:\.\d*)?)(s|ms|us)", latency or "0s")
-    if found is None or not rate.endswith("/s"):
-        raise ValueError(f"a network is such as 50GB/s or 50GB/s,10us, got {text!r}.")
-    seconds = float(found[1]) * {"s": 1.0, "ms": 1e-3, "us": 1e-6}[found[2]]
-    return Link(bytes_per_second=bytes_of(rate.removesuffix("/s")), latency=seconds)
 
 
 def _show(parsed: argparse.Namespace, planned: Any) -> int:
@@ -205,8 +163,7 @@ def _bar(count: int | None) -> Iterator[Callable[[SweepRow], None]]:
 
 def _table(rows: list[SweepRow], limit: str | None) -> str:
     keys = list(rows[0].settings)
-    is_timed = any(row.plan is not None and row.plan.time for row in rows)
-    heads = ["peak", "peak in", "sent", "between nodes", *(["step"] if is_timed else []), ""]
+    heads = ["peak", "peak in", "sent", "between nodes", ""]
     lines: list[tuple[str, ...]] = [(*keys, *heads)]
     for row in rows:
         values = [str(row.settings[key]) for key in keys]
@@ -218,36 +175,23 @@ def _table(rows: list[SweepRow], limit: str | None) -> str:
         sizes = map(readable_size, sent)
         verdict = "" if limit is None else "fits" if row.fits(limit) else "does not fit"
         peak = readable_size(row.plan.peak_bytes)
-        time = [readable_time(row.plan.time.seconds)] if row.plan.time else []
-        lines.append((*values, peak, row.plan.peak_phase, *sizes, *time, verdict))
+        lines.append((*values, peak, row.plan.peak_phase, *sizes, verdict))
     return "\n".join(aligned(lines))
 
 
-def _job_of(parsed: argparse.Namespace, settings: dict[str, Any]) -> MakeJob:
-    if (parsed.job is None) == (parsed.model is None):
-        raise ValueError("name a job as PKG:FUNCTION, or one of the models by --model.")
-    if parsed.model is not None:
-        if parsed.model not in SHAPES:
-            raise ValueError(f"there is no model {parsed.model!r}; there are {', '.join(SHAPES)}.")
-        made = partial(built_in, parsed.model, device=parsed.device)
-        return _checked(made, settings, parsed.sweep)
-    package, _, name = parsed.job.partition(":")
-    if not name:
-        raise ValueError(f"a job is PKG:FUNCTION, such as train:job, got {parsed.job!r}.")
-    sys.path.insert(0, os.getcwd())  # as for `python -m`, in a console script too
-    function = getattr(importlib.import_module(package), name, None)
-    if not callable(function):
-        raise ValueError(f"{package} has no function {name!r}.")
-    return _checked(function, settings, parsed.sweep)
-
-
-def _checked(function: MakeJob, settings: dict[str, Any], swept: list[str]) -> MakeJob:
+def _job_of(name: str, settings: dict[str, Any], swept: list[str]) -> MakeJob:
     """Return the job with its settings, after a look at whether it takes them."""
+    package, _, function_name = name.partition(":")
+    if not function_name:
+        raise ValueError(f"a job is PKG:FUNCTION, such as train:job, got {name!r}.")
+    sys.path.insert(0, os.getcwd())  # as for `python -m`, in a console script too
+    function = getattr(importlib.import_module(package), function_name, None)
+    if not callable(function):
+        raise ValueError(f"{package} has no function {function_name!r}.")
     taken = inspect.signature(function).parameters
-    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values()):
-        return partial(function, **settings)
+    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
     for key in (*settings, *(each.partition("=")[0] for each in swept)):
-        if key not in taken:
+        if key not in taken and not takes_any:
             raise ValueError(f"the job takes no {key!r}; it takes {', '.join(taken) or 'nothing'}.")
     return partial(function, **settings)
 

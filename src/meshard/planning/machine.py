@@ -12,6 +12,8 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -29,8 +31,8 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode
 
-from meshard._comm import spans
 from meshard._comm.communicator import CommEvent, Communicator, observers
+from meshard._comm.cpu import WorkHandle
 from meshard._communicators import communicators_from
 from meshard._engine.param_group import owner_of as group_of
 from meshard._engine.param_group import sharded_params_of
@@ -46,8 +48,19 @@ from meshard._torch.private import (
 from meshard.optim.overlap import Worker
 from meshard.planning.communicators import PlannedStreams, PlannedWorks
 from meshard.planning.memory import MemoryLog
-from meshard.planning.phantom import PhantomMode, submit_inline
-from meshard.planning.tape import Collective, Tape, WorkRecorder
+from meshard.planning.phantom import PhantomMode
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective that meshard issues, as ``CommLedger`` records it."""
+
+    op: str
+    unit: str
+    group_size: int
+    payload_bytes: int
+    wire_bytes: int
+    is_between_nodes: bool  # its group has ranks of several nodes
 
 
 class Machine:
@@ -55,7 +68,7 @@ class Machine:
 
     Attributes:
         log: The memory of this rank.
-        tape: What it queues on its streams.
+        collectives: Those of the step that was begun last.
         phantom: What runs in place of kernels.
     """
 
@@ -64,9 +77,8 @@ class Machine:
         self.ranks_per_node = ranks_per_node
         self.device_type = device_type
         self.has_device = device_type != "cpu"
-        self.log, self.tape = MemoryLog(), Tape()
-        self._recorder = WorkRecorder(self.tape.work)
-        self.phantom = PhantomMode(self.log.add, self._recorder.kernel)
+        self.log, self.collectives = MemoryLog(), list[Collective]()
+        self.phantom = PhantomMode(self.log.add)
         # An ordered set: the outermost modules that ran and, if such a module is a part of a root
         # unit, the modules of that root.
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
@@ -188,15 +200,19 @@ class Machine:
             size = log.size_of(storage)
             return nbytes(storage) if size is None else size
 
-        def step_in_log(worker: Worker, *args: Any) -> Any:
-            # The worker's step runs here at once, so its time counts as if compute waited for it.
+        def step_in_log(_: Worker, function: Callable[..., Any], *args: Any) -> Future[Any]:
+            # In a thread of its own the mode would see no kernel.
+            done: Future[Any] = Future()
             with log.making("optimizer", is_on_host=self.has_device):
-                return submit_inline(worker, *args)
+                done.set_result(function(*args))
+            return done
 
         yield Worker, "submit", step_in_log
         yield torch.UntypedStorage, "resize_", resize_in_log
         yield torch.UntypedStorage, "nbytes", size_in_log
         if not self.has_device:
+            # Each collective is done no sooner than the host waits, which takes the most memory.
+            yield WorkHandle, "done", _is_waited_for
             return
         init_mesh, init_autocast = DeviceMesh.__init__, torch.autocast.__init__
 
@@ -230,14 +246,11 @@ class Machine:
                     setattr(loaded, name, own)
 
     def _make_communicator(self, _: torch.device) -> Communicator:
-        if self.has_device:
-            return PlannedStreams(self.log, self.tape)
-        return PlannedWorks(self.log, self.tape)
+        return PlannedStreams(self.log) if self.has_device else PlannedWorks(self.log)
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
         """Learn which unit runs, what is sent, and which optimizers there are."""
-        spans.start(self._recorder)  # raises if a trace is active
         hooks = [
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
@@ -254,7 +267,6 @@ class Machine:
             ):
                 yield
         finally:
-            spans.stop()
             observers.remove(self._on_collective)
             for hook in hooks:
                 hook.remove()
@@ -336,15 +348,10 @@ class Machine:
         elif event == "reduce":
             self.log.reduced(unit)
 
-    def _on_collective(self, event: CommEvent, group: dist.ProcessGroup, root: object) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        collective = Collective.of(event, ranks, self.ranks_per_node)
-        if self.has_device:
-            self.tape.send(collective)
-            return
-        self.tape.send_beside(collective, group)
-        if root is None:  # the caller waits for it at once
-            self.tape.wait(self.tape.sent)
+    def _on_collective(self, event: CommEvent, group: dist.ProcessGroup, _: object) -> None:
+        nodes = {rank // self.ranks_per_node for rank in dist.get_process_group_ranks(group)}
+        sizes = event.group_size, event.payload_bytes, event.wire_bytes
+        self.collectives.append(Collective(event.op, event.unit, *sizes, len(nodes) > 1))
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -353,6 +360,10 @@ def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     for each in map(plain_of, tensors):
         found += plain_tensors_in(each) if hasattr(each, "__tensor_flatten__") else [each]
     return found
+
+
+def _is_waited_for(handle: WorkHandle) -> bool:
+    return handle._work is None
 
 
 def _nothing() -> Callable[..., None]:

@@ -13,7 +13,6 @@ import mmap
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, Future
 from typing import Any, NamedTuple
 
 import torch
@@ -30,19 +29,11 @@ _RUNS_FOR_REAL = 2**26
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 OnStorage = Callable[[torch.UntypedStorage], None]
-OnKernel = Callable[[Any, Any, Any, Any], None]  # operator, arguments, keywords and results
 
 
 def _is_plain(cls: type[torch.Tensor]) -> bool:
     """Whether operators reach a mode with tensors of this class as they are."""
     return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-
-
-def submit_inline(_: Executor, function: Callable[..., Any], *args: Any) -> Future[Any]:
-    """Run what an executor would run in a thread of its own, where modes would see no kernel."""
-    done: Future[Any] = Future()
-    done.set_result(function(*args))
-    return done
 
 
 def _reserve(num_bytes: int) -> torch.UntypedStorage:
@@ -83,38 +74,18 @@ def _schema_of(func: Any) -> _Schema:
     return _Schema(is_view, tuple(returned), takes_device)
 
 
-class KernelMode(DispatchMode):  # type: ignore[misc]  # an Any
-    """Runs kernels as always, and reports each to ``on_kernel``."""
-
-    def __init__(self, on_kernel: OnKernel) -> None:
-        super().__init__()
-        self._on_kernel = on_kernel
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if is_faking():  # DTensor finds out a shape
-            return func(*args, **kwargs)
-        if not all(map(_is_plain, types)):
-            return NotImplemented  # DTensors come here again with their local tensors
-        result = func(*args, **kwargs)
-        if func.namespace != "c10d" and not _schema_of(func).is_view:
-            self._on_kernel(func, args, kwargs, result)
-        return result
-
-
 class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
     """Runs operators without their kernels.
 
-    Each new storage is reported to ``on_storage``, and each operator that has a kernel to
-    ``on_kernel``.
+    Each new storage is reported to ``on_storage``.
 
     Attributes:
         ran_for_real: How often each operator without an implementation for the meta device ran.
     """
 
-    def __init__(self, on_storage: OnStorage, on_kernel: OnKernel) -> None:
+    def __init__(self, on_storage: OnStorage) -> None:
         super().__init__()
-        self._on_storage, self._on_kernel = on_storage, on_kernel
+        self._on_storage = on_storage
         self._results: dict[Any, Any] = {}  # by operator and forms: the results on the meta device
         self.ran_for_real = Counter[str]()
 
@@ -131,20 +102,6 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         schema = _schema_of(func)
         if schema.is_view or _is_on_meta(tensors, kwargs):
             return func(*args, **kwargs)
-        result = self._result(func, args, kwargs, leaves, spec, tensors)
-        self._on_kernel(func, args, kwargs, result)
-        return result
-
-    def _result(
-        self,
-        func: Any,
-        args: Any,
-        kwargs: Any,
-        leaves: list[Any],
-        spec: Any,
-        tensors: list[torch.Tensor],
-    ) -> Any:
-        schema = _schema_of(func)
         if tensors and all(map(_is_small, tensors)):
             return self._run(func, args, kwargs, tensors)
         if None not in schema.returned:

@@ -13,13 +13,10 @@ from os import PathLike
 import torch
 
 from meshard.diagnostics import CommLedger
-from meshard.planning.machine import Machine
+from meshard.planning.machine import Collective, Machine
 from meshard.planning.memory import KINDS, MemoryLog
 from meshard.planning.picture import draw_memory
 from meshard.planning.report import screen_of
-from meshard.planning.tape import Collective
-from meshard.planning.timing import Profile, StepTime, time_of
-from meshard.timeline import Summary, lane_of
 
 Job = Callable[[], Callable[[], object]]
 
@@ -109,7 +106,6 @@ class Plan:
             most memory in it.
         units: The units, with their parts of the peak.
         not_known: What the plan cannot know, in sentences.
-        time: How long the last step takes, if ``plan`` was given a profile; otherwise None.
     """
 
     world_size: int
@@ -129,7 +125,6 @@ class Plan:
     moments: list[PlannedMoment] = field(repr=False)
     units: list[PlannedUnit] = field(repr=False)
     not_known: list[str]
-    time: StepTime | None
 
     def fits(self, limit: str | float) -> bool:
         """Whether the peak is at most ``limit``, in bytes or as in ``"80GB"``."""
@@ -149,29 +144,18 @@ class Plan:
         """Return all fields as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=1)
 
-    def compare(
-        self,
-        ledger: CommLedger,
-        *,
-        peak_bytes: int | None = None,
-        summary: Summary | None = None,
-    ) -> Comparison:
+    def compare(self, ledger: CommLedger, *, peak_bytes: int | None = None) -> Comparison:
         """Hold the plan against a step that was run.
 
         Args:
             ledger: Of one whole step, but not of the first. Its collectives must be those of the
                 plan, in order.
             peak_bytes: The most memory of tensors that was measured in the run.
-            summary: Of a ``meshard.trace`` of one whole step, for a plan with a ``time``.
-
-        Raises:
-            ValueError: There is a summary, but the plan has no time.
         """
         planned = [(each.op, each.unit, each.payload_bytes) for each in self.events]
         ran = [(each.op, each.unit, each.payload_bytes) for each in ledger.events]
         different = _first_difference(planned, ran)
-        times = {} if summary is None else _times_beside(self.time, summary)
-        return Comparison(different, len(ran), self.peak_bytes, peak_bytes, times)
+        return Comparison(different, len(ran), self.peak_bytes, peak_bytes)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the memory over the last step to an image file, stacked by kind."""
@@ -189,15 +173,12 @@ class Comparison:
         first_difference: A sentence on the first collective that differs; None if all agree.
         num_collectives: How many the run had.
         peak_ratio: The planned peak by the measured one; None if that was not given.
-        seconds: Planned and measured seconds of each phase, and of the waits of compute for each
-            kind of collective, as in ``"exposed all_gather"``. Empty without a summary.
     """
 
     first_difference: str | None
     num_collectives: int
     planned_peak: int
     measured_peak: int | None
-    seconds: dict[str, tuple[float, float]]
 
     @property
     def peak_ratio(self) -> float | None:
@@ -206,26 +187,9 @@ class Comparison:
 
     def __str__(self) -> str:
         what = self.first_difference or f"all {self.num_collectives} collectives are as planned"
-        if self.peak_ratio is not None:
-            what += f"; the planned peak is {self.peak_ratio:.3f} of the measured one"
-        lines = [
-            f"{name}: planned {1e3 * planned:.2f} ms, ran {1e3 * ran:.2f} ms"
-            for name, (planned, ran) in self.seconds.items()
-        ]
-        return "\n".join([what, *lines])
-
-
-def _times_beside(time: StepTime | None, summary: Summary) -> dict[str, tuple[float, float]]:
-    """Return planned and measured seconds."""
-    if time is None:
-        raise ValueError("the plan has no time; give plan() a profile of measure().")
-    found = {
-        phase: (time.phases.get(phase, 0.0), seconds) for phase, seconds in summary.phases.items()
-    }
-    for name, kind in summary.kinds.items():
-        planned = sum(each.exposed for op, each in time.kinds.items() if lane_of(op) == name)
-        found[f"exposed {name.replace('-', '_')}"] = planned, kind.exposed
-    return found
+        if self.peak_ratio is None:
+            return what
+        return f"{what}; the planned peak is {self.peak_ratio:.3f} of the measured one"
 
 
 def _first_difference(
@@ -251,7 +215,6 @@ def plan(
     ranks_per_node: int = 8,
     device_type: str = "cuda",
     steps: int = 2,
-    profile: Profile | None = None,
 ) -> Plan:
     """Find out what a training job takes and sends, before it runs.
 
@@ -271,18 +234,15 @@ def plan(
         device_type: Of the real job. On ``"cpu"``, the ranks send through sockets.
         steps: How many steps to run. The first makes the state of the optimizer, and the last is
             the one that ``collectives`` and ``moments`` are about.
-        profile: How fast the machine is, from ``measure``. Then the plan has a ``time``.
 
     Returns:
         The plan.
 
     Raises:
-        RuntimeError: This process has a process group already; a ``meshard.trace`` is active; or
-            the job makes no tensor, or uses a model that was made outside of it, and would be
-            changed.
-        TypeError: ``job`` is no function, or does not return one; ``profile`` is none.
-        ValueError: A number is out of range; there is no such type of device; the profile is of
-            another type, or lacks a network that the job uses.
+        RuntimeError: This process has a process group already; or the job makes no tensor, or uses
+            a model that was made outside of it, and would be changed.
+        TypeError: ``job`` is no function, or does not return one.
+        ValueError: A number is out of range, or there is no such type of device.
         Exception: What the job raises.
 
     >>> import torch, meshard
@@ -311,16 +271,6 @@ def plan(
             "device_type must be a type of device that torch knows, such as 'cpu' or 'cuda', got "
             f"{device_type!r}."
         )
-    if profile is not None and not isinstance(profile, Profile):
-        raise TypeError(f"profile must be a Profile, as from Profile.load(path), got {profile!r}.")
-    if profile is not None and not profile.work:
-        raise ValueError("the profile has no work, so it says nothing of the speed of compute.")
-    if profile is not None and profile.device_type not in ("", device_type):
-        raise ValueError(
-            f"the profile was measured on {profile.device_type!r}, and the plan is for "
-            f"{device_type!r}; pass device_type={profile.device_type!r} (--device "
-            f"{profile.device_type}), or measure on {device_type!r}."
-        )
     machine = Machine(
         world_size=world_size, rank=rank, ranks_per_node=ranks_per_node, device_type=device_type
     )
@@ -330,11 +280,11 @@ def plan(
             raise TypeError(f"job must return a function that runs one step, got {step!r}.")
         for _ in range(steps):
             machine.log.begin_step()
-            machine.tape.begin_step()
+            machine.collectives.clear()
             step()
-        machine.tape.end()
+        events = list(machine.collectives)
         machine.label(is_last=True)
-        return _plan_of(machine, profile)
+        return _plan_of(machine, events)
 
 
 def _is_device_type(name: str) -> bool:
@@ -344,7 +294,7 @@ def _is_device_type(name: str) -> bool:
         return False
 
 
-def _plan_of(machine: Machine, profile: Profile | None) -> Plan:
+def _plan_of(machine: Machine, events: list[Collective]) -> Plan:
     log = machine.log
     setup, *peaks = (
         max((usage.total for usage in log.history(step)), default=0)
@@ -355,7 +305,6 @@ def _plan_of(machine: Machine, profile: Profile | None) -> Plan:
         raise RuntimeError("the job has made no tensor; its step must run a model.")
     worst = peaks.index(peak) if peak in peaks else -1
     at_peak = next(each for each in log.history(worst) if each.total == peak)
-    events = machine.tape.collectives()
     return Plan(
         world_size=machine.world_size,
         rank=machine.rank,
@@ -374,7 +323,6 @@ def _plan_of(machine: Machine, profile: Profile | None) -> Plan:
         moments=list(_moments_of(log)),
         units=list(_units_of(machine, log.units_at(at_peak.number))),
         not_known=list(_not_known(machine)),
-        time=None if profile is None else time_of(machine.tape, profile),
     )
 
 

@@ -11,7 +11,6 @@ from meshard.planning.memory import KINDS
 
 if TYPE_CHECKING:
     from meshard.planning.plan import Plan, PlannedUnit
-    from meshard.planning.timing import StepTime
 
 WIDTH = 80
 _MARKS = dict(zip(KINDS, "PGOUAC", strict=True))
@@ -36,17 +35,6 @@ def readable_size(num_bytes: float) -> str:
             return f"{num_bytes:.0f} B" if unit == "B" else f"{num_bytes:.1f} {unit}"
         num_bytes /= 1000
     return f"{num_bytes:.1f} TB"
-
-
-def readable_time(seconds: float) -> str:
-    """Return a time in a unit in which it has few digits.
-
-    >>> readable_time(0.0123), readable_time(2), readable_time(4e-6)
-    ('12.3 ms', '2.00 s', '4 us')
-    """
-    if seconds >= 1:
-        return f"{seconds:.2f} s"
-    return f"{1e3 * seconds:.1f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:.0f} us"
 
 
 def screen_of(plan: Plan, limit: int | None = None) -> str:
@@ -76,9 +64,6 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
         yield f"  padding of all ranks together {readable_size(padding)}"
     yield ""
     yield from _collectives(plan)
-    if plan.time is not None:
-        yield ""
-        yield from _time(plan.time)
     yield ""
     if plan.units:
         yield "units that cost most at the peak, and what would help most:"
@@ -114,18 +99,6 @@ def _collectives(plan: Plan) -> Iterator[str]:
         yield f"  {op:26}{one.count:>7}{payload:>12}{sent:>12}{between:>16}"
     if not plan.collectives:
         yield "  nothing"
-
-
-def _time(time: StepTime) -> Iterator[str]:
-    yield (
-        f"a step takes {readable_time(time.seconds)} "
-        f"({readable_time(time.low)} to {readable_time(time.high)})"
-    )
-    for op, kind in time.kinds.items():
-        seconds, exposed = readable_time(kind.seconds), readable_time(kind.exposed)
-        yield f"  {op:26}{seconds:>10}, of which compute waits for {exposed}"
-    if time.longest_wait:
-        yield f"  longest wait: {readable_time(time.longest_wait)} for {time.longest_unit}"
 
 
 def _parts(unit: PlannedUnit) -> str:

@@ -44,8 +44,8 @@ def sweep(
 ) -> list[SweepRow]:
     """Plan a job for every combination of settings, and rank them.
 
-    What fits into ``limit`` comes first. Of that, with a profile what is fastest; without one, what
-    sends fewest bytes between nodes, then in all, then what takes least memory.
+    What fits into ``limit`` comes first. Of that, what sends fewest bytes between nodes, then in
+    all, then what takes least memory.
 
     Args:
         job: As for ``plan``, with keyword arguments.
@@ -148,7 +148,5 @@ def _rank_of(row: SweepRow, limit: str | float | None) -> tuple[Any, ...]:
         return True, True, 0, 0, 0
     if not row.fits(limit):
         return False, True, row.plan.peak_bytes, 0, 0
-    if row.plan.time is not None:
-        return False, False, row.plan.time.seconds, 0, 0
     sent = row.plan.wire_bytes_between_nodes, row.plan.wire_bytes
     return False, False, *sent, row.plan.peak_bytes

@@ -1,4 +1,11 @@
-"""Jobs for a first try: published shapes of GPT and Llama, in mixed precision."""
+"""Plans of published models, before any GPU is there: do they fit, and what do they send?
+
+python examples/plan_models.py                # GPT of 13 B on 8 ranks, 175 B on 128, 1 T on 256
+
+Other models and settings, from this folder:
+
+python -m meshard plan plan_models:job --world 64 --set name=llama:70b --fit 80GB
+"""
 
 from __future__ import annotations
 
@@ -7,12 +14,14 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import meshard
+from meshard.planning import plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +42,11 @@ class Shape:
     is_gated: bool
 
 
-def _gpt(width: int, depth: int, heads: int, vocab: int = 50257) -> Shape:
+def gpt(width: int, depth: int, heads: int, vocab: int = 50257) -> Shape:
     return Shape(width, depth, heads, heads, 4 * width, vocab, is_tied=True, is_gated=False)
 
 
-def _llama(width: int, depth: int, heads: int, hidden: int) -> Shape:
+def llama(width: int, depth: int, heads: int, hidden: int) -> Shape:
     return Shape(width, depth, heads, 8, hidden, 128256, is_tied=False, is_gated=True)
 
 
@@ -45,16 +54,18 @@ def _llama(width: int, depth: int, heads: int, hidden: int) -> Shape:
 # GPT 1t: table 1 of Narayanan et al., 2021. Llama 3.1: table 3 of Grattafiori et al., 2024. The
 # vocabularies of 13b, 175b and Llama are those of the released tokenizers.
 SHAPES = {
-    "gpt:13b": _gpt(5120, 40, 40),
-    "gpt:175b": _gpt(12288, 96, 96),
-    "gpt:1t": _gpt(25600, 128, 160, vocab=51200),
-    "llama:8b": _llama(4096, 32, 32, 14336),
-    "llama:70b": _llama(8192, 80, 64, 28672),
-    "llama:405b": _llama(16384, 126, 128, 53248),
+    "gpt:13b": gpt(5120, 40, 40),
+    "gpt:175b": gpt(12288, 96, 96),
+    "gpt:1t": gpt(25600, 128, 160, vocab=51200),
+    "llama:8b": llama(4096, 32, 32, 14336),
+    "llama:70b": llama(8192, 80, 64, 28672),
+    "llama:405b": llama(16384, 126, 128, 53248),
 }
 
 
-class _Attention(nn.Module):
+class Attention(nn.Module):
+    """Causal attention; several heads may share a key and a value."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         has_bias = not shape.is_gated
@@ -74,11 +85,12 @@ class _Attention(nn.Module):
         mixed = functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, enable_gqa=self.shape.kv_heads < self.shape.heads
         )
-        out: torch.Tensor = self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return out
+        return self.out(mixed.transpose(1, 2).reshape(batch, length, width))
 
 
-class _Mlp(nn.Module):
+class Mlp(nn.Module):
+    """Two matrices with a GELU between, or three with a gate."""
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         has_bias = not shape.is_gated
@@ -89,36 +101,37 @@ class _Mlp(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         up = self.up(x)
         hidden = functional.gelu(up) if self.gate is None else functional.silu(self.gate(x)) * up
-        down: torch.Tensor = self.down(hidden)
-        return down
+        return self.down(hidden)
 
 
-class _Block(nn.Module):
+class Block(nn.Module):
+    """Attention and MLP. With ``recomputes``, backward runs the forward again."""
+
     def __init__(self, shape: Shape, *, recomputes: bool) -> None:
         super().__init__()
         norm = nn.RMSNorm if shape.is_gated else nn.LayerNorm
         self.norms = nn.ModuleList([norm(shape.width), norm(shape.width)])
-        self.attention, self.mlp = _Attention(shape), _Mlp(shape)
-        self._recomputes = recomputes
+        self.attention, self.mlp = Attention(shape), Mlp(shape)
+        self.recomputes = recomputes
 
-    def _run(self, x: torch.Tensor) -> torch.Tensor:
+    def run(self, x: torch.Tensor) -> torch.Tensor:
         x = x + self.attention(self.norms[0](x))
-        result: torch.Tensor = x + self.mlp(self.norms[1](x))
-        return result
+        return x + self.mlp(self.norms[1](x))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self._recomputes:
-            result: torch.Tensor = checkpoint(self._run, x, use_reentrant=False)
-            return result
-        return self._run(x)
+        if self.recomputes:
+            return checkpoint(self.run, x, use_reentrant=False)
+        return self.run(x)
 
 
-class _Model(nn.Module):
+class Model(nn.Module):
+    """A transformer that predicts the next token."""
+
     def __init__(self, shape: Shape, *, length: int, recomputes: bool) -> None:
         super().__init__()
         self.embedding = nn.Embedding(shape.vocab, shape.width)
         self.positions = None if shape.is_gated else nn.Embedding(length, shape.width)
-        blocks = (_Block(shape, recomputes=recomputes) for _ in range(shape.depth))
+        blocks = (Block(shape, recomputes=recomputes) for _ in range(shape.depth))
         self.blocks = nn.ModuleList(blocks)
         self.norm = (nn.RMSNorm if shape.is_gated else nn.LayerNorm)(shape.width)
         self.head = nn.Linear(shape.width, shape.vocab, bias=False)
@@ -131,12 +144,11 @@ class _Model(nn.Module):
             x = x + self.positions.weight
         for block in self.blocks:
             x = block(x)
-        scores: torch.Tensor = self.head(self.norm(x))
-        return scores
+        return self.head(self.norm(x))
 
 
-def built_in(
-    name: str,
+def job(
+    name: str = "gpt:13b",
     *,
     replicas: int = 1,
     reshard: bool | int = True,
@@ -152,7 +164,7 @@ def built_in(
     """Make one of ``SHAPES`` on this rank, and return a step.
 
     Args:
-        name: Of the shape, such as ``"gpt:13b"``.
+        name: Of one of ``SHAPES``.
         replicas: How many replicas share the work (HSDP).
         reshard: ``reshard_after_forward`` of the blocks.
         recompute: Compute the activations of blocks anew in backward.
@@ -164,11 +176,7 @@ def built_in(
         owners: Step the matrices of blocks with Muon, each on one rank.
         device: The type of device of the ranks.
     """
-    shape, world_size = SHAPES[name], torch.distributed.get_world_size()
-    counts = {"replicas": replicas, "batch": batch, "length": length, "microbatches": microbatches}
-    for key, value in counts.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{key} must be a positive integer, got {value!r}.")
+    shape, world_size = SHAPES[name], dist.get_world_size()
     if world_size % replicas:
         raise ValueError(f"replicas must divide the number of ranks, {world_size}; got {replicas}.")
     if replicas == 1:
@@ -176,7 +184,7 @@ def built_in(
     else:
         mesh = init_device_mesh(device, (replicas, world_size // replicas))
     with torch.device("meta"):
-        model = _Model(shape, length=length, recomputes=recompute)
+        model = Model(shape, length=length, recomputes=recompute)
     shard = partial(
         meshard.fully_shard,
         mesh=mesh,
@@ -209,3 +217,23 @@ def built_in(
             optimizer.zero_grad()
 
     return step
+
+
+def main() -> None:
+    for name, ranks, offload in [
+        ("gpt:13b", 8, False),
+        ("gpt:175b", 128, False),
+        ("gpt:1t", 256, True),
+    ]:
+        planned = plan(partial(job, name, offload=offload), world_size=ranks, steps=1)
+        print(
+            f"{name} on {ranks} ranks{', offloaded' if offload else ''}: "
+            f"{planned.state_bytes / 1e9:.1f} GB of state a rank, "
+            f"peak on the GPU {planned.peak_bytes / 1e9:.1f} GB, in {planned.peak_phase}, "
+            f"in host memory {planned.host_bytes / 1e9:.1f} GB; "
+            f"a step sends {planned.wire_bytes / 1e9:.0f} GB"
+        )
+
+
+if __name__ == "__main__":
+    main()
