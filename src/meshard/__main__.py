@@ -10,19 +10,18 @@ Run = Callable[[argparse.Namespace], int]  # returns the exit code
 
 
 def _add_timeline(parser: argparse.ArgumentParser) -> Run:
-    """Summarize a file of meshard.trace, or draw it."""
-    parser.add_argument("trace", help="a file that meshard.trace has written")
+    """Summarize or draw what torch.profiler has recorded of some ranks."""
+    parser.add_argument("files", nargs="+", metavar="FILE", help="of export_chrome_trace")
     parser.add_argument("-o", "--output", help="a picture (.png, .svg or .pdf) to draw")
-    parser.add_argument("--ranks", type=int, nargs="+", help="which; by default the first eight")
 
     def run(args: argparse.Namespace) -> int:
-        from meshard.timeline import Timeline, draw  # noqa: PLC0415  # one command needs it
+        from meshard.timeline import draw, read, summary_of  # noqa: PLC0415  # one command needs it
 
-        timeline = Timeline.read(args.trace).of_ranks(args.ranks)
+        timelines = read(args.files)
         if args.output is None:
-            print("\n\n".join(map(str, timeline.summaries())))
+            print("\n\n".join(map(summary_of, timelines)))
         else:
-            draw(timeline, args.output)
+            draw(timelines, args.output)
         return 0
 
     return run

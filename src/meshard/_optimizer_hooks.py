@@ -30,7 +30,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from meshard._comm import spans
 from meshard._comm.divergence import is_debugging
 from meshard._engine.param_group import (
     ParamGroup,
@@ -313,8 +312,6 @@ def _before_step(
         _warn_about_untrained(owners)
     for owner in owners:
         owner.forget_version()  # before the step, because an interrupted one skips _after_step
-    if spans.recorder is not None:
-        spans.recorder.enter("optimizer", type(optimizer).__name__, owners[0].comm.clock)
     # torch passes the optimizer itself as the first argument.
     if len(args) > 1 and args[1] is not None:
         return (args[0], _around(args[1], owners), *args[2:]), kwargs
@@ -337,8 +334,5 @@ def _around(closure: Callable[[], Any], owners: Sequence[ParamGroup]) -> Callabl
 
 @skip_dynamo
 def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[Any, Any]) -> None:
-    owners = _owners_in(optimizer)
-    for owner in owners:
+    for owner in _owners_in(optimizer):
         owner.record_step()
-    if owners and spans.recorder is not None:
-        spans.recorder.enter("", "", owners[0].comm.clock)

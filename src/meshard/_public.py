@@ -35,7 +35,6 @@ from meshard.policies import (
 )
 from meshard.reduce_hooks import register_reduce_hook
 from meshard.replication import ReplicateModule, replicate
-from meshard.tracing import Trace, trace
 from meshard.weights import unsharded_params
 
 # fmt: off
@@ -43,11 +42,11 @@ __all__ = [
     "CPUOffloadPolicy", "CommLedger", "DataParallelMeshDims", "FSDPModule",
     "GradientReductionHandle", "GradientSync", "MixedPrecisionPolicy", "OffloadPolicy",
     "OverlappedOptimizer", "OwnerOptimizer", "ReplicateModule", "ShardPlacementResult",
-    "ShardedGradScaler", "Trace", "UnshardHandle", "clip_grad_norm_", "describe",
+    "ShardedGradScaler", "UnshardHandle", "clip_grad_norm_", "describe",
     "finalize_gradients", "fully_shard", "fully_shard_units", "get_total_norm", "gradient_sync",
     "local_optimizer", "materialize", "microbatches", "no_sync", "offload", "onload",
     "overlap_optimizer", "owner_optimizer", "pending_gradients", "register_fsdp_forward_method",
-    "register_reduce_hook", "replicate", "share_comm_ctx", "trace", "uneven_batches",
+    "register_reduce_hook", "replicate", "share_comm_ctx", "uneven_batches",
     "unsharded_params",
 ]
 # fmt: on

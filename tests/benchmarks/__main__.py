@@ -27,14 +27,13 @@ from tests.benchmarks import (
     overlap,
     owner_step,
     step_time,
-    trace_cost,
     walks,
     weights_memory,
 )
 from tests.benchmarks.contenders import COMPUTE, OURS, PEER, PLAIN, SENT
 
 COMPARISONS = (step_time, cpu_time, host_time, memory, collectives, init_time, overlap)
-OTHERS = (checkpoint_time, growth, owner_step, trace_cost, walks, weights_memory)
+OTHERS = (checkpoint_time, growth, owner_step, walks, weights_memory)
 # From below: the floor, meshard with both of its ways to be faster, and with one of them at a time;
 # on top the peer.
 BARS = {

@@ -20,9 +20,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from meshard._comm import spans
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
-from meshard._comm.spans import Clock, clock_of, profiled
+from meshard._comm.ranges import ranged_in
 from meshard._comm.stalls import Collective, spoken
 from meshard._mesh.layout import ROW_BYTES, padded
 from meshard._torch.private import backend_of, is_profiling
@@ -141,7 +140,7 @@ def announced(
 ) -> contextlib.AbstractContextManager[Any]:
     """Report a collective, and return a context in which to issue it.
 
-    Checks that the ranks agree, and calls observers. A profiler or a trace records the context.
+    Checks that the ranks agree, and calls observers. torch.profiler records the context.
 
     ``payload`` is the larger buffer of the collective, or one of ``rows`` equal parts of it. If the
     size of the buffer differs between ranks, ``numel`` is the number of elements to report instead.
@@ -149,7 +148,7 @@ def announced(
     collectives.
     """
     is_checked = is_debugging() if comm is None else comm.is_checked
-    if not (observers or is_checked or spans.recorder is not None or is_profiling()):
+    if not (observers or is_checked or is_profiling()):
         return _NOTHING
     numel = rows * payload.numel() if numel is None else numel
     num_bytes = numel * payload.itemsize
@@ -160,8 +159,7 @@ def announced(
         check_fingerprint(f"{spoken((op, label))} ({of_root}{numel} x {payload.dtype})", group)
     for observer in tuple(observers):
         observer(event, group, None if comm is None else comm.identity)
-    clock = clock_of(payload.device) if comm is None else comm.clock
-    return profiled(op, label, clock, event)
+    return ranged_in(group, op, label) if is_profiling() else _NOTHING
 
 
 _logger = logging.getLogger("meshard")
@@ -207,7 +205,6 @@ class Communicator:
     """
 
     waits_block_host: bool  # whether Handle.wait blocks the calling thread, and not a stream
-    clock: Clock = spans.HOST  # the clock that traces read
 
     def __init__(self) -> None:
         self.identity = object()  # tells observers which root issued a collective
@@ -256,7 +253,7 @@ class Communicator:
         """Return a handle for the work that the current stream has queued so far.
 
         The handle keeps ``keep`` alive until its first wait. ``after`` is the collective that
-        precedes the work: a trace counts a wait for the handle as a wait for that collective.
+        precedes the work: a profiler shows a wait for the handle as a wait for that collective.
         """
         raise NotImplementedError
 

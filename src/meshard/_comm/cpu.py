@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from meshard._comm import spans
 from meshard._comm.communicator import DONE, CommStream, Communicator, Handle
+from meshard._comm.ranges import ranged
 from meshard._comm.stalls import Collective, Waiting
 from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 
@@ -49,7 +47,7 @@ def sum_two(output: torch.Tensor, one: torch.Tensor, other: torch.Tensor) -> Non
 class WorkHandle:
     """A ``c10d.Work``, or None if it is done, and a function to call after it (``then``)."""
 
-    __slots__ = ("_collective", "_group", "_issued", "_keep", "_then", "_work", "result")
+    __slots__ = ("_collective", "_group", "_keep", "_then", "_work", "result")
 
     def __init__(
         self,
@@ -66,15 +64,11 @@ class WorkHandle:
         self._group = group
         self._keep = keep
         self._then = then
-        self._issued = None if spans.recorder is None else _recorded(work)
 
     def wait(self) -> None:
         if self._work is not None:
-            waiting = Waiting(self._collective, self._group)
-            with waiting:
+            with ranged("wait", *self._collective), Waiting(self._collective, self._group):
                 self._work.wait()
-            if self._issued is not None:
-                self._issued.waited(waiting.began, time.monotonic())
         then, self._then = self._then, None  # a second wait() must not call it again
         if then is not None:
             then()
@@ -90,17 +84,6 @@ class WorkHandle:
         with contextlib.suppress(RuntimeError):  # a work that failed no longer uses its buffers
             self.wait()
         self._work, self._keep = None, ()
-
-
-def _recorded(work: Any) -> spans.Issued | None:
-    """Let the trace record when ``work`` ends. Return its entry in the trace, if it has one."""
-    issued = None if work is None else spans.issued()
-    if issued is not None:
-        issued.ends_later()
-        # A work without a future gets no end here; the trace then takes the end of the wait.
-        with contextlib.suppress(RuntimeError):
-            work.get_future().add_done_callback(lambda _: issued.end())
-    return issued
 
 
 class WorkCommunicator(Communicator):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from meshard._comm.communicator import DONE, CommStream, Communicator, Handle
-from meshard._comm.spans import profiled
+from meshard._comm.ranges import ranged
 from meshard._torch.dtensor import is_plain
 
 
@@ -32,7 +32,7 @@ class HostCopies:
         but keep the host from launching other work. For 25 million float32 the cast takes 13 ms
         (measured), and then the copy takes only 2 ms less, at 25 GB/s.
         """
-        with profiled("copy_to_device", label, comm.clock):
+        with ranged("copy_to_device", label):
             if is_plain(shard):
                 copy = torch.empty_like(shard, device=self._device, pin_memory=False)
                 copy.copy_(shard, non_blocking=True)
@@ -49,7 +49,7 @@ class HostCopies:
         **Lifetime:** the returned handle keeps ``source`` alive until the caller has waited for the
         handle on the current stream. ``host`` has the values after ``HostCopies.wait``.
         """
-        with comm.on_stream(CommStream.HOST), profiled("copy_to_host", label, comm.clock):
+        with comm.on_stream(CommStream.HOST), ranged("copy_to_host", label):
             self._writing.wait()  # the previous store() may have used another stream
             host.copy_(source, non_blocking=True)
             # Two handles for the same work. The first wait for a handle drops the tensors that it

@@ -32,36 +32,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm import spans
 from meshard._comm.communicator import CommStream, Communicator, Handle
+from meshard._comm.ranges import ranged
 from meshard._comm.stalls import Collective, watch_event
-from meshard._torch.private import all_gather_single, reduce_scatter_single
+from meshard._torch.private import all_gather_single, is_profiling, reduce_scatter_single
 
 
 class EventHandle:
     """Work queued on a comm stream. ``wait`` makes a stream, not the host, wait for its event."""
 
-    __slots__ = ("_clock", "_compute", "_device_module", "_keep", "event", "issued", "result")
+    __slots__ = (
+        "_comm_streams", "_compute", "_device_module", "_keep", "collective", "event", "result"
+    )  # fmt: skip
 
     def __init__(
         self, comm: StreamCommunicator, event: Any, keep: tuple[torch.Tensor, ...], compute: Any
     ) -> None:
         self.result: torch.Tensor
         self._device_module = comm._device_module
-        self._clock = comm.clock
+        self._comm_streams = comm._streams
         self.event = event
         self._keep = keep  # dropped by the first wait
         self._compute = compute  # the stream from which the comm stream was entered
-        self.issued: spans.Issued | None = None  # the collective for which a trace counts the wait
+        self.collective: Collective | None = None  # for which a wait is, for a profiler
 
     def wait(self) -> None:
         stream = self._device_module.current_stream()
-        if self.issued is None or self._clock.is_beside_compute:
+        collective = self.collective
+        if collective is None or not is_profiling() or stream in self._comm_streams.values():
             self._order(stream)
             return
-        began = self._clock.now()
-        self._order(stream)
-        self.issued.waited(began, self._clock.now())
+        with ranged("wait", *collective):  # of compute
+            self._order(stream)
 
     def release(self) -> None:
         if self._keep:
@@ -102,7 +104,6 @@ class StreamCommunicator(Communicator):
         # objects below. They may share the event ``_entry`` too, which can be recorded again (see
         # ``on_stream``). Each copy sets its own ``_compute``.
         self._streams: dict[CommStream, Any] = {}
-        self.clock = spans.StreamClock(device_module, self._streams)
         self._gather_after: list[Any] = []  # at most one event
         self._entry: Any = None  # the event of the last entry into a comm stream, to be reused
         self._compute: Any = None  # inside on_stream: the stream that was current before
@@ -165,7 +166,7 @@ class StreamCommunicator(Communicator):
         compute = stream if self._compute is None else self._compute
         recorded = EventHandle(self, stream.record_event(), keep, compute)
         if isinstance(after, EventHandle):
-            recorded.issued = after.issued
+            recorded.collective = after.collective
         return recorded
 
     def _start_all_gather(
@@ -208,6 +209,6 @@ class StreamCommunicator(Communicator):
             then()
         recorded = self.record(result, *keep)
         recorded.result = result
-        recorded.issued = None if spans.recorder is None else spans.issued()
+        recorded.collective = collective
         watch_event(recorded.event, collective, owner=self, device_module=self._device_module)
         return recorded

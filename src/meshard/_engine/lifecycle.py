@@ -27,9 +27,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshard._comm import spans
 from meshard._comm.communicator import Communicator
 from meshard._comm.first_values import compare_first_values
+from meshard._comm.ranges import mark
 from meshard._communicators import make_communicator
 from meshard._engine.param_group import (
     Lease,
@@ -195,8 +195,7 @@ class Lifecycle:
             group.end_unshard(voids_graphs=not self.recorder.is_open(unit.number))
         call = self.recorder.enter(unit.number, node=next_node(), with_graph=with_graph)
         self.running.append((unit, call))
-        if spans.recorder is not None:
-            self._enter_phase("forward", unit)
+        mark("forward", unit.label)
         if len(unit.step.modules_run) >= len(unit.modules):
             unit.step.modules_run.clear()  # all of its modules have run: a second forward begins
         if not group.params:
@@ -266,8 +265,7 @@ class Lifecycle:
         if self.backward is not None:
             # Checkpointing has run this forward again. ``failed`` does not matter: checkpointing
             # itself may stop such a forward by an exception, once it has all tensors it needs.
-            if spans.recorder is not None:
-                self._enter_phase("backward", unit)
+            mark("backward", unit.label)
             calls = self.present_pass.calls.get(unit.number)
             if not calls:
                 return None
@@ -284,8 +282,7 @@ class Lifecycle:
             # A KeyboardInterrupt has ended the forward of ``inner`` without a call of its hooks,
             # and the forward of ``unit``, around ``inner``, has caught the interrupt.
             inner.group.release(Lease.RUNS, keep_post_forward=True)
-        if spans.recorder is not None:
-            self._enter_phase_around()
+        self._mark_around()
         unit.step.modules_run.add(id(module))
         if is_hidden:
             unit.group.leases |= Lease.HIDDEN
@@ -331,19 +328,12 @@ class Lifecycle:
                     group.install_sharded()
             self._settle_host()
 
-    # Callers of the next two methods first test whether a ``spans.recorder`` is set, to save time.
-
-    def _enter_phase(self, phase: str, unit: Unit | None) -> None:
-        """Record in a trace that ``phase`` of ``unit`` begins. None: no unit runs from now on."""
-        if spans.recorder is not None:  # another thread may have ended the trace by now
-            spans.recorder.enter(phase, "" if unit is None else unit.label, self.comm.clock)
-
-    def _enter_phase_around(self) -> None:
-        """Record in a trace that a forward or backward has ended, and which forward goes on."""
+    def _mark_around(self) -> None:
+        """Tell a profiler that a forward or backward has ended, and which forward goes on."""
         if self.running:
-            self._enter_phase("forward", self.running[-1][0])
+            mark("forward", self.running[-1][0].label)
         else:
-            self._enter_phase("", None)
+            mark("outside", "of units")
 
     # --- gathers ahead ----------------------------------------------------------------
 
@@ -416,8 +406,7 @@ class Lifecycle:
                 "after leaving it."
             )
         run = self._ensure_backward(unit)
-        if spans.recorder is not None:
-            self._enter_phase("backward", unit)
+        mark("backward", unit.label)
         if this not in run.reached:
             self._reach(run, this)
         self._advance(run, this, call.exit + 1)
@@ -511,8 +500,7 @@ class Lifecycle:
         """Unshard ``unit``, because checkpointing runs its forward again in a backward."""
         if graph_task_id() < 0:
             raise OtherThreadError(f"a forward of unit {unit.label!r} ran")
-        if spans.recorder is not None:
-            self._enter_phase("recompute", unit)
+        mark("recompute", unit.label)
         group = unit.group
         if not group.params:
             return
@@ -633,8 +621,7 @@ class Lifecycle:
             self._publish([unit for unit in units if not unit.step.is_due])
         self._drop_unused_gathers()
         self.backward = None
-        if spans.recorder is not None:
-            self._enter_phase_around()
+        self._mark_around()
         self.failure.end = None  # last, so that an error above counts as a failed backward
 
     # --- reductions -------------------------------------------------------------------

@@ -28,7 +28,7 @@ from meshard._comm.blocking import broadcast
 from meshard._comm.communicator import CommStream, Handle
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import run_hooks
-from meshard._comm.spans import profiled
+from meshard._comm.ranges import ranged
 from meshard._gradients.accumulator import (
     GradientRules,
     Gradients,
@@ -446,7 +446,7 @@ class BucketedGradients(Gradients):
                 pending = comm.without_custom.all_reduce(bucket.counts, group=group, label=label)
             bucket.sent, self.is_in_flight = pending, True
             if self.comm_hook is not None:
-                with profiled("comm_hook", label, comm.clock):
+                with ranged("comm_hook", label):
                     is_last = bucket is self.buckets[-1]
                     self.comm_hook.average(bucket.for_hook(is_last=is_last))
             if not comm.waits_block_host:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from meshard._comm.communicator import DONE, Communicator, Handle, log_event
-from meshard._comm.spans import ranged
+from meshard._comm.ranges import ranged
 from meshard._gradients.accumulator import (
     Gradients,
     ReduceSettings,

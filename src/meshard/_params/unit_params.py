@@ -39,7 +39,7 @@ class UnitParams(abc.ABC):
     spec: GroupSpec
     label: str = ""  # the name of the unit, for errors and logs; ``Root`` sets it
     # The communicator of the root, or a variant with the user's collectives. It is set when a unit
-    # of the root is first used. Before that it is this placeholder: a trace may read its ``clock``.
+    # of the root is first used. Before that it is this placeholder.
     comm: Communicator = Communicator()
     layout: FlatLayout  # how the shards lie in one buffer, or would lie if they were in one
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients

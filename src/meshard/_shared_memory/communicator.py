@@ -105,7 +105,8 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super()._start_all_gather(memory, source, group, label)
         slot = ring.take(memory.shape, memory.dtype)
         _write(slot[ring.rank], source)
-        return SlotHandle(ring, self._name("all_gather", label, group, source), slot)
+        collective = "all_gather", label
+        return SlotHandle(ring, collective, self._name(*collective, group, source), slot)
 
     def _start_reduce_scatter(
         self, rows: torch.Tensor, sum_dtype: torch.dtype, group: dist.ProcessGroup, label: str
@@ -116,8 +117,9 @@ class SharedMemoryCommunicator(WorkCommunicator):
         total = rows.new_empty(rows.size(1), dtype=sum_dtype)
         rank, slot = ring.rank, ring.take((group.size(), *rows.shape), rows.dtype)
         _write(slot[rank], rows)
-        name = self._name("reduce_scatter", label, group, rows)
-        return SlotHandle(ring, name, total, lambda: sum_rows(total, slot[:, rank]))
+        collective = "reduce_scatter", label
+        name = self._name(*collective, group, rows)
+        return SlotHandle(ring, collective, name, total, lambda: sum_rows(total, slot[:, rank]))
 
     def _start_all_reduce(
         self, buffer: torch.Tensor, group: dist.ProcessGroup, label: str
@@ -127,8 +129,13 @@ class SharedMemoryCommunicator(WorkCommunicator):
             return super()._start_all_reduce(buffer, group, label)
         slot = ring.take((2, *buffer.shape), buffer.dtype)
         _write(slot[ring.rank], buffer)
-        name = self._name("all_reduce", label, group, buffer)
-        return SlotHandle(ring, name, buffer, lambda: torch.add(slot[0], slot[1], out=buffer))
+        collective = "all_reduce", label
+        name = self._name(*collective, group, buffer)
+
+        def add() -> None:
+            torch.add(slot[0], slot[1], out=buffer)
+
+        return SlotHandle(ring, collective, name, buffer, add)
 
 
 def _write(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -33,10 +33,10 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from meshard._comm import spans
 from meshard._comm.blocking import exchange_numbers
 from meshard._comm.divergence import REMEDY
-from meshard._comm.stalls import Waiting
+from meshard._comm.ranges import ranged
+from meshard._comm.stalls import Collective, Waiting
 from meshard._torch.private import timeout_of
 
 if sys.platform == "linux":
@@ -282,28 +282,29 @@ class SlotHandle:
     """
 
     def __init__(
-        self, ring: Ring, name: str, result: torch.Tensor, then: Callable[[], object] | None = None
+        self,
+        ring: Ring,
+        collective: Collective,
+        name: str,
+        result: torch.Tensor,
+        then: Callable[[], object] | None = None,
     ) -> None:
         self.result = result
+        self._collective = collective
         self._ring = ring
         self._then = then
         self._is_open = True  # until the slot is released
-        self._issued = None if spans.recorder is None else spans.issued()
-        if self._issued is not None:
-            self._issued.ends_later()
         self.number = -1  # set by ``publish``
         ring.publish(name, self)
 
     def wait(self) -> None:
         if not self._is_open:
             return
-        began = time.monotonic()
-        self._ring.wait(self.number)
-        if self._then is not None:
-            self._then()
-        # The calling thread reads what others have published. A trace counts this as a wait.
-        if self._issued is not None:
-            self._issued.waited(began, time.monotonic())
+        # The calling thread reads what others have published. This counts as a wait too.
+        with ranged("wait", *self._collective):
+            self._ring.wait(self.number)
+            if self._then is not None:
+                self._then()
         if self._then is not None:
             self.release()
 
@@ -316,8 +317,6 @@ class SlotHandle:
         if self._is_open:
             self._ring.release(self.number)
             self._is_open, self._then = False, None
-            if self._issued is not None:
-                self._issued.end()
 
     def give_way(self) -> None:
         self.wait()

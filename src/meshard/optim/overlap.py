@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from meshard._comm.communicator import CommStream, Handle
 from meshard._comm.host_copies import HostCopies
-from meshard._comm.spans import WORKER, profiled
+from meshard._comm.ranges import ranged
 from meshard._engine.param_group import ParamGroup, ParamState, owner_of
 from meshard._engine.unit import Unit, require_units
 from meshard._optimizer_hooks import find_overlapped, refuse_to_clip_overlapped
@@ -271,7 +271,7 @@ class UnitStepper:
         has_stream = host_copies is None and not waits
         stream = group.comm.on_stream(CommStream.OPTIMIZER) if has_stream else nullcontext()
         try:
-            with stream, torch.no_grad(), profiled("optimizer", group.label, group.comm.clock):
+            with stream, torch.no_grad(), ranged("optimizer", group.label):
                 if self._change is not None:
                     self._change(grads)
                 group.record_step()
@@ -319,7 +319,7 @@ class UnitStepper:
 
     def _step_in_worker(self, host_copies: HostCopies) -> None:
         host_copies.wait()
-        with torch.no_grad(), profiled("optimizer", self.group.label, WORKER):
+        with torch.no_grad(), ranged("optimizer", self.group.label):
             self._local.run()
 
     # --- the pending step, for the engine --------------------------------------------------

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from meshard._comm.blocking import gather_objects
 from meshard._comm.communicator import Communicator
-from meshard._comm.spans import profiled
+from meshard._comm.ranges import ranged
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_copy_
@@ -125,10 +125,7 @@ def _step(batch: Batch, states: States, options: StepOptions) -> Generator[None]
     yield
 
     # 2. The user's optimizer steps what this rank owns.
-    with (
-        _raised_on_all_ranks(batch.layout, options.first_of),
-        profiled("optimizer", label, comm.clock),
-    ):
+    with _raised_on_all_ranks(batch.layout, options.first_of), ranged("optimizer", label):
         matrices = _run(batch, matrices, states, options)
     yield
 
