@@ -12,10 +12,10 @@ import gzip
 import itertools
 import json
 import os
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from dataclasses import dataclass, field
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from meshard.diagnostics import aligned
@@ -50,6 +50,11 @@ class Span:
     began: float
     ended: float
 
+    @property
+    def length(self) -> float:
+        """Its microseconds."""
+        return self.ended - self.began
+
 
 @dataclass(slots=True)
 class Collective(Span):
@@ -63,7 +68,7 @@ class Collective(Span):
 
     @property
     def exposed(self) -> float:
-        """For how long compute waited."""
+        """For how many microseconds compute waited."""
         return sum(ended - began for began, ended in self.waits)
 
 
@@ -76,13 +81,12 @@ class Timeline:
     spans: list[Span]  # of compute, optimizers and copies
 
     def all(self) -> list[Span]:
-        """Return the spans of all lanes, with the waits of compute."""
-        waits = [
-            Span("compute", "wait", each.name, *wait)
-            for each in self.collectives
-            for wait in each.waits
-        ]
-        return sorted([*self.collectives, *self.spans, *waits], key=lambda each: each.began)
+        """Return the spans of all lanes, with the waits of compute, in order."""
+        waits = []
+        for each in self.collectives:
+            who = f", rank {each.last_rank} late" if 2 * each.late > each.exposed else ""
+            waits += [Span("compute", "wait", each.name + who, *wait) for wait in each.waits]
+        return sorted([*self.collectives, *self.spans, *waits], key=attrgetter("began"))
 
     def shift(self, by: float) -> None:
         """Move all that the rank did by some microseconds."""
@@ -102,20 +106,19 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> list[Timeline]:
         ValueError: A file is none of torch.profiler, shows nothing of meshard, or is of a rank of
             which there is another one.
     """
-    timelines = sorted(map(_read, paths, itertools.count()), key=lambda each: each.rank)
-    for one, other in itertools.pairwise(timelines):
-        if one.rank == other.rank:
-            raise ValueError(f"two of the files are of rank {one.rank}.")
-    for other in timelines[1:]:
+    timelines = sorted(map(_read, paths, itertools.count()), key=attrgetter("rank"))
+    for before, other in itertools.pairwise(timelines):
+        if before.rank == other.rank:
+            raise ValueError(f"two of the files are of rank {other.rank}.")
         other.shift(_clock_offset(timelines[0], other))
     for same in _matched(timelines):
         last = max(same, key=lambda rank: same[rank].began)
-        for each in same.values():
-            late = (min(ended, same[last].began) - began for began, ended in each.waits)
-            each.last_rank, each.late = last, sum(one for one in late if one > 0)
-    zero = min(span.began for each in timelines for span in each.all())
-    for each in timelines:
-        each.shift(-zero)
+        for one in same.values():
+            late = (min(ended, same[last].began) - began for began, ended in one.waits)
+            one.last_rank, one.late = last, sum(each for each in late if each > 0)
+    zero = min(timeline.all()[0].began for timeline in timelines)
+    for timeline in timelines:
+        timeline.shift(-zero)
     return timelines
 
 
@@ -125,7 +128,7 @@ def _read(path: str | os.PathLike[str], number: int) -> Timeline:
             content = json.load(file)
         events = [each for each in content["traceEvents"] if each["ph"] == "X"]
         rank = content.get("distributedInfo", {}).get("rank", number)
-        found = _timeline(sorted(events, key=lambda each: float(each["ts"])), rank)
+        found = _timeline(sorted(events, key=itemgetter("ts")), rank)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no file of torch.profiler's export_chrome_trace.") from error
     if not found.collectives:
@@ -140,7 +143,7 @@ def _matched(timelines: Iterable[Timeline]) -> Iterator[dict[int, Collective]]:
         for each in timeline.collectives:
             found[each.lane, each.name, each.ranks][timeline.rank].append(each)
     for by_rank in found.values():
-        if len(by_rank) > 1 and len({len(some) for some in by_rank.values()}) == 1:
+        if len(by_rank) > 1 and len(set(map(len, by_rank.values()))) == 1:
             for same in zip(*by_rank.values(), strict=True):
                 yield dict(zip(by_rank, same, strict=True))
 
@@ -161,13 +164,21 @@ def _clock_offset(ours: Timeline, theirs: Timeline) -> float:
 # --- one rank ---------------------------------------------------------------------------------
 
 
+class _Mark(NamedTuple):
+    """Compute does something else from now on."""
+
+    moment: float
+    phase: str
+    unit: str
+
+
 def _lane_of(kind: str) -> str:
     lane = kind.replace("_", "-")
     return lane if lane in LANES else "other collectives"
 
 
 def _times(event: Event) -> Interval:
-    return float(event["ts"]), float(event["ts"] + event["dur"])
+    return event["ts"], event["ts"] + event["dur"]
 
 
 def _timeline(events: Sequence[Event], rank: int) -> Timeline:
@@ -183,12 +194,14 @@ def _timeline(events: Sequence[Event], rank: int) -> Timeline:
     steps: list[Span] = []
     marks = [_Mark(float("-inf"), "outside", "")]
     for each in by_category["user_annotation"]:
-        source, _, title = each["name"].partition("#" if "#" in each["name"] else "::")
+        source, _, title = each["name"].partition("::")
         what, _, name = title.partition(" ")
-        if source == "Optimizer.step":
+        found = on_device[each["name"]]
+        shown = found.popleft() if found else each
+        if source.startswith("Optimizer.step#"):
             if not steps or steps[-1].ended <= each["ts"]:  # else it is inside of another one
-                name = title.partition(".")[0]
-                steps.append(Span("optimizer", "optimizer", name, *_times(each)))
+                optimizer = source.partition("#")[2].partition(".")[0]
+                steps.append(Span("optimizer", "optimizer", optimizer, *_times(each)))
         elif source != "meshard" or what in _IN_COMPUTE:
             continue
         elif what in _PHASES:
@@ -200,16 +213,12 @@ def _timeline(events: Sequence[Event], rank: int) -> Timeline:
             same = [c for c in collectives if (c.lane, c.name) == (_lane_of(kind), unit)]
             if same:  # else it began before the profiler
                 next((c for c in same if not c.waits), same[-1]).waits.append(_times(each))
+        elif what in _LOCAL:
+            spans.append(Span(_LOCAL[what], what, name, *_times(shown)))
         else:
-            found = on_device[each["name"]]
-            shown = found.popleft() if found else each
-            if what in _LOCAL:
-                spans.append(Span(_LOCAL[what], what, name, *_times(shown)))
-            else:
-                collectives.append(
-                    Collective(_lane_of(what), "communication", name, *_times(shown))
-                )
-                collectives[-1].stream = None if shown is each else shown["tid"]
+            stream = None if shown is each else shown["tid"]
+            one = Collective(_lane_of(what), "communication", name, *_times(shown), stream=stream)
+            collectives.append(one)
     _end_on_cpu([each for each in collectives if each.stream is None], by_category)
     if by_category["kernel"]:
         spans += _compute_on_device(by_category, collectives, marks, steps)
@@ -219,21 +228,7 @@ def _timeline(events: Sequence[Event], rank: int) -> Timeline:
     return Timeline(rank, collectives, spans)
 
 
-class _Mark(NamedTuple):
-    """Compute does something else from now on."""
-
-    moment: float
-    phase: str
-    unit: str
-
-    def span(self, began: float, ended: float) -> Span:
-        """Return a part of what follows the mark."""
-        return Span("compute", self.phase, self.unit, began, ended)
-
-
-def _end_on_cpu(
-    collectives: Iterable[Collective], by_category: Mapping[str, Sequence[Event]]
-) -> None:
+def _end_on_cpu(collectives: Iterable[Collective], by_category: Mapping[str, list[Event]]) -> None:
     """Find out when collectives of the host have ended. gloo records what its threads do."""
     by_gloo: defaultdict[str, deque[Interval]] = defaultdict(deque)
     for each in by_category["user_annotation"]:
@@ -257,62 +252,63 @@ def _compute_on_cpu(
     """Iterate over what compute did from mark to mark, where it did nothing else."""
     busy = [(each.began, each.ended) for each in spans]
     busy = sorted([*busy, *(wait for each in collectives for wait in each.waits)])
-    for mark, (until, _, _) in itertools.pairwise(marks):
-        began = mark.moment
+    for (began, phase, unit), (until, _, _) in itertools.pairwise(marks):
         first, last = (bisect.bisect_left(busy, (moment,)) for moment in (began, until))
         for start, end in [*busy[first:last], (until, until)]:
-            if began < start and mark.phase != "outside":
-                yield mark.span(began, start)
+            if began < start and phase != "outside":
+                yield Span("compute", phase, unit, began, start)
             began = max(began, end)
 
 
 def _compute_on_device(
-    by_category: Mapping[str, Sequence[Event]],
+    by_category: Mapping[str, list[Event]],
     collectives: Iterable[Collective],
     marks: Sequence[_Mark],
     steps: Sequence[Span],
 ) -> Iterator[Span]:
     """Iterate over what the stream of compute did, and find out for how long it waited."""
     sending = {each.stream for each in collectives if each.waits}
-    busy = Counter[Any]()
+    busy = defaultdict[Any, float](float)
     for each in by_category["kernel"]:
         busy[each["tid"]] += 0 if each["tid"] in sending else each["dur"]
-    ((compute, _),) = busy.most_common(1)
-    launched = {
-        each["args"]["correlation"]: float(each["ts"])
+    compute = max(busy, key=busy.__getitem__)
+    launched: dict[Any, float] = {
+        each["args"]["correlation"]: each["ts"]
         for category, some in by_category.items()
         if category.endswith(("_runtime", "_driver"))
         for each in some
         if "correlation" in each.get("args", ())
     }
-    kernels = sorted(
+    kernels: list[tuple[float, float, float]] = sorted(
         (launched.get(each["args"].get("correlation"), float(each["ts"])), *_times(each))
         for each in by_category["kernel"]
         if each["tid"] == compute
     )
+
+    def idle_since(moment: float) -> float:
+        """Return when all has ended that the host launched before ``moment``."""
+        number = bisect.bisect_left(kernels, (moment,))
+        return max(moment, kernels[number - 1][2]) if number else moment
+
     for one in collectives:
         if one.stream == compute:
             one.waits = [(one.began, one.ended)]
         elif one.stream is not None:
-            # Compute waits once it has done what the host had launched before.
-            asked = [begin for begin, _ in one.waits]
-            done = [kernels[: bisect.bisect_left(kernels, (each,))][-1:] for each in asked]
-            starts = [max([begin, *(k[2] for k in some)]) for begin, some in zip(asked, done)]
-            one.waits = [(start, one.ended) for start in starts if start < one.ended]
-    shown: Span | None = None
+            asked = [idle_since(moment) for moment, _ in one.waits]
+            one.waits = [(moment, one.ended) for moment in asked if moment < one.ended]
+    shown = Span("", "", "", 0.0, 0.0)
     for moment, began, ended in kernels:
-        mark = marks[bisect.bisect_right(marks, moment, key=itemgetter(0)) - 1]
-        step = next((each for each in steps if each.began <= moment < each.ended), None)
-        span = mark.span(began, ended) if step is None else replace(step, began=began, ended=ended)
-        if shown is not None and began - shown.ended < _CLOSE and _is_same(shown, span):
+        _, phase, unit = marks[bisect.bisect_right(marks, moment, key=itemgetter(0)) - 1]
+        span = Span("compute", phase, unit, began, ended)
+        for step in steps:
+            if step.began <= moment < step.ended:
+                span = Span(step.lane, step.category, step.name, began, ended)
+        is_same = (span.lane, span.name, span.category) == (shown.lane, shown.name, shown.category)
+        if is_same and began - shown.ended < _CLOSE:
             shown.ended = ended
-            continue
-        shown = span
-        yield span
-
-
-def _is_same(one: Span, other: Span) -> bool:
-    return (one.lane, one.category, one.name) == (other.lane, other.category, other.name)
+        else:
+            shown = span
+            yield span
 
 
 # --- the summary ------------------------------------------------------------------------------
@@ -320,43 +316,32 @@ def _is_same(one: Span, other: Span) -> bool:
 
 def summary_of(timeline: Timeline) -> str:
     """Return what one rank did, as a table."""
-    spans = timeline.all()
-    took = Counter[str]()
-    for each in spans:
-        took[each.category] += each.ended - each.began
+    spans, took = timeline.all(), defaultdict[str, float](float)
+    for span in spans:
+        took[span.category] += span.length
     phases = ("forward", "recompute", "backward", "optimizer")
     parts = [f"{each} {_short(took[each])}" for each in phases if took[each]]
-    seconds = max(each.ended for each in spans) - spans[0].began
-    head = f"rank {timeline.rank}: {_short(seconds)}: {', '.join(parts)}"
-    rows = [("communication", "count", "time", "exposed", "hidden", "longest wait")]
+    parts.append(f"waits for communication {_short(took['wait'])}")
+    seconds = _short(max(map(attrgetter("ended"), spans)) - spans[0].began)
+    head = ("communication", "count", "time", "exposed", "hidden", "longest wait")
+    rows: list[tuple[str, ...]] = [head]
     for lane in LANES:
         some = [each for each in timeline.collectives if each.lane == lane]
         if some:
-            time, exposed = (sum(map(get, some)) for get in (_length, _exposed))
-            longest = max(some, key=_exposed)
+            time, exposed = (sum(map(attrgetter(each), some)) for each in ("length", "exposed"))
+            longest = max(some, key=attrgetter("exposed"))
             wait = f"{_short(longest.exposed)} for {longest.name}" if longest.exposed else "-"
             hidden = f"{max(0.0, 1 - exposed / time):.0%}"
             rows.append((lane, str(len(some)), _short(time), _short(exposed), hidden, wait))
-    lines = [head, *aligned(rows), f"waits for communication: {_short(took['wait'])}"]
-    by_rank: defaultdict[int, list[Collective]] = defaultdict(list)
-    for each in timeline.collectives:
-        if each.late:
-            by_rank[each.last_rank].append(each)
-    for rank, some in sorted(by_rank.items()):
-        worst = max(some, key=lambda each: each.late)
+    lines = [f"rank {timeline.rank}: {seconds} recorded: {', '.join(parts)}", *aligned(rows)]
+    for rank in sorted({each.last_rank for each in timeline.collectives if each.late}):
+        some = [each for each in timeline.collectives if each.last_rank == rank]
+        worst = max(some, key=attrgetter("late"))
         lines.append(
-            f"  {_short(sum(each.late for each in some))} until rank {rank} came, at most "
-            f"{_short(worst.late)} to the {worst.lane} of {worst.name}"
+            f"waited {_short(sum(each.late for each in some))} until rank {rank} came, "
+            f"{_short(worst.late)} of it to the {worst.lane} of {worst.name}"
         )
     return "\n".join(lines)
-
-
-def _length(one: Span) -> float:
-    return one.ended - one.began
-
-
-def _exposed(one: Collective) -> float:
-    return one.exposed
 
 
 def _short(microseconds: float) -> str:
@@ -407,15 +392,17 @@ def draw(timelines: Sequence[Timeline], output: str | os.PathLike[str]) -> None:
             for category in _COLOURS:
                 some = [each for each in spans if each.category == category]
                 seen |= {each.category for each in some}
-                ranges = [(each.began / 1000, _length(each) / 1000) for each in some]
+                ranges = [(each.began / 1000, each.length / 1000) for each in some]
                 colour = _COLOURS[category]
                 plot.broken_barh(
                     ranges, (row - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3
                 )
                 for (began, length), each in zip(ranges, some, strict=True):
-                    if length / last * (_WIDTH - 2.5) > _CHARACTER * len(each.name) + 0.06:
-                        at = began + length / 2, row
-                        plot.text(*at, each.name, ha="center", va="center", fontsize=7)
+                    room = (length / last * (_WIDTH - 2.5) - 0.06) / _CHARACTER
+                    texts = [each.name, each.name.partition(",")[0]]
+                    text = next((text for text in texts if len(text) < room), "")
+                    at = began + length / 2, row
+                    plot.text(*at, text, ha="center", va="center", fontsize=7)
     plots[-1].set_xlabel("milliseconds")
     plots[-1].set_xlim(0, last)
     patches = [
