@@ -10,16 +10,18 @@ import torch
 from meshard import CommLedger, CPUOffloadPolicy
 from meshard.timeline import read, summary_of
 from tests.benchmarks import contenders
+from tests.benchmarks.pretend_network import Network, pretend_group
 from tests.cuda.memory import configuration_on
 from tests.support.sharding import shard_blocks
 
-STEPS = 5
+STEPS, RANKS = 5, 8
 
 
 def timeline(device, **kwargs):
-    """Profile steps on one rank that issues its collectives; say what is hidden."""
+    """Profile steps among pretended ranks, and summarize them."""
     configuration = configuration_on(device)
-    with device.group_of_one(), tempfile.TemporaryDirectory() as folder:
+    device.communicate()
+    with pretend_group(RANKS, Network()), tempfile.TemporaryDirectory() as folder:
         model = configuration.make_model(device.torch_device)
         shard_blocks(model, device.mesh(), **kwargs)
         # Without .item(), which waits for the device.
