@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import ast
-import contextlib
 import dataclasses
 import importlib
 import inspect
+import itertools
 import json
-import math
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -80,7 +79,7 @@ def _place_of(error: BaseException) -> str:
 
 def _run(parsed: argparse.Namespace) -> int:
     job = _job_of(parsed.job, dict(map(_setting, parsed.set)), parsed.sweep)
-    options = {
+    options: dict[str, Any] = {
         "rank": parsed.rank,
         "ranks_per_node": parsed.node,
         "device_type": parsed.device,
@@ -95,13 +94,11 @@ def _run(parsed: argparse.Namespace) -> int:
         raise ValueError("--plot draws one plan; leave out --sweep and --fit, or --plot.")
     if parsed.fit and parsed.json:
         raise ValueError("--fit prints no JSON; use --sweep with --json.")
+    options |= {"world_size": parsed.world, "on_row": _counter()}
     if parsed.fit:
-        return _fit(parsed, job, values, options)
-    count = math.prod(len(each) for each in values.values())
-    with _bar(count) as on_row:
-        rows = sweep(
-            job, values, limit=parsed.limit, world_size=parsed.world, on_row=on_row, **options
-        )
+        smallest, cheapest = fit(job, values, limit=parsed.fit, **options)
+        return _show_fit(parsed, smallest, cheapest)
+    rows = sweep(job, values, limit=parsed.limit, **options)
     if parsed.json:
         # A setting may be any literal of Python. What JSON does not have, such as a set, is written
         # as text.
@@ -120,16 +117,9 @@ def _show(parsed: argparse.Namespace, planned: Any) -> int:
     return 0 if limit is None or planned.fits(limit) else 1
 
 
-def _fit(
-    parsed: argparse.Namespace,
-    job: MakeJob,
-    values: dict[str, list[Any]],
-    options: dict[str, Any],
+def _show_fit(
+    parsed: argparse.Namespace, smallest: SweepRow | None, cheapest: SweepRow | None
 ) -> int:
-    with _bar(None) as on_row:
-        smallest, cheapest = fit(
-            job, values, limit=parsed.fit, world_size=parsed.world, on_row=on_row, **options
-        )
     if smallest is None or cheapest is None:
         print(f"nothing fits into {parsed.fit} on {parsed.world} ranks; try more ranks, or --sweep")
         return 1
@@ -141,24 +131,15 @@ def _fit(
     return 0
 
 
-@contextlib.contextmanager
-def _bar(count: int | None) -> Iterator[Callable[[SweepRow], None]]:
-    """Show how many plans are done, on a terminal."""
-    done = 0
-    is_terminal = sys.stderr.isatty()
+def _counter() -> Callable[[SweepRow], None]:
+    """Return what shows on a terminal how many plans are done."""
+    done = itertools.count(1)
 
-    def on_row(row: SweepRow) -> None:
-        nonlocal done
-        done += 1
-        if is_terminal:
-            of = f" of {count}" if count else ""
-            print(f"\r{done}{of} plans", end="", file=sys.stderr, flush=True)
+    def on_row(_: SweepRow) -> None:
+        if sys.stderr.isatty():  # what is printed next overwrites it
+            print(f"{next(done)} plans", end="\r", file=sys.stderr, flush=True)
 
-    try:
-        yield on_row
-    finally:
-        if is_terminal:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return on_row
 
 
 def _table(rows: list[SweepRow], limit: str | None) -> str:
