@@ -133,6 +133,16 @@ def test_plain_peft_reads_the_adapter(tmp_path, num_ranks):
 
 
 @pytest.mark.slow
+def test_published_models_take_the_state_that_arithmetic_gives(tmp_path):
+    printed = run_example("plan_models.py", tmp_path)
+    assert re.findall(r"(\S+) on (\d+) ranks.*: (\S+) GB of state", printed) == [
+        ("gpt:13b", "8", "25.7"),
+        ("gpt:175b", "128", "21.8"),
+        ("gpt:1t", "256", "63.0"),
+    ]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 4])
 def test_ranks_that_are_dropped_leave_the_mean_of_the_others(tmp_path, num_ranks):
     printed = run_example("drop_ranks.py", tmp_path, num_ranks=num_ranks).splitlines()

@@ -240,20 +240,9 @@ def test_nothing_is_allocated():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "world_size", "options", "gigabytes"),
-    [
-        ("gpt:13b", 8, {}, 25.7),
-        ("gpt:175b", 128, {}, 21.8),
-        ("gpt:1t", 256, {"offload": True}, 63.0),
-        ("llama:8b", 8, {}, 16.1),
-    ],
-)
-def test_published_models_take_the_state_that_arithmetic_gives(
-    name, world_size, options, gigabytes
-):
-    planned = plan(partial(plan_models.job, name, **options), world_size=world_size, steps=1)
-    assert round(planned.state_bytes / 1e9, 1) == gigabytes
+def test_a_published_model_takes_the_state_that_arithmetic_gives():
+    planned = plan(partial(plan_models.job, "llama:8b"), world_size=8, steps=1)
+    assert round(planned.state_bytes / 1e9, 1) == 16.1
 
 
 # --- jobs as people write them -------------------------------------------------------------
