@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 import meshard
 from meshard.planning import plan
+from tests.planning import families
 from tests.planning.jobs import MODELS, make_job
 from tests.support.ranks import on_ranks
 from tests.support.spread import mostly_slow
@@ -46,6 +47,12 @@ FOUR_RANKS = [
 @pytest.fixture(autouse=True)
 def through_sockets(monkeypatch):
     monkeypatch.setenv("MESHARD_SHARED_MEMORY", "0")
+
+
+@pytest.fixture
+def planned_families(name):
+    plan_of = partial(plan, partial(families.make_job, name), world_size=2, device_type="cpu")
+    return [plan_of(rank=rank) for rank in range(2)]
 
 
 @pytest.fixture
@@ -92,10 +99,10 @@ def measured(make_step, num_steps=3):
     return ledger, statistics.median(peaks.values())
 
 
-def check(planned, options):
-    ledger, peak = measured(partial(make_job, **options))
+def check(planned, job):
+    ledger, peak = measured(job)
     compared = planned[dist.get_rank()].compare(ledger, peak_bytes=peak)
-    print(options, compared)
+    print(job, compared)
     assert compared.first_difference is None
     assert abs(compared.peak_ratio - 1) <= 0.03, compared
 
@@ -103,11 +110,17 @@ def check(planned, options):
 @on_ranks(2)
 @pytest.mark.parametrize("options", mostly_slow(TWO_RANKS, TWO_RANKS[0]), ids=str)
 def test_plans_for_two_ranks(options, planned):
-    check(planned, options)
+    check(planned, partial(make_job, **options))
+
+
+@on_ranks(2)
+@pytest.mark.parametrize("name", mostly_slow(families.FAMILIES, "unet", "lstm"))
+def test_plans_for_families_of_models(name, planned_families):
+    check(planned_families, partial(families.make_job, name))
 
 
 @pytest.mark.slow
 @on_ranks(4)
 @pytest.mark.parametrize("options", FOUR_RANKS, ids=str)
 def test_plans_for_four_ranks(options, planned):
-    check(planned, options)
+    check(planned, partial(make_job, **options))

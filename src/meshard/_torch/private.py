@@ -353,6 +353,15 @@ tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 _dispatch_mode_at = _or_error("torch._C._get_dispatch_mode")
 
 
+_resolve_group = _or_error("torch.distributed.distributed_c10d._resolve_process_group")
+
+
+def group_of_name(name: str) -> dist.ProcessGroup:
+    """Return the process group that functional collectives know by a name."""
+    group: dist.ProcessGroup = _resolve_group(name)
+    return group
+
+
 def is_faking() -> bool:
     """Return whether torch's FakeTensorMode is active, as inside DTensor's sharding propagation."""
     return _dispatch_mode_at(torch._C._TorchDispatchModeKey.FAKE) is not None

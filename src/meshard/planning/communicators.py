@@ -13,39 +13,8 @@ from meshard._comm.communicator import CommStream, Communicator, Handle
 from meshard._comm.cpu import WorkCommunicator, WorkHandle
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import start_all_gather_on
+from meshard.planning.device import planned_streams
 from meshard.planning.memory import MemoryLog
-
-
-class _Stream:
-    """A stream on which everything is done at once, and any event on it."""
-
-    def record_event(self, event: Any = None) -> _Stream:
-        return self
-
-    def wait_event(self, event: _Stream) -> None: ...
-
-    def wait_stream(self, stream: _Stream) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-class _Streams:
-    """Stands in for ``torch.cuda``."""
-
-    def __init__(self) -> None:
-        self._current = _Stream()
-
-    def Stream(self, priority: int = 0) -> _Stream:
-        return _Stream()
-
-    def current_stream(self) -> _Stream:
-        return self._current
-
-    def set_stream(self, stream: _Stream) -> None:
-        self._current = stream
 
 
 class _Labelling(Communicator):
@@ -86,7 +55,7 @@ class PlannedStreams(_Labelling, StreamCommunicator):
     """On a device with streams."""
 
     def __init__(self, log: MemoryLog) -> None:
-        super().__init__(_Streams())
+        super().__init__(planned_streams())
         self._log = log
 
 

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -47,8 +48,10 @@ from meshard._torch.private import (
 )
 from meshard.optim.overlap import Worker
 from meshard.planning.communicators import PlannedStreams, PlannedWorks
+from meshard.planning.device import stand_ins
 from meshard.planning.memory import MemoryLog
 from meshard.planning.phantom import PhantomMode
+from meshard.planning.workspaces import Kernel, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,11 @@ class Machine:
         self.device_type = device_type
         self.has_device = device_type != "cpu"
         self.log, self.collectives = MemoryLog(), list[Collective]()
-        self.phantom = PhantomMode(self.log.add)
+        self.phantom = PhantomMode(self.log.add, self._on_kernel, self._on_sent)
+        self.others = list[Collective]()  # of the step, that meshard does not issue
+        self._is_own = False  # whether meshard has announced what is sent next
+        self._kernels: dict[Kernel, list[int]] = {}  # with the numbers of their runs in the log
+        self.not_measured = set[str]()  # operators
         # An ordered set: the outermost modules that ran and, if such a module is a part of a root
         # unit, the modules of that root.
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
@@ -169,6 +176,19 @@ class Machine:
         for kind, num_bytes in self._state.items():
             self._most[kind] = max(self._most[kind], num_bytes)
 
+    def _on_kernel(self, kernel: Kernel) -> None:
+        if self.has_device or not kernel.is_measured:
+            self.not_measured.add(kernel.name)
+        else:
+            self._kernels.setdefault(kernel, []).append(self.log.add_workspace())
+
+    def measure_workspaces(self) -> None:
+        """Run each kernel whose own memory is not known once, outside of ``running``."""
+        sizes = measured(self._kernels) if self._kernels else []
+        for numbers, size in zip(self._kernels.values(), sizes, strict=True):
+            for number in numbers:
+                self.log.fill_workspace(number, size)
+
     def state_bytes(self) -> int:
         """Return the bytes of the shards of parameters, gradients and optimizer states."""
         return sum(self._most.values())
@@ -227,16 +247,19 @@ class Machine:
 
         yield DeviceMesh, "__init__", mesh_on_cpu
         yield torch.autocast, "__init__", autocast_on_cpu
+        move = nn.Module.to
+
+        def move_to_number(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            places: Any = ("cpu" if type(each) is int else each for each in args)
+            return move(module, *places, **kwargs)
+
+        yield nn.Module, "to", move_to_number
+        yield torch.Tensor, "record_stream", _nothing()
         module = getattr(torch, self.device_type, None)
-        for name in ("set_device", "synchronize", "empty_cache", "reset_peak_memory_stats"):
+        index = self.rank % self.ranks_per_node
+        for name, instead in stand_ins(index, self.ranks_per_node).items():
             if hasattr(module, name):
-                yield module, name, _nothing()
-        counts = {"current_device": self.rank % self.ranks_per_node}
-        counts |= {"device_count": self.ranks_per_node}
-        counts |= {"memory_allocated": 0, "max_memory_allocated": 0}
-        for name, number in counts.items():
-            if hasattr(module, name):
-                yield module, name, functools.partial(_return, number)
+                yield module, name, instead
 
     def _restore(self) -> None:
         """Undo what is replaced in modules that the job was the first to import."""
@@ -349,9 +372,19 @@ class Machine:
             self.log.reduced(unit)
 
     def _on_collective(self, event: CommEvent, group: dist.ProcessGroup, _: object) -> None:
+        self._is_own = True
+        self.collectives.append(self._collective_of(event, group))
+
+    def _on_sent(self, op: str, num_bytes: int, group: dist.ProcessGroup) -> None:
+        if not self._is_own and group.size() > 1:
+            event = CommEvent(f"{op} (others)", "", group.size(), num_bytes, torch.uint8)
+            self.others.append(self._collective_of(event, group))
+        self._is_own = False
+
+    def _collective_of(self, event: CommEvent, group: dist.ProcessGroup) -> Collective:
         nodes = {rank // self.ranks_per_node for rank in dist.get_process_group_ranks(group)}
         sizes = event.group_size, event.payload_bytes, event.wire_bytes
-        self.collectives.append(Collective(event.op, event.unit, *sizes, len(nodes) > 1))
+        return Collective(event.op, event.unit, *sizes, len(nodes) > 1)
 
 
 def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -388,12 +421,20 @@ class _OnThisDevice(TorchFunctionMode):
             return args[0]
         if func is torch.Tensor.pin_memory:
             return args[0]
+        if func is functional.dropout and self._type != "cpu":
+            rate, is_active = kwargs["p"], kwargs["training"] and not kwargs["inplace"]
+            if is_active and 0 < rate < 1:
+                return torch.native_dropout(args[0], rate, True)[0]  # it keeps a mask as on CUDA
         kwargs.pop("pin_memory", None)
         if kwargs.get("device") is None:
             # torch adds the default device only after this mode has run. So add it here.
             default = default_device_of(func)
             if default is not None and default.type == self._type:
                 kwargs["device"] = default
+        if func is torch.Tensor.to:
+            args = tuple("cpu" if type(each) is int else each for each in args)
+        if type(kwargs.get("device")) is int:
+            kwargs["device"] = "cpu"
         args = tuple(self._translated(each) for each in args)
         kwargs = {name: self._translated(each) for name, each in kwargs.items()}
         return func(*args, **kwargs)

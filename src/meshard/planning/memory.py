@@ -9,7 +9,7 @@ import operator
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,17 @@ class MemoryLog:
             self._change(allocation, -allocation.num_bytes)
 
         self._watches.add(weakref.ref(storage, freed))
+
+    def add_workspace(self) -> int:
+        """Record that a kernel runs; return the number by which ``fill_workspace`` knows it."""
+        allocation = Allocation(0, 0, 0, self._present_kind(), self.moments[-1].unit)
+        self.changes += [Change(allocation, 0, len(self.moments) - 1)] * 2
+        return len(self.changes) - 2
+
+    def fill_workspace(self, number: int, num_bytes: int) -> None:
+        """Record how much memory a kernel has had while it ran."""
+        for at, change in ((number, num_bytes), (number + 1, -num_bytes)):
+            self.changes[at] = replace(self.changes[at], num_bytes=change)
 
     def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
         """Record that a storage has another size from now on."""

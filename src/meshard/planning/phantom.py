@@ -16,8 +16,16 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 
-from meshard._torch.private import DispatchMode, is_faking, tree_flatten, tree_unflatten
+from meshard._torch.private import (
+    DispatchMode,
+    group_of_name,
+    is_faking,
+    tree_flatten,
+    tree_unflatten,
+)
+from meshard.planning.workspaces import Kernel, is_kernel
 
 # An operator runs for real if each of its tensors has at most this many elements. The limit of
 # integers is higher, because programs often read them: ranks, positions, masks.
@@ -29,6 +37,8 @@ _RUNS_FOR_REAL = 2**26
 _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 
 OnStorage = Callable[[torch.UntypedStorage], None]
+OnKernel = Callable[[Kernel], None]
+OnCollective = Callable[[str, int, dist.ProcessGroup], None]
 
 
 def _is_plain(cls: type[torch.Tensor]) -> bool:
@@ -77,15 +87,20 @@ def _schema_of(func: Any) -> _Schema:
 class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
     """Runs operators without their kernels.
 
-    Each new storage is reported to ``on_storage``.
+    Each new storage is reported to ``on_storage``, each kernel whose own memory no schema tells to
+    ``on_kernel``, and each collective, of whomever, to ``on_collective``.
 
     Attributes:
         ran_for_real: How often each operator without an implementation for the meta device ran.
     """
 
-    def __init__(self, on_storage: OnStorage) -> None:
+    def __init__(
+        self, on_storage: OnStorage, on_kernel: OnKernel, on_collective: OnCollective
+    ) -> None:
         super().__init__()
-        self._on_storage = on_storage
+        self._on_storage, self._on_kernel = on_storage, on_kernel
+        self._on_collective = on_collective
+        self._kernels: dict[Any, Kernel] = {}  # by operator and forms
         self._results: dict[Any, Any] = {}  # by operator and forms: the results on the meta device
         self.ran_for_real = Counter[str]()
 
@@ -99,6 +114,10 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             return NotImplemented  # DTensors come here again with their local tensors
         if func.namespace == "c10d":
             return self._communicate(func, args, tensors)
+        if func.namespace == "_c10d_functional" and args[-1:] and isinstance(args[-1], str):
+            group = group_of_name(args[-1])
+            gathers = group.size() if "all_gather" in func._schema.name else 1
+            self._on_collective(_op_of(func), gathers * sum(t.nbytes for t in tensors), group)
         schema = _schema_of(func)
         if schema.is_view or _is_on_meta(tensors, kwargs):
             return func(*args, **kwargs)
@@ -115,6 +134,8 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             _argument(same, args, kwargs) if same is not None else self._made(shape)
             for same, shape in zip(schema.returned, shapes, strict=True)
         ]
+        if is_kernel(func):
+            self._on_kernel(self._kernels[func, spec, tuple(map(_form_of, leaves))])
         return results[0] if len(results) == 1 else tuple(results)
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -146,7 +167,11 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             kwargs = {**kwargs, "device": torch.device("meta")}
             kwargs.pop("pin_memory", None)
         try:
-            found = func(*args, **kwargs)
+            if is_kernel(func):
+                kernel = self._kernels[func, spec, forms] = Kernel(func, tuple(on_meta), spec)
+                found = kernel.results()
+            else:
+                found = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
             most = max((leaf.numel() for leaf in leaves if _is_tensor(leaf)), default=0)
             if most > _RUNS_FOR_REAL:
@@ -181,9 +206,22 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         if all(map(_is_small, tensors)):
             _fill_alike(name, args)
         group = next(each for each in args if isinstance(each, torch.ScriptObject))
+        sizes = [sum(each.nbytes for each in _tensors_in(given)) for given in args]
+        self._on_collective(_op_of(func), max(sizes), dist.ProcessGroup.unbox(group))
         # A work that is done, in the form in which operators return it.
         work = torch.ops.c10d.barrier(torch.empty(0, device="cpu"), group, [], False, -1)
         return work if len(func._schema.returns) == 1 else (args[0], work)
+
+
+_OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "alltoall": "all_to_all"}
+
+
+def _op_of(func: Any) -> str:
+    """Return the name of a collective as ``CommLedger`` has it."""
+    name = str(func._schema.name).partition("::")[2].strip("_")
+    for end in ("_base", "_into_tensor", "_tensor", "_single"):
+        name = name.removesuffix(end)
+    return _OPS.get(name, name)
 
 
 def _fill_alike(name: str, args: Any) -> None:

@@ -97,8 +97,9 @@ class Plan:
             ``activations`` and ``communication``.
         state_bytes: Shards of parameters, gradients and optimizer state, wherever they are.
         host_bytes: The most that is alive in host memory, of what ``CPUOffloadPolicy`` puts there.
-        collectives: Of the last step, by kind as ``CommLedger`` names them.
-        events: Every collective of the last step, in order.
+        collectives: Of the last step, by kind as ``CommLedger`` names them. Those that the job
+            issues, DTensor or torch itself, have names such as ``"all_reduce (others)"``.
+        events: Every collective of meshard in the last step, in order.
         peaks: The peak of each step; the first one makes the state of the optimizer.
         setup_peak_bytes: The most before the first step: models that are made whole before they are
             sharded.
@@ -281,10 +282,12 @@ def plan(
         for _ in range(steps):
             machine.log.begin_step()
             machine.collectives.clear()
+            machine.others.clear()
             step()
-        events = list(machine.collectives)
+        events, others = list(machine.collectives), list(machine.others)
         machine.label(is_last=True)
-        return _plan_of(machine, events)
+    machine.measure_workspaces()
+    return _plan_of(machine, events, others)
 
 
 def _is_device_type(name: str) -> bool:
@@ -294,7 +297,7 @@ def _is_device_type(name: str) -> bool:
         return False
 
 
-def _plan_of(machine: Machine, events: list[Collective]) -> Plan:
+def _plan_of(machine: Machine, events: list[Collective], others: list[Collective]) -> Plan:
     log = machine.log
     setup, *peaks = (
         max((usage.total for usage in log.history(step)), default=0)
@@ -316,7 +319,7 @@ def _plan_of(machine: Machine, events: list[Collective]) -> Plan:
         bytes_by_kind=_filled(at_peak.by_kind),
         state_bytes=machine.state_bytes(),
         host_bytes=log.host_peak(),
-        collectives=_sums_of(events),
+        collectives=_sums_of([*events, *others]),
         events=events,
         peaks=peaks,
         setup_peak_bytes=setup,
@@ -384,12 +387,11 @@ def _not_known(machine: Machine) -> Iterator[str]:
     if machine.has_device:
         yield "the reserve and the fragmentation of the caching allocator, and the CUDA context"
         yield "memory of NCCL itself, and workspaces inside of kernels"
-    else:
-        yield "workspaces inside of kernels"
+    if machine.not_measured:
+        names = ", ".join(sorted(machine.not_measured))
+        yield f"what these kernels need while they run, or keep for backward: {names}"
     if machine.has_device:
-        yield "what CUDA's kernels keep where those of the CPU keep something else: dropout's mask"
         yield "host memory of batches, which counts as if it were on the device"
-    yield "collectives of others than meshard: tensor parallelism, torch, the job itself"
     yield "what depends on values: most numbers that the job reads are zeros"
     if machine.phantom.ran_for_real:
         names = ", ".join(sorted(machine.phantom.ran_for_real))
