@@ -13,6 +13,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import init_process_group
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import meshard
 from examples import plan_models
@@ -277,6 +282,93 @@ def test_a_job_may_be_written_for_a_device():
 
     planned = plan(job, world_size=8)
     assert planned.collectives["reduce_scatter"].count == 2
+
+
+def test_a_job_may_ask_a_device_for_what_ordinary_programs_ask():
+    def job():
+        assert torch.cuda.is_available()
+        torch.cuda.manual_seed(1)
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        assert torch.cuda.mem_get_info(0)[0] == torch.cuda.get_device_properties(0).total_memory
+        assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+        model = meshard.fully_shard(nn.Linear(64, 64).to(0))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        side = torch.cuda.Stream()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+
+        def step():
+            begin.record()
+            with torch.cuda.stream(side):
+                side.wait_stream(torch.cuda.current_stream())
+                inputs = torch.ones(512, 64, device=0)
+                inputs.record_stream(side)
+            torch.cuda.current_stream().wait_stream(side)
+
+            def closure():
+                optimizer.zero_grad()
+                loss = model(inputs.to(0)).square().mean()
+                loss.backward()
+                return loss
+
+            optimizer.step(closure)
+            end.record()
+            assert begin.elapsed_time(end) > 0
+
+        return step
+
+    planned = plan(job, world_size=8)
+    assert planned.collectives["all_gather"].count == 1
+    assert not torch.cuda.is_available()  # as before
+
+
+def test_collectives_of_others_are_counted_and_marked():
+    def job():
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp", "tp"))
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+        styles = {"0": ColwiseParallel(), "1": RowwiseParallel()}
+        model = meshard.fully_shard(parallelize_module(model, mesh["tp"], styles), mesh["dp"])
+
+        def step():
+            loss = model(torch.ones(128, 64)).square().mean()
+            loss.backward()
+            dist.all_reduce(loss.detach())
+
+        return step
+
+    planned = plan(job, world_size=8, ranks_per_node=4, device_type="cpu")
+    others = planned.collectives["all_reduce (others)"]
+    # The sum of rows in forward, that of the gradient of the inputs is not needed; and the loss.
+    assert (others.count, others.payload_bytes) == (2, 128 * 64 * 4 + 4)
+    assert others.wire_bytes_between_nodes == 2 * 4 * 7 // 8
+    assert "all_reduce (others)" in str(planned)
+    assert {each.op for each in planned.events} == {"all_gather", "reduce_scatter"}
+
+
+def test_dropout_keeps_a_mask_of_bytes_on_a_device():
+    def peak(device_type):
+        def job():
+            model = meshard.fully_shard(
+                nn.Sequential(*(nn.Dropout(0.5) for _ in range(4)), nn.Linear(WIDTH, 1))
+            )
+            inputs = torch.ones(4096, WIDTH, requires_grad=True)
+            return lambda: model(inputs).sum().backward()
+
+        return plan(job, world_size=2, device_type=device_type).bytes_by_kind["activations"]
+
+    num_elements = 4096 * WIDTH
+    # Four masks, in float32 on the CPU.
+    assert abs(peak("cpu") - peak("cuda") - 4 * 3 * num_elements) < num_elements / 2
+
+
+def test_kernels_whose_own_memory_is_not_known_are_named():
+    def job():
+        model = meshard.fully_shard(nn.Conv2d(8, 8, 3))
+        return lambda: model(torch.ones(64, 8, 32, 32)).sum().backward()
+
+    on_cpu = plan(job, world_size=2, device_type="cpu")
+    assert not any("convolution" in text for text in on_cpu.not_known)
+    (text,) = (text for text in plan(job, world_size=2).not_known if "convolution" in text)
+    assert text.endswith("for backward: convolution, convolution_backward")
 
 
 def test_norms_by_torch_and_groups_by_any_name():

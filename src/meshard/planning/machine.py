@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -377,8 +377,10 @@ class Machine:
 
     def _on_sent(self, op: str, num_bytes: int, group: dist.ProcessGroup) -> None:
         if not self._is_own and group.size() > 1:
-            event = CommEvent(f"{op} (others)", "", group.size(), num_bytes, torch.uint8)
-            self.others.append(self._collective_of(event, group))
+            sent = self._collective_of(
+                CommEvent(op, "", group.size(), num_bytes, torch.uint8), group
+            )
+            self.others.append(replace(sent, op=f"{op} (others)"))
         self._is_own = False
 
     def _collective_of(self, event: CommEvent, group: dist.ProcessGroup) -> Collective:

@@ -45,7 +45,7 @@ def draw_memory(plan: Plan, path: str | PathLike[str]) -> None:
     begins = [n for n in numbers if _begins_microbatch(plan, n)]
     for count, number in enumerate(begins, 1):
         if len(begins) > 1:
-            axes.axvline(number, color="black", linewidth=0.8, linestyle=":")
+            axes.axvline(number, 0, 0.85, color="black", linewidth=0.8, linestyle=":")
             axes.text(number, 1.12 * _peak_of(plan) / scale, f" microbatch {count}", fontsize=7)
     last_peak = _peak_of(plan)
     axes.axhline(last_peak / scale, color="black", linewidth=0.8, linestyle="--")
@@ -74,7 +74,7 @@ def draw_memory(plan: Plan, path: str | PathLike[str]) -> None:
 def _label_of(plan: Plan, kind: str) -> str:
     """Return the name of a kind, with how much of it stays over the whole step."""
     least = min((each.bytes_by_kind[kind] for each in plan.moments), default=0)
-    return f"{kind} ({readable_size(least)} stays)" if least else kind
+    return f"{kind} ({readable_size(least)} stays)" if least > _peak_of(plan) / 100 else kind
 
 
 def _begins_microbatch(plan: Plan, number: int) -> bool:
