@@ -347,6 +347,7 @@ def is_of_to_empty(fn: Callable[..., Any]) -> bool:
 
 # Flatten nested containers that are registered with torch's pytree, and build them again.
 tree_flatten = _or_error("torch.utils._pytree.tree_flatten")
+tree_map = _or_error("torch.utils._pytree.tree_map")
 tree_unflatten = _or_error("torch.utils._pytree.tree_unflatten")
 
 
@@ -381,9 +382,12 @@ def foreach_devices() -> list[tuple[Any, str, Callable[[], list[str]]]]:
 _device_constructors = _find("torch.utils._device._device_constructors") or frozenset
 
 
+_device_modes = _find("torch.utils._device")
+
+
 def default_device_of(func: Callable[..., Any]) -> torch.device | None:
     """Return the default device, if the user has set one and ``func`` makes tensors on it."""
-    device: torch.device | None = _find("torch.utils._device.CURRENT_DEVICE")
+    device: torch.device | None = getattr(_device_modes, "CURRENT_DEVICE", None)
     return device if device is not None and func in _device_constructors() else None
 
 

@@ -419,6 +419,8 @@ class _OnThisDevice(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
+        if func.__name__ == "__get__":  # of a property, most of all calls
+            return func(*args, **kwargs)
         if func is getattr(torch.Tensor, self._type, None):  # tensor.cuda()
             return args[0]
         if func is torch.Tensor.pin_memory:

@@ -86,6 +86,7 @@ class MemoryLog:
         self._sent: list[Allocation] = []  # for communication, since the last reduction began
         self._unnamed: list[Allocation] = []  # made in a backward, of which unit is not known yet
         self._alive: dict[int, Allocation] = {}  # by the id of the C++ storage
+        self._by_address: list[Allocation] | None = None  # those alive; None: not sorted since
         self._resized: dict[int, int] = {}
         self._watches: set[Any] = set()  # weak references, which call back if they live
 
@@ -100,7 +101,7 @@ class MemoryLog:
         allocation = Allocation(
             storage.data_ptr(), num_bytes, num_bytes, self._present_kind(), unit, self._is_on_host
         )
-        self._alive[key] = allocation
+        self._alive[key], self._by_address = allocation, None
         if self._kind == "communication" and self._unit is None:
             self._sent.append(allocation)
         if self.moments[-1] == _IN_BACKWARD:
@@ -112,6 +113,7 @@ class MemoryLog:
             self._resized.pop(key, None)
             if self._alive.get(key) is allocation:
                 del self._alive[key]
+                self._by_address = None
             self._change(allocation, -allocation.num_bytes)
 
         self._watches.add(weakref.ref(storage, freed))
@@ -208,7 +210,6 @@ class MemoryLog:
         return None not in self._allocations_of(tensors)
 
     def _allocations_of(self, tensors: Iterable[torch.Tensor]) -> Iterator[Allocation | None]:
-        alive: list[Allocation] | None = None
         for tensor in tensors:
             if tensor.is_meta:
                 continue
@@ -216,9 +217,9 @@ class MemoryLog:
             found = self._alive.get(storage._cdata)
             if found is None and storage.nbytes():
                 # A flat shard has one storage, and its parts appear as storages inside of it.
-                if alive is None:
-                    alive = sorted(self._alive.values(), key=_address_of)
-                address = storage.data_ptr()
+                if self._by_address is None:
+                    self._by_address = sorted(self._alive.values(), key=_address_of)
+                alive, address = self._by_address, storage.data_ptr()
                 position = bisect.bisect_right(alive, address, key=_address_of) - 1
                 around = alive[position] if position >= 0 else None
                 if around is not None and address < around.address + around.capacity:

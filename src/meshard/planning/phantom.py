@@ -22,8 +22,7 @@ from meshard._torch.private import (
     DispatchMode,
     group_of_name,
     is_faking,
-    tree_flatten,
-    tree_unflatten,
+    tree_map,
 )
 from meshard.planning.workspaces import Kernel, is_kernel
 
@@ -108,8 +107,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         kwargs = kwargs or {}
         if is_faking():  # DTensor finds out a shape
             return func(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        tensors = list(_tensors_in((*args, *kwargs.values())))
         if not all(_is_plain(type(tensor)) for tensor in tensors):
             return NotImplemented  # DTensors come here again with their local tensors
         if func.namespace == "c10d":
@@ -125,7 +123,8 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             return self._run(func, args, kwargs, tensors)
         if None not in schema.returned:
             return _arguments(schema, args, kwargs)  # it only writes to its arguments
-        shapes = self._shapes(func, leaves, spec, schema)
+        key = func, _form_of(args), _form_of(tuple(kwargs.items())), torch.get_default_dtype()
+        shapes = self._shapes(key, args, kwargs, schema)
         made = [] if shapes is None else list(_tensors_in(shapes))
         is_small = not tensors and all(map(_is_small, made))
         if shapes is None or is_small:  # None: a view that its schema does not declare, or unknown
@@ -135,7 +134,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             for same, shape in zip(schema.returned, shapes, strict=True)
         ]
         if is_kernel(func):
-            self._on_kernel(self._kernels[func, spec, tuple(map(_form_of, leaves))])
+            self._on_kernel(self._kernels[key])
         return results[0] if len(results) == 1 else tuple(results)
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
@@ -151,29 +150,27 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
                     tensor.zero_()
         return result
 
-    def _shapes(self, func: Any, leaves: list[Any], spec: Any, schema: _Schema) -> Any:
+    def _shapes(self, key: Any, args: Any, kwargs: Any, schema: _Schema) -> Any:
         """Return the results on the meta device; None if the operator has to run."""
-        forms = tuple(_form_of(leaf) for leaf in leaves)
-        key: Any = func, spec, forms, torch.get_default_dtype()
+        func: Any = key[0]
         try:
             if key in self._results:
                 return self._results[key]
         except TypeError:  # an argument cannot be hashed
             key = None
-        on_meta = [_to_meta(leaf) for leaf in leaves]
-        given = [leaf.untyped_storage()._cdata for leaf in on_meta if _is_tensor(leaf)]
-        args, kwargs = tree_unflatten(on_meta, spec)
+        most = max((each.numel() for each in _tensors_in((args, kwargs))), default=0)
+        args, kwargs = tree_map(_to_meta, (args, kwargs))
+        given = [each.untyped_storage()._cdata for each in _tensors_in((args, kwargs))]
         if schema.takes_device:
             kwargs = {**kwargs, "device": torch.device("meta")}
             kwargs.pop("pin_memory", None)
         try:
             if is_kernel(func):
-                kernel = self._kernels[func, spec, forms] = Kernel(func, tuple(on_meta), spec)
+                kernel = self._kernels[key] = Kernel(func, args, kwargs)
                 found = kernel.results()
             else:
                 found = func(*args, **kwargs)
         except (NotImplementedError, RuntimeError) as error:
-            most = max((leaf.numel() for leaf in leaves if _is_tensor(leaf)), default=0)
             if most > _RUNS_FOR_REAL:
                 raise RuntimeError(
                     f"the shape of what {func} returns is not known: it depends on values, as with "
@@ -263,14 +260,23 @@ def _to_meta(leaf: Any) -> Any:
     return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
-def _form_of(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.stride(), leaf.dtype
-    return type(leaf), leaf  # 1, 1.0 and True are one key, and give other dtypes
+def _form_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype
+    if isinstance(value, (list, tuple)):
+        return type(value), tuple(map(_form_of, value))
+    return type(value), value  # 1, 1.0 and True are one key, and give other dtypes
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    return filter(_is_tensor, tree_flatten(value)[0])
+    """Iterate over the tensors in what operators take and return: lists, tuples and dicts."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors_in(tuple(value.values()))
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors_in(each)
 
 
 def _argument(place: tuple[str, int], args: Any, kwargs: dict[str, Any]) -> Any:

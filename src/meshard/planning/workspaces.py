@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.profiler import profile, record_function
 
-from meshard._torch.private import tree_unflatten
+from meshard._torch.private import tree_map
 
 # oneDNN copies what it convolves into blocks of channels, and keeps what a backward of LSTM needs.
 KERNELS = ("convolution", "convolution_backward", "mkldnn_rnn_layer", "mkldnn_rnn_layer_backward")
@@ -17,17 +19,19 @@ MOST = 2**26  # elements of the largest tensor with which a kernel is run
 _RANGE = "meshard::kernel"
 
 
+@functools.cache
 def is_kernel(func: Any) -> bool:
     """Whether the kernel of an operator takes memory that only a run of it tells."""
     return func.namespace == "aten" and str(func._schema.name).removeprefix("aten::") in KERNELS
 
 
-class Kernel(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class Kernel:
     """An operator with arguments on the meta device."""
 
     func: Any
-    leaves: tuple[Any, ...]
-    spec: Any
+    args: Any
+    kwargs: Any
 
     @property
     def name(self) -> str:
@@ -37,24 +41,24 @@ class Kernel(NamedTuple):
     @property
     def is_measured(self) -> bool:
         """Whether its tensors are small enough to run it."""
-        tensors = (each for each in self.leaves if isinstance(each, torch.Tensor))
-        return max(each.numel() for each in tensors) <= MOST
+        return all(each.numel() <= MOST for each in self.args if isinstance(each, torch.Tensor))
 
     def results(self) -> Any:
         """Return what it returns, on the meta device."""
         if self.is_measured and self.name == "mkldnn_rnn_layer":  # its workspace is not known there
             args, kwargs = self.zeros()
             return tuple(each.to("meta") for each in self.func(*args, **kwargs))
-        args, kwargs = tree_unflatten(self.leaves, self.spec)
-        return self.func(*args, **kwargs)
+        return self.func(*self.args, **self.kwargs)
 
     def zeros(self) -> Any:
         """Return arguments of zeros with which it can run."""
-        leaves = [
-            torch.zeros_like(each, device="cpu") if isinstance(each, torch.Tensor) else each
-            for each in self.leaves
-        ]
-        return tree_unflatten(leaves, self.spec)
+        return tree_map(_zeros_like, (self.args, self.kwargs))
+
+
+def _zeros_like(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value, device="cpu")
+    return value
 
 
 def measured(kernels: Iterable[Kernel]) -> list[int]:
