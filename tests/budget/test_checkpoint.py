@@ -38,12 +38,12 @@ def test_the_second_save_plans_nothing(tmp_path):
         train(model, optimizer, 1)
         return exchanges.total()
 
-    # An agreement, a comparison, the name of the folder, the checksums, the outcome. The first save
-    # also gathers what ranks hold, and sends the plan.
-    assert [save(step) for step in range(3)] == [5 + 2, 5, 5]
+    # Four times the ranks tell the first one, and it answers: on what to save, what differs, the
+    # name of the folder, and the outcome. In the first save also on the plan.
+    assert [save(step) for step in range(3)] == [8 + 2, 8, 8]
     model.gate.requires_grad_(True)
     train(model, optimizer, 1)
-    assert save(4) == 5 + 2
+    assert save(4) == 8 + 2
 
 
 @on_ranks(2)
