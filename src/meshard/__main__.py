@@ -1,4 +1,4 @@
-"""Commands: ``python -m meshard plan`` and ``timeline``. ``--help`` lists them."""
+"""Commands: ``python -m meshard plan``, ``timeline`` and ``compare``. ``--help`` lists them."""
 
 from __future__ import annotations
 
@@ -35,9 +35,23 @@ def _add_plan(parser: argparse.ArgumentParser) -> Run:
     return command.run
 
 
+def _add_compare(parser: argparse.ArgumentParser) -> Run:
+    """Run a script with torch's fully_shard or DDP and with meshard, and tell what differs."""
+    parser.prefix_chars = ""  # what follows, -h too, is parsed by the command, as torchrun does
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+
+    def run(args: argparse.Namespace) -> int:
+        from meshard._compare import command  # noqa: PLC0415  # one command needs it
+
+        return command.run(args.arguments)
+
+    return run
+
+
 # Each function adds the arguments of one command to a parser, and returns the function that runs
 # the command. Its docstring is the help text.
 _COMMANDS: dict[str, Callable[[argparse.ArgumentParser], Run]] = {
+    "compare": _add_compare,
     "plan": _add_plan,
     "timeline": _add_timeline,
 }
