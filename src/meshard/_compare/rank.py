@@ -1,7 +1,7 @@
 """One rank of one run: runs the script, and writes its record also if the script fails.
 
-The arguments are the name and the library of the run, the folder for records, the number of steps,
-``module`` or ``file``, and the script with its own arguments.
+The arguments are the name of the run, the folder for records, the number of steps, ``module`` or
+``file``, and the script with its own arguments.
 """
 
 import inspect
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,10 +41,9 @@ class ReplicatedDDP(DistributedDataParallel):
         given = _SIGNATURE.bind(self, *args, **kwargs).arguments
         module, mesh, group = given["module"], given.get("device_mesh"), given.get("process_group")
         if mesh is None and group is not None:
-            mesh = dist.DeviceMesh.from_group(group, next(module.parameters()).device.type)
+            mesh = DeviceMesh.from_group(group, next(module.parameters()).device.type)
         dtypes = given.get("mixed_precision") or meshard.MixedPrecisionPolicy()
         ignored = getattr(module, "_ddp_params_and_buffers_to_ignore", ())
-        sends_buffers = given.get("forward_sync_buffers", given.get("broadcast_buffers"))
         self.module = meshard.replicate(
             module,
             mesh,
@@ -51,9 +51,12 @@ class ReplicatedDDP(DistributedDataParallel):
             gradient_as_bucket_view=given.get("gradient_as_bucket_view", False),
             mp_policy=meshard.MixedPrecisionPolicy(dtypes.param_dtype, dtypes.reduce_dtype),
             ignored_params={param for name, param in module.named_parameters() if name in ignored},
-            broadcast_buffers=sends_buffers is None or sends_buffers,
+            broadcast_buffers=given.get("forward_sync_buffers", given.get("broadcast_buffers"))
+            is not False,
             init_sync=given.get("init_sync", True),
         )
+        self.no_sync = self.module.no_sync
+        self.register_comm_hook = self.module.register_comm_hook
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -61,24 +64,11 @@ class ReplicatedDDP(DistributedDataParallel):
     def train(self, mode: bool = True) -> Any:
         return nn.Module.train(self, mode)
 
-    def no_sync(self) -> Any:
-        return self.module.no_sync()
-
-    def register_comm_hook(self, state: object, hook: Any) -> None:
-        self.module.register_comm_hook(state, hook)
-
     def __setattr__(self, name: str, value: Any) -> None:
         """Set an attribute; scripts set this one instead of entering ``no_sync``."""
         if name == "require_backward_grad_sync":
             self.module.set_requires_gradient_sync(value)
         super().__setattr__(name, value)
-
-
-def _patch_all() -> None:
-    patch_torch()
-    for module in (nn.parallel, nn.parallel.distributed):
-        setattr(module, "DistributedDataParallel", ReplicatedDDP)  # noqa: B010  # mypy
-    watch_optimizers()  # its hooks come before ours, and complete gradients
 
 
 def _run_script(kind: str, script: str) -> None:
@@ -96,18 +86,23 @@ def _run_script(kind: str, script: str) -> None:
 def _traceback(error: BaseException) -> str:
     """Return a traceback without the frames that lead to the script."""
     told = traceback.TracebackException.from_exception(error)
-    told.stack[:] = [each for each in told.stack if each.filename not in (__file__, runpy.__file__)]
+    own = (__file__, runpy.__file__, "<frozen runpy>")
+    told.stack[:] = [each for each in told.stack if each.filename not in own]
     return "".join(told.format()).rstrip()
 
 
 def main() -> None:
     """Be one rank."""
-    name, library, folder, num_steps, kind, *sys.argv[:] = sys.argv[1:]
+    run, folder, num_steps, kind, *sys.argv[:] = sys.argv[1:]
+    os.dup2(2, 1)  # the report alone goes to stdout
     unit_classes: tuple[type, ...] = (FSDPModule, DistributedDataParallel)
-    if library == "meshard":
+    if run == "meshard":
         unit_classes = (meshard.FSDPModule, ReplicatedDDP)
-        _patch_all()
-    record = Record(name, int(os.environ["RANK"]))
+        patch_torch()
+        for module in (nn.parallel, nn.parallel.distributed):
+            setattr(module, "DistributedDataParallel", ReplicatedDDP)  # noqa: B010  # mypy
+        watch_optimizers()  # its hooks come before ours, and complete gradients
+    record = Record(run, int(os.environ["RANK"]))
     Recorder(record, int(num_steps), unit_classes)
     try:
         _run_script(kind, sys.argv[0])

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 KINDS = ("initial weight", "loss", "gradient", "weight")  # in this order in a step
 NUM_SUMS = 64
-_CHUNK = 2**18  # elements that are folded at once, so that it takes little memory
+_CHUNK = 2**18  # elements that are folded at once
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -66,7 +66,7 @@ def _fold(tensor: torch.Tensor | None) -> Folded | None:
     for chunk in (chunk for part in parts for chunk in part.flatten().split(_CHUNK)):
         drawn = torch.empty(chunk.shape, dtype=torch.int64, device=device).random_(generator=draw)
         digest += (chunk.view(_INTEGERS[chunk.itemsize]) * (drawn | 1)).sum()
-        values = torch.where(drawn % 4 < 2, chunk, -chunk).double()
+        values = chunk.double() * (1 - (drawn & 2))
         values = nn.functional.pad(values, (0, -len(values) % NUM_SUMS)).view(-1, NUM_SUMS)
         sums += values.sum(0)
         squares += values.square().sum(0)

@@ -68,8 +68,11 @@ def differences(torchs: Run, ours: Run) -> list[Row]:
 
 def _first_of(found: Sequence[Row]) -> list[Row]:
     """Return those of the first step and kind that differ, each on the rank where it is largest."""
-    first = [row for row in found if all(row[k] == found[0][k] for k in ("step", "kind"))]
-    return list({row["parameter"]: row for row in reversed(first)}.values())[::-1]
+    first: dict[str, Row] = {}
+    for row in found:
+        if all(row[key] == found[0][key] for key in ("step", "kind")):
+            first.setdefault(row["parameter"], row)
+    return list(first.values())
 
 
 def _reasons(worst: Row, ours: Run, is_repeatable: bool) -> list[str]:
@@ -125,7 +128,7 @@ def summarize(runs: Mapping[str, Run], rtol: float) -> dict[str, Any]:
         "torch": _measures(runs["torch"]),
         "meshard": _measures(runs["meshard"]),
         "equal": not found,
-        "first differences": _first_of(found) if found else [],
+        "first differences": _first_of(found),
         "largest difference": max((row["relative"] for row in found), default=0.0),
         "rtol": rtol,
     }
