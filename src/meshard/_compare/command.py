@@ -25,14 +25,14 @@ from meshard._compare.record import Record
 from meshard._compare.report import lines_of, summarize
 
 _NOTHING = (
-    "nothing was sharded: the script must call torch's fully_shard or DistributedDataParallel. "
-    "(accelerate shards on devices only; FSDP1 is not compared.)"
+    "nothing was sharded: the script must call torch's fully_shard, or DistributedDataParallel and "
+    "no --accuracy. (accelerate shards on devices only; FSDP1 is not compared.)"
 )
 
 
-def _run(name: str, given: argparse.Namespace, more_arguments: Sequence[str] = ()) -> list[Record]:
+def _run(name: str, given: argparse.Namespace) -> list[Record]:
     """Run the script; return the records of all ranks. Raise a ValueError if it fails."""
-    script = [given.training_script, *given.training_script_args, *more_arguments]
+    script = [given.training_script, *given.training_script_args]
     print(f"compare: run {name!r} of {' '.join(script)}", file=sys.stderr, flush=True)
     args, kind = copy.copy(given), "module" if given.module else "file"
     with tempfile.TemporaryDirectory() as folder:
@@ -65,15 +65,15 @@ def run(arguments: Sequence[str]) -> int:
     add("--steps", type=int, default=5, help="steps of optimizers in each run (default: 5)")
     add("--rtol", type=float, default=1e-3, help="for the exit code (default: 1e-3)")
     add("--json", action="store_true", help="print the report as JSON")
-    add("--accuracy", metavar="ARGS", help="of the script, for a third run, in float64")
+    add("--accuracy", action="store_true", help="say how far both are from a run in float64")
     given = parser.parse_args(arguments)
     if given.nnodes not in ("1", "1:1"):
         raise ValueError("compare runs on one host: leave out --nnodes.")
     given.local_addr = given.local_addr or "127.0.0.1"
     os.environ.setdefault("PYTHONHASHSEED", "0")
     runs = {library: _run(library, given) for library in ("torch", "meshard")}
-    if given.accuracy is not None:
-        runs["float64"] = _run("float64", given, given.accuracy.split())
+    if given.accuracy:
+        runs["float64"] = _run("float64", given)
     summary = summarize(runs, given.rtol)
     if not summary["equal"]:  # because of the library, or in each run?
         runs["torch again"] = _run("torch again", given)

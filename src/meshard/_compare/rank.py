@@ -20,7 +20,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import meshard
@@ -71,6 +71,13 @@ class ReplicatedDDP(DistributedDataParallel):
         super().__setattr__(name, value)
 
 
+def _compute_in(dtype: torch.dtype) -> None:
+    """Let units of torch's fully_shard compute and reduce in a dtype, whatever the script says."""
+    for name, value in (("param_dtype", dtype), ("reduce_dtype", dtype), ("output_dtype", None)):
+        fixed = property(lambda _, value=value: value, lambda *_: None)
+        setattr(MixedPrecisionPolicy, name, fixed)
+
+
 def _run_script(kind: str, script: str) -> None:
     random.seed(0)
     torch.manual_seed(0)
@@ -102,6 +109,9 @@ def main() -> None:
         for module in (nn.parallel, nn.parallel.distributed):
             setattr(module, "DistributedDataParallel", ReplicatedDDP)  # noqa: B010  # mypy
         watch_optimizers()  # its hooks come before ours, and complete gradients
+    elif run == "float64":
+        unit_classes = (FSDPModule,)  # DDP has no such policy
+        _compute_in(torch.float64)
     record = Record(run, int(os.environ["RANK"]))
     Recorder(record, int(num_steps), unit_classes)
     try:

@@ -5,7 +5,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 dist.init_process_group("gloo")
@@ -13,7 +13,7 @@ torch.manual_seed(0)
 inner = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.GELU(), nn.Linear(32, 4))
 model = DDP(inner, bucket_cap_mb=1, gradient_as_bucket_view=True)
 if "--hook" in sys.argv:
-    model.register_comm_hook(None, bf16_compress_hook)
+    model.register_comm_hook(None, fp16_compress_hook)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
 torch.manual_seed(1 + dist.get_rank())
 for step in range(9):
