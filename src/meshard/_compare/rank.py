@@ -13,6 +13,7 @@ import runpy
 import sys
 import time
 import traceback
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from meshard._compare.record import Record, Recorder, has_device
 from meshard._optimizer_hooks import watch_optimizers
 from meshard.compat import patch_torch
 
+_METHODS = ("no_sync", "register_comm_hook")
 _SIGNATURE = inspect.signature(DistributedDataParallel.__init__)
 
 
@@ -55,8 +57,7 @@ class ReplicatedDDP(DistributedDataParallel):
             is not False,
             init_sync=given.get("init_sync", True),
         )
-        self.no_sync = self.module.no_sync
-        self.register_comm_hook = self.module.register_comm_hook
+        vars(self).update({name: getattr(self.module, name) for name in _METHODS})
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -71,11 +72,14 @@ class ReplicatedDDP(DistributedDataParallel):
         super().__setattr__(name, value)
 
 
+def _first(value: Any, *_: Any) -> Any:
+    return value
+
+
 def _compute_in(dtype: torch.dtype) -> None:
     """Let units of torch's fully_shard compute and reduce in a dtype, whatever the script says."""
     for name, value in (("param_dtype", dtype), ("reduce_dtype", dtype), ("output_dtype", None)):
-        fixed = property(lambda _, value=value: value, lambda *_: None)
-        setattr(MixedPrecisionPolicy, name, fixed)
+        setattr(MixedPrecisionPolicy, name, property(partial(_first, value), lambda *_: None))
 
 
 def _run_script(kind: str, script: str) -> None:

@@ -1,5 +1,7 @@
-"""What a user of FSDP2 trains: layers and a root, two microbatches, clipping. ``--fault`` plants one
-that only meshard's units get, in the unit ``1``."""
+"""What a user of FSDP2 trains: layers, a root, two microbatches.
+
+``--fault`` plants one that meshard's units get only, in the unit ``1``.
+"""
 
 import argparse
 
