@@ -22,8 +22,8 @@ def main() -> None:
     assert "First difference" in printed, printed
     lines = [f"$ {COMMAND}"]
     for line in printed.splitlines():
-        lines += textwrap.wrap(line, 92, subsequent_indent="      ", replace_whitespace=False)
-    figure = Figure(figsize=(8.4, 0.3 + 0.19 * len(lines)), facecolor="#1d2330")
+        lines += textwrap.wrap(line, 112, subsequent_indent="      ", replace_whitespace=False)
+    figure = Figure(figsize=(9.2, 0.3 + 0.19 * len(lines)), facecolor="#1d2330")
     for number, line in enumerate(lines):
         colour = "#ffb15c" if "unit" in line and "relative" in line else "#e8ecf2"
         if line.startswith(("First", "Possible", "$")):

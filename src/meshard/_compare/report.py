@@ -155,9 +155,9 @@ def lines_of(summary: Mapping[str, Any]) -> Iterator[str]:
     first = summary["first differences"]
     yield f"First difference: {first[0]['kind']} of step {first[0]['step']}."
     for row in first[:_NUM_ROWS]:
-        what = f"{row['parameter']} in unit {row['unit']}: " if row["unit"] else ""
+        what = f"{row['parameter']} in unit {row['unit']}: norm " if row["unit"] else ""
         norms = ", ".join(
-            f"{'no gradient' if row[each] is None else format(row[each], '.7g')} with {each}"
+            f"{'nothing' if row[each] is None else format(row[each], '.7g')} with {each}"
             for each in ("torch", "meshard")
         )
         far = f"relative {row['relative']:.1e} on rank {row['rank']}"
