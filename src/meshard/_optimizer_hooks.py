@@ -45,7 +45,7 @@ from meshard._gradients.zero_grad import clear_around
 from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
 from meshard._params.storage import with_own_storage
 from meshard._torch.dtensor import local_of, set_local
-from meshard._torch.patches import params_in, patch_zero_grad
+from meshard._torch.patches import params_in, patch_reads_and_clipping, patch_zero_grad
 from meshard._torch.private import (
     accumulation_hooks_of,
     before_compiling,
@@ -89,6 +89,18 @@ def refuse_to_clip_overlapped(params: Iterable[torch.Tensor]) -> None:
             "(overlap_optimizer(..., max_unit_norm=)), clip by value (clip_value=), or step by an "
             "ordinary optimizer."
         )
+
+
+@functools.cache
+def watch_reads_and_clipping() -> None:
+    """From now on, reads of sharded parameters wait for pending steps, and clipping is refused."""
+
+    def wait_for_step(tensor: torch.Tensor) -> None:
+        group = owner_of(tensor)
+        if group is not None:
+            group.finish_pending_step()
+
+    patch_reads_and_clipping(before_read=wait_for_step, before_clipping=refuse_to_clip_overlapped)
 
 
 @functools.cache

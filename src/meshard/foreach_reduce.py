@@ -269,6 +269,7 @@ class ReducePlan(NamedTuple):
     replicate_count: int  # how many replicas there are, even if this reduction has no all-reduce
     divide_factor: float | None  # see ``resolve_divisors``
     label: str  # the name of the unit
+    parts: GradientLayout | None = None  # set if the sum over replicas is a reduce-scatter: to what
 
     @property
     def divisors(self) -> Divisors:
@@ -362,12 +363,18 @@ class Reduction:
         with comm.on_stream(CommStream.ALL_REDUCE):
             scattered.wait()
             _divide(total, numel, divisors.before_all_reduce)
-            across = comm.all_reduce(
-                total.to(wire),
-                group=plan.replicate_group,
-                label=plan.label,
-                num_counts=layout.num_counts,
-            )
+            if plan.parts is None:
+                across = comm.all_reduce(
+                    total.to(wire),
+                    group=plan.replicate_group,
+                    label=plan.label,
+                    num_counts=layout.num_counts,
+                )
+            else:
+                across, numel = (
+                    self._reduce_parts(total, layout, plan.parts),
+                    plan.parts.shard_numel,
+                )
             if comm.waits_block_host:
                 yield across
             across.wait()
@@ -375,6 +382,20 @@ class Reduction:
             _divide(total, numel, divisors.after_all_reduce)
             self._ends.append(comm.record(total, after=across))
         self._result = total
+
+    def _reduce_parts(
+        self, total: torch.Tensor, layout: GradientLayout, parts: GradientLayout
+    ) -> Handle:
+        """Start the reduce-scatter over the replicas, in the place of their all-reduce."""
+        plan, comm, group = self._plan, self._comm.without_custom, self._plan.replicate_group
+        assert group is not None
+        wire, device = plan.wire_dtype, total.device
+        rows = comm.send_memory(parts.row_numel, wire, device=device, group=group)
+        layout.cut_again(total, parts, rows)
+        sum_dtype = _wider(wire, plan.accumulate_dtype)
+        return comm.reduce_scatter(
+            rows, sum_dtype, group=group, label=plan.label, num_counts=parts.num_counts
+        )
 
     @property
     def has_more(self) -> bool:

@@ -204,6 +204,20 @@ class GradientLayout:
                 gradients[each.index] = None
         self.write_counts(buffer, used)
 
+    def cut_again(self, row: torch.Tensor, to: GradientLayout, rows: torch.Tensor) -> None:
+        """Write this rank's ``row`` to ``rows [replicas, n]`` in layout ``to``, counts included.
+
+        ``to`` has the same parameters, each with the shape of this rank's shard.
+        """
+        for index, each in to.ranges.items():
+            layout, part = to.params[index], rows.narrow(1, each.offset, each.numel)
+            if not layout.is_regular:
+                part.zero_()
+            _copy_into(part, self.range_of(row, index)[: layout.numel], layout)
+        rows.narrow(1, to.shard_numel, to.num_counts).zero_()
+        num, counts = len(self.indices), row.narrow(0, self.shard_numel, len(self.indices))
+        rows.narrow(1, to.shard_numel, num).copy_(counts)
+
     def run_hooks(
         self,
         hooks: Sequence[Callable[[torch.Tensor], object]],

@@ -129,6 +129,7 @@ class GradientRules:
         self.reduce_dtype = reduce_dtype
         self.chosen_dtype = accumulate_dtype
         self._layouts: dict[tuple[int, ...], GradientLayout] = {}
+        self._part_layouts: dict[tuple[int, ...], GradientLayout] = {}
         self._all = tuple(range(len(unit_params.params)))
         self.everything = frozenset(self._all)
 
@@ -155,6 +156,7 @@ class GradientRules:
             # The cache is bounded, because users may freeze different parameters in every step.
             if len(self._layouts) >= _MAX_LAYOUTS:
                 self._layouts.clear()
+                self._part_layouts.clear()
             params = self._unit_params
             self._layouts[indices] = GradientLayout(
                 [param.layout for param in params.params],
@@ -163,6 +165,17 @@ class GradientRules:
                 at_once=not params.comm.waits_block_host,
             )
         return self._layouts[indices]
+
+    def parts_of(self, layout: GradientLayout) -> GradientLayout | None:
+        """Return the layout of this rank's row of ``layout``, as the replicas cut it once more."""
+        params = self._unit_params
+        if params.parts is None:
+            return None
+        if layout.indices not in self._part_layouts:
+            self._part_layouts[layout.indices] = GradientLayout(
+                params.parts.layouts, layout.indices, params.spec.device
+            )
+        return self._part_layouts[layout.indices]
 
     def accumulate_dtype(self, gradients: GradientLayout) -> torch.dtype:
         """Return the dtype in which ``gradients`` are added up.
@@ -451,15 +464,17 @@ class ShardedGrads:
     def _add(self, new: FlatGradients) -> None:
         shards, grads, before, after = self._inspect()
         sums, added = list[torch.Tensor](), list[torch.Tensor]()
-        for index, local in new.shards(self._unit_params.spec.mesh_info.shard_rank):
+        parts, mesh_info = self._unit_params.parts, self._unit_params.spec.mesh_info
+        for index, local in new.shards(mesh_info.shard_rank if parts is None else parts.rank):
             sharded, old = shards[index], grads[index]
+            like = sharded if parts is None else parts.part(index)
             if hooks := before[index]:
-                _run_hooks(tuple(hooks.values()), sharded, local)
+                _run_hooks(tuple(hooks.values()), like, local, gradient_dtype(sharded))
             if old is None:
-                sharded.grad = place_like(sharded, local.to(gradient_dtype(sharded)))
+                sharded.grad = place_like(like, local.to(gradient_dtype(sharded)))
                 continue
-            if not is_placed_like(old, sharded):  # such as from a loss that used the shard itself
-                old = sharded.grad = old.redistribute(sharded.device_mesh, sharded.placements)
+            if not is_placed_like(old, like):  # such as from a loss that used the shard itself
+                old = sharded.grad = old.redistribute(like.device_mesh, like.placements)
             sums.append(local_of(old))
             added.append(local)
         if sums:
@@ -498,11 +513,14 @@ class ShardedGrads:
 
 
 def _run_hooks(
-    hooks: tuple[Callable[[Any], Any], ...], sharded: torch.Tensor, local: torch.Tensor
+    hooks: tuple[Callable[[Any], Any], ...],
+    like: torch.Tensor,
+    local: torch.Tensor,
+    dtype: torch.dtype,
 ) -> None:
     """Run the hooks of ``register_hook``, which may change or replace the gradient ``local``."""
     # Pass a copy, because a hook may keep the tensor that it gets.
-    gradient: torch.Tensor = place_like(sharded, local.to(gradient_dtype(sharded), copy=True))
+    gradient: torch.Tensor = place_like(like, local.to(dtype, copy=True))
     for hook in hooks:
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
@@ -692,6 +710,7 @@ class GradientAccumulator(Gradients):
             replicate_count=mesh_info.replicate_count,
             divide_factor=divide_factor,
             label=self.unit_params.label,
+            parts=self.rules.parts_of(layout) if over_replicas else None,
         )
         if self.unit_params.comm.is_checked:
             _check_agreement(plan, mesh_info, over_replicas=self.publishes, ends_window=ends_window)
@@ -719,7 +738,8 @@ class GradientAccumulator(Gradients):
         partial = None if self._partial is None else self._partial.laid_out(layout)
         self._unreduced = self._partial = None
         self.reduction, self.is_in_flight = Reduction(plan, layout, rows, partial, comm), True
-        self._reducing = _Reducing(layout, used, [h.after for h in reversed(hooks) if h.after])
+        after = [hook.after for hook in reversed(hooks) if hook.after]
+        self._reducing = _Reducing(plan.parts or layout, used, after)
         return True
 
     def finish_reduce(self) -> Handle | None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Placement, Replicate, Shard
 
-from meshard._torch.private import concatenate_meshes, flatten_mesh, timeout_of
+from meshard._torch.private import concatenate_meshes, flatten_mesh, strided_shard, timeout_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -116,6 +116,15 @@ class MeshInfo:
         """Return the DTensor placements of a parameter sharded on tensor dim ``shard_dim``."""
         axes = range(self.mesh.ndim)
         return tuple(Shard(shard_dim) if axis == self.shard_axis else Replicate() for axis in axes)
+
+    def owned_placements(self, shard_dim: int) -> tuple[Placement, ...]:
+        """Return the placements of a tensor whose shards are cut once more over the replicas."""
+        again: Placement = Shard(shard_dim)
+        if self.shard_count > 1 and self.shard_axis == self.mesh.ndim - 1:
+            # torch lets the leftmost axis cut first, unless its placement is strided.
+            again = strided_shard(shard_dim, split_factor=self.shard_count)
+        axes = range(self.mesh.ndim)
+        return tuple(Shard(shard_dim) if axis == self.shard_axis else again for axis in axes)
 
     def partial_placements(self, shard_dim: int) -> tuple[Placement, ...]:
         """Return the placements of a gradient that has not been reduced across the replicas."""

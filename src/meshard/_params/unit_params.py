@@ -12,6 +12,7 @@ from meshard._comm.communicator import Communicator, Handle
 from meshard._comm.host_copies import HostCopies
 from meshard._mesh.layout import FlatLayout
 from meshard._mesh.mesh_info import MeshInfo
+from meshard._params.replica_parts import ReplicaParts
 from meshard._params.sharded_param import GradientHook, UnitParam
 from meshard._params.storage import MemoryLocation
 
@@ -45,6 +46,8 @@ class UnitParams(abc.ABC):
     compute_dtypes: list[torch.dtype]  # of the unsharded parameters, and of their gradients
     host_copies: HostCopies | None = None  # None if shards live on the device
     is_offloaded: bool = False  # meshard.offload has moved the shards away
+    # Set if ``.grad`` and optimizer state are of this rank's parts of the shards only.
+    parts: ReplicaParts | None = None
     custom_name: str | None = None  # of the first parameter whose shard has fsdp_pre_all_gather
 
     def _read_dtypes(self) -> None:

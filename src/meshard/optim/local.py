@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from meshard._engine.unit import require_units
+from meshard._optimizer_hooks import watch_reads_and_clipping
 from meshard._torch.dtensor import (
     is_placed_like,
     is_plain,
@@ -46,6 +47,7 @@ from meshard.optim.mapping import (
     show_state,
     take_state,
 )
+from meshard.optim.replicas import PartsGather, cut_over_replicas, cut_to_part, part_of
 
 POINTWISE: tuple[type[Optimizer], ...] = (
     torch.optim.SGD,
@@ -83,6 +85,8 @@ class LocalStep:
         self._planned: list[object] | None = None  # ``objects_in`` of the present plan
         self._is_shown = True  # users see the state and may change it; the next step reads it
         self._sharded: list[torch.Tensor] = []
+        self._stepped: list[torch.Tensor] = []  # these, or this rank's parts of them
+        self._has_parts = False
         self._placeholders: list[nn.Parameter] = []  # of these, in the same order
         self._grads: list[torch.Tensor | None] = []  # likewise, from ``take`` to ``run``
         self.has_loose = False  # whether a parameter is loose: ``run`` finds its gradient in .grad
@@ -101,7 +105,11 @@ class LocalStep:
             copy_options(optim_groups[number], own)
         with without_torch_function():
             self._grads = list(map(_GRADIENT, self._sharded))
-        pairs = zip(self._grads, self._sharded, strict=True)
+        self._stepped = self._sharded
+        if self._has_parts:
+            self._stepped = list(map(part_of, self._sharded))
+            self._grads = list(map(cut_to_part, self._sharded, self._grads))
+        pairs = zip(self._grads, self._stepped, strict=True)
         given = [(grad, param) for grad, param in pairs if grad is not None]
         if not all(starmap(is_placed_like, given)):
             for grad, param in given:
@@ -110,7 +118,7 @@ class LocalStep:
     def run(self) -> None:
         """Step by what ``take`` took."""
         grads, self._grads = self._grads, []
-        values = [local_of(param) for param in self._sharded]
+        values = [local_of(param) for param in self._stepped]
         own = [None if grad is None else local_of(grad) for grad in grads]
         with filled(self._placeholders, values, own):
             (self._step if self._is_pointwise else self._step_sharded)(self._optimizer)
@@ -177,6 +185,7 @@ class LocalStep:
         self._step: Callable[[Optimizer], object] = bare
         self._pairs = [*placeholders.items(), *((param, param) for param in loose)]
         self._sharded, self._placeholders = list(placeholders), list(placeholders.values())
+        self._has_parts = any(part_of(param) is not param for param in placeholders)
         self.has_loose = bool(loose)
         self._planned = objects_in(optim_groups)
 
@@ -198,7 +207,8 @@ def _portions_of(params: Sequence[torch.Tensor], is_cut: bool) -> list[list[torc
 class LocalOptimizer(MappedOptimizer):
     """An optimizer on this rank's shards: see ``local_optimizer``."""
 
-    def __init__(self, template: Optimizer) -> None:
+    def __init__(self, template: Optimizer, gathers: Sequence[PartsGather] = ()) -> None:
+        self._gathers = gathers
         super().__init__(template)
         self._class: Callable[..., Optimizer] = type(template)
         self._step = LocalStep(self._class, template.defaults)
@@ -224,8 +234,12 @@ class LocalOptimizer(MappedOptimizer):
                 one whose placements are not those of its parameter.
         """
         loss = self._loss_of(closure)
+        for gather in self._gathers:
+            gather.group.finish_pending_step()
         self._step.take(self.param_groups, self._state)
         self._step.run()
+        for gather in self._gathers:
+            gather.start()
         return loss
 
 
@@ -233,6 +247,8 @@ def local_optimizer(
     module: nn.Module,
     optimizer: type[Optimizer],
     param_groups: Params | None = None,
+    *,
+    over_replicas: bool = False,
     **optimizer_kwargs: Any,
 ) -> LocalOptimizer:
     """Return an optimizer that steps ``module`` as ``optimizer`` would, on ordinary tensors.
@@ -269,8 +285,13 @@ def local_optimizer(
             f"{getattr(optimizer, '__name__', optimizer)!r} is none of them: build it on "
             "module.parameters() as usual."
         )
-    require_units(module)
+    units = require_units(module)
     make: Callable[..., Optimizer] = optimizer
     template = make(params_of(module, param_groups), **optimizer_kwargs)
     check_template("local_optimizer", template)
-    return LocalOptimizer(template)
+    if not over_replicas:
+        return LocalOptimizer(template)
+    for unit in units:
+        unit.lifecycle.check_between_steps(unit, "local_optimizer(..., over_replicas=True)")
+    watch_reads_and_clipping()
+    return LocalOptimizer(template, cut_over_replicas(units, params_in(template)))

@@ -25,6 +25,7 @@ from typing_extensions import override
 from meshard._mesh.boxes import box_at, coordinate_of
 from meshard._torch.dtensor import is_placed_like, local_of, place_like, plain_of
 from meshard._torch.patches import params_in
+from meshard.optim.replicas import cut_to_part, part_of
 
 State = dict[str, Any]
 States = MutableMapping[torch.Tensor, State]
@@ -102,9 +103,9 @@ def show_state(private: Optimizer, pairs: Pairs, states: States) -> None:
         elif placeholder is param:
             states[param] = own[param]
         else:
-            shown = states.get(param, {})
+            shown, like = states.get(param, {}), part_of(param)
             states[param] = {
-                key: _shown(param, value, shown.get(key)) for key, value in own[placeholder].items()
+                key: _shown(like, value, shown.get(key)) for key, value in own[placeholder].items()
             }
 
 
@@ -116,7 +117,10 @@ def take_state(private: Optimizer, pairs: Pairs, states: States) -> None:
         if placeholder is param and param in states:
             own[param] = states[param]
         elif param in states:
-            own[placeholder] = {key: _taken(param, value) for key, value in states[param].items()}
+            own[placeholder] = {
+                key: _taken(part_of(param), cut_to_part(param, value))
+                for key, value in states[param].items()
+            }
 
 
 def _shown(param: torch.Tensor, value: Any, known: Any) -> Any:
@@ -142,9 +146,10 @@ def cut_like(param: torch.Tensor | None, value: Any) -> Any:
     is_unsharded = isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
     if not isinstance(param, DTensor) or not is_unsharded or value.shape != param.shape:
         return value
-    place = coordinate_of(param.device_mesh)
-    box = box_at(value.shape, param.device_mesh, param.placements, place)
-    return place_like(param, value[box.slices].to(plain_of(param).device, copy=True))
+    like = part_of(param)
+    assert isinstance(like, DTensor)
+    box = box_at(value.shape, like.device_mesh, like.placements, coordinate_of(like.device_mesh))
+    return place_like(like, value[box.slices].to(plain_of(like).device, copy=True))
 
 
 class PrivateStep(Protocol):

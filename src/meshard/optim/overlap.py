@@ -20,9 +20,9 @@ from meshard._comm.host_copies import HostCopies
 from meshard._comm.ranges import ranged
 from meshard._engine.param_group import ParamGroup, ParamState, owner_of
 from meshard._engine.unit import Unit, require_units
-from meshard._optimizer_hooks import find_overlapped, refuse_to_clip_overlapped
+from meshard._optimizer_hooks import find_overlapped, watch_reads_and_clipping
 from meshard._torch.dtensor import plain_of
-from meshard._torch.patches import params_in, patch_reads_and_clipping
+from meshard._torch.patches import params_in
 from meshard._torch.private import without_torch_function
 from meshard.clipping import unit_clip
 from meshard.grad_scaler import is_backward_scaled
@@ -421,17 +421,5 @@ def overlap_optimizer(
         )
     if type(template) in POINTWISE:
         make = type(template)
-    _watch_reads_and_clipping()
+    watch_reads_and_clipping()
     return OverlappedOptimizer(template, make, units, change=change, waits_in_step=wait == "step")
-
-
-@functools.cache
-def _watch_reads_and_clipping() -> None:
-    """From now on, reads of sharded parameters wait for pending steps, and clipping is refused."""
-
-    def wait_for_step(tensor: torch.Tensor) -> None:
-        group = owner_of(tensor)
-        if group is not None:
-            group.finish_pending_step()
-
-    patch_reads_and_clipping(before_read=wait_for_step, before_clipping=refuse_to_clip_overlapped)
