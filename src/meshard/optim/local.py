@@ -40,6 +40,7 @@ from meshard.optim.mapping import (
     check_gradient,
     check_makes_optimizers,
     check_template,
+    check_wait,
     copy_options,
     filled,
     objects_in,
@@ -67,6 +68,7 @@ POINTWISE: tuple[type[Optimizer], ...] = (
 # into a cache.
 _PORTION = 2**20
 _GRADIENT = attrgetter("grad")
+MASTER = "master"  # a key of states
 
 
 class LocalStep:
@@ -78,8 +80,14 @@ class LocalStep:
     not pointwise.
     """
 
-    def __init__(self, make: MakeOptimizer, defaults: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        make: MakeOptimizer,
+        defaults: dict[str, Any],
+        master_dtype: torch.dtype | None = None,  # None: parameters have no masters
+    ) -> None:
         self._make = make  # called with param groups that have all hyperparameters
+        self._master_dtype = master_dtype
         self._defaults = defaults  # of the user's optimizer: Adagrad reads one as it makes a state
         self._is_pointwise = make in POINTWISE
         self._planned: list[object] | None = None  # ``objects_in`` of the present plan
@@ -120,8 +128,29 @@ class LocalStep:
         grads, self._grads = self._grads, []
         values = [local_of(param) for param in self._stepped]
         own = [None if grad is None else local_of(grad) for grad in grads]
+        if self._master_dtype is not None:
+            self._step_masters(values, own, self._master_dtype)
+            return
         with filled(self._placeholders, values, own):
             (self._step if self._is_pointwise else self._step_sharded)(self._optimizer)
+
+    def _step_masters(
+        self,
+        values: list[torch.Tensor],
+        grads: list[torch.Tensor | None],
+        dtype: torch.dtype,
+    ) -> None:
+        """Step a copy of each value in ``dtype``, which is kept as the state "master"."""
+        state = self._optimizer.state
+        pairs = list(zip(self._placeholders, values, strict=True))
+        masters = [state.get(own, {}).get(MASTER, value).to(dtype) for own, value in pairs]
+        wide = [None if grad is None else grad.to(dtype) for grad in grads]
+        with filled(self._placeholders, masters, wide):
+            self._step(self._optimizer)
+        for (own, value), master, grad in zip(pairs, masters, grads, strict=True):
+            if grad is not None and master is not value:
+                value.copy_(master)
+                state[own][MASTER] = master
 
     def show(self, states: States) -> None:
         """Write the state to ``states``, from where the next step reads it."""
@@ -207,11 +236,19 @@ def _portions_of(params: Sequence[torch.Tensor], is_cut: bool) -> list[list[torc
 class LocalOptimizer(MappedOptimizer):
     """An optimizer on this rank's shards: see ``local_optimizer``."""
 
-    def __init__(self, template: Optimizer, gathers: Sequence[PartsGather] = ()) -> None:
-        self._gathers = gathers
+    def __init__(
+        self,
+        template: Optimizer,
+        gathers: Sequence[PartsGather] = (),
+        master_dtype: torch.dtype | None = None,
+        *,
+        waits_in_step: bool = True,
+    ) -> None:
+        self._waits_in_step = waits_in_step  # for ``gathers``; if not, each next gather waits
+        self._gathers, self._state_dtype = gathers, master_dtype
         super().__init__(template)
         self._class: Callable[..., Optimizer] = type(template)
-        self._step = LocalStep(self._class, template.defaults)
+        self._step = LocalStep(self._class, template.defaults, master_dtype)
         self._private = [self._step]
 
     @override
@@ -234,13 +271,23 @@ class LocalOptimizer(MappedOptimizer):
                 one whose placements are not those of its parameter.
         """
         loss = self._loss_of(closure)
-        for gather in self._gathers:
-            gather.group.finish_pending_step()
+        self.wait()
         self._step.take(self.param_groups, self._state)
         self._step.run()
         for gather in self._gathers:
             gather.start()
+        if self._waits_in_step:
+            self.wait()
         return loss
+
+    def wait(self) -> None:
+        """Wait until all shards have the weights that other replicas have stepped.
+
+        With ``wait="gather"``, call this before you read or change parameters by an operator.
+        **Stream:** the current one waits; on CPU the host does.
+        """
+        for gather in self._gathers:
+            gather.group.finish_pending_step()
 
 
 def local_optimizer(
@@ -249,6 +296,8 @@ def local_optimizer(
     param_groups: Params | None = None,
     *,
     over_replicas: bool = False,
+    master_dtype: torch.dtype | None = None,
+    wait: str = "step",
     **optimizer_kwargs: Any,
 ) -> LocalOptimizer:
     """Return an optimizer that steps ``module`` as ``optimizer`` would, on ordinary tensors.
@@ -262,14 +311,28 @@ def local_optimizer(
             ``Adadelta``, ``Adamax``, ``RMSprop``, ``NAdam``, ``RAdam``, ``ASGD``, ``Rprop``.
         param_groups: As for that optimizer; None: all parameters of ``module`` that are not frozen
             now. To thaw some later, pass them too.
+        over_replicas: On a mesh ``(replicate, shard)``, cut state and reduced gradients over the
+            replicas too: each of ``R`` replicas keeps and steps one ``R``-th of its shards. The
+            all-reduce over the replicas becomes a reduce-scatter, and after a step an all-gather
+            brings the new weights: as many bytes. The units' trainable parameters must all be in
+            ``param_groups``. ``.grad`` has this rank's part, so that norms count each element once.
+        master_dtype: Keep the weights that are stepped, and the state, in this dtype, such as
+            ``torch.float32`` for parameters in bfloat16, and ``.grad`` too. Load weights into the
+            model before the first step, or with the state of the optimizer, which has them.
+        wait: When all replicas have the new weights, with ``over_replicas``. ``"step"``: when
+            ``step`` returns. ``"gather"``: the next gather of each unit waits, and what reads a
+            sharded parameter; before you use one in another way call ``wait`` of what is returned.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
         An optimizer with the ``param_groups``, ``state`` and ``state_dict`` of the ordinary one.
+        With ``over_replicas``, ``step`` is a **collective** of the replicas.
 
     Raises:
         TypeError: ``optimizer`` is none of these classes. A subclass of one is refused too.
-        ValueError: There is no unit in ``module``, or ``differentiable=True``.
+        ValueError: There is no unit in ``module``, or ``differentiable=True``; or a unit cannot
+            cut its state over replicas: the text says why.
+        RuntimeError: With ``over_replicas``, a forward or backward is under way.
 
     >>> import torch, meshard
     >>> layer = meshard.fully_shard(torch.nn.Linear(2, 2))
@@ -289,9 +352,14 @@ def local_optimizer(
     make: Callable[..., Optimizer] = optimizer
     template = make(params_of(module, param_groups), **optimizer_kwargs)
     check_template("local_optimizer", template)
-    if not over_replicas:
-        return LocalOptimizer(template)
-    for unit in units:
-        unit.lifecycle.check_between_steps(unit, "local_optimizer(..., over_replicas=True)")
-    watch_reads_and_clipping()
-    return LocalOptimizer(template, cut_over_replicas(units, params_in(template)))
+    check_wait(wait)
+    gathers: Sequence[PartsGather] = ()
+    if over_replicas:
+        for unit in units:
+            unit.lifecycle.check_between_steps(unit, "local_optimizer(..., over_replicas=True)")
+        watch_reads_and_clipping()
+        gathers = cut_over_replicas(units, params_in(template))
+    if master_dtype is not None:
+        for param in params_in(template):
+            param.grad_dtype = master_dtype
+    return LocalOptimizer(template, gathers, master_dtype, waits_in_step=wait == "step")

@@ -166,6 +166,7 @@ class MappedOptimizer(Optimizer):
     """
 
     _maker = ""  # the public function that makes it
+    _state_dtype: torch.dtype | None = None  # of state tensors; None: that of the parameter
     _state: defaultdict[torch.Tensor, State]  # what users see, as the last ``show`` has left it
 
     def __init__(self, template: Optimizer) -> None:
@@ -205,6 +206,12 @@ class MappedOptimizer(Optimizer):
             for key, own in state_dict["state"].items()
         }
         super().load_state_dict({**state_dict, "state": state})
+        if self._state_dtype is None:
+            return
+        for key, own in state.items():  # torch has cast them to the dtypes of the parameters
+            for name, value in own.items():
+                if isinstance(value, torch.Tensor) and value.shape == params[key].shape:
+                    self._state[params[key]][name] = value.to(self._state_dtype)
 
     @override
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -238,6 +245,12 @@ def params_of(module: nn.Module, param_groups: Params | None) -> Params:
     if param_groups is None:
         return [param for param in module.parameters() if param.requires_grad]
     return param_groups
+
+
+def check_wait(wait: str) -> None:
+    """Raise a ValueError unless ``wait`` says when steps are over."""
+    if wait not in ("step", "gather"):
+        raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
 
 
 def check_makes_optimizers(caller: str, optimizer: object) -> None:

@@ -36,6 +36,7 @@ from meshard.optim.mapping import (
     are_same,
     check_makes_optimizers,
     check_template,
+    check_wait,
     objects_in,
     params_of,
 )
@@ -408,8 +409,7 @@ def overlap_optimizer(
     for unit in units:
         unit.lifecycle.check_between_steps(unit, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
-    if wait not in ("step", "gather"):
-        raise ValueError(f'wait must be "step" or "gather", got {wait!r}.')
+    check_wait(wait)
     check_makes_optimizers("overlap_optimizer", optimizer)
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
     template = make(params_of(module, param_groups))
