@@ -118,7 +118,7 @@ def take_state(private: Optimizer, pairs: Pairs, states: States) -> None:
             own[param] = states[param]
         elif param in states:
             own[placeholder] = {
-                key: _taken(part_of(param), cut_to_part(param, value))
+                key: _taken(part_of(param), cut_to_part(param, value, copies=True))
                 for key, value in states[param].items()
             }
 

@@ -19,7 +19,7 @@ from meshard._engine.unit import Unit
 from meshard._mesh.layout import FlatLayout
 from meshard._params.replica_parts import ReplicaParts
 from meshard._params.sharded_param import ShardedParam
-from meshard._torch.dtensor import is_placed_like, is_plain, local_of
+from meshard._torch.dtensor import is_placed_like, is_plain, local_of, set_local
 
 
 def part_of(param: torch.Tensor) -> torch.Tensor:
@@ -29,13 +29,19 @@ def part_of(param: torch.Tensor) -> torch.Tensor:
     return param if group is None or parts is None else parts.part(group.indices[id(param)])
 
 
-def cut_to_part(param: torch.Tensor, tensor: Any) -> Any:
-    """Return this rank's part of ``tensor`` if it is placed like ``param``, else the tensor."""
+def cut_to_part(param: torch.Tensor, tensor: Any, *, copies: bool = False) -> Any:
+    """Return this rank's part of ``tensor`` if it is placed like ``param``, else the tensor.
+
+    The part is a view, or with ``copies`` has memory of its own.
+    """
     group = owner_of(param)
     parts = None if group is None else group.unit_params.parts
     if group is None or parts is None or not is_placed_like(tensor, param):
         return tensor
-    return parts.cut(group.indices[id(param)], local_of(tensor))
+    part = parts.cut(group.indices[id(param)], local_of(tensor))
+    if copies:
+        set_local(part, local_of(part).clone())
+    return part
 
 
 def cut_over_replicas(units: Sequence[Unit], params: Sequence[torch.Tensor]) -> list[PartsGather]:
