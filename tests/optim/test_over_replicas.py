@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard import CommLedger, GradientSync, fully_shard, local_optimizer
+from meshard import CommLedger, GradientSync, fully_shard, local_optimizer, overlap_optimizer
 from meshard.checkpoint import Checkpointer
 from tests.support.integer_model import LEARNING_RATE, IntegerModel, integer_loss
 from tests.support.models import Made, seeded
@@ -158,6 +158,23 @@ def test_pending_gradients_are_finalized_into_parts(mode):
         meshard.finalize_gradients(model)
         optimizer.step()
     assert_same(full_state(pairs[0][0]), full_state(pairs[1][0]), bitwise=True)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("wait", ["step", "gather"])
+def test_steps_in_backward(schedule, wait):
+    mesh = mesh_of(2, 2)
+    ours, theirs = make(mesh), make(mesh)
+    options = {"lr": 0.01, "max_unit_norm": 1e9}
+    one = overlap_optimizer(ours, ADAMW, over_replicas=True, wait=wait, **options)
+    other = overlap_optimizer(theirs, ADAMW, **options)
+    for model, optimizer in ((ours, one), (theirs, other)):
+        train(model, optimizer, schedule=schedule)
+    one.wait()
+    assert_same(full_state(ours), full_state(theirs), bitwise=True)
+    assert_same(states_of(one), states_of(other), bitwise=True)
+    assert all(param.grad is None for param in ours.parameters())
 
 
 # --- bytes and memory -------------------------------------------------------------------------
@@ -394,6 +411,10 @@ def shards_in_host_memory():
     return fully_shard(nn.Sequential(nn.Linear(7, 4)), mesh_of(2, 2), offload_policy=offload)
 
 
+def replicated():
+    return meshard.replicate(nn.Sequential(nn.Linear(7, 4)), mesh_of(2, 2))
+
+
 def hybrid():
     return fully_shard(nn.Sequential(nn.Linear(7, 4)), mesh_of(2, 2))
 
@@ -403,6 +424,7 @@ def hybrid():
     ("build", "count", "text"),
     [
         (whole_shards, 2, "'.root.' is refused, as its mesh has no replicas"),
+        (replicated, 2, "replicate keeps gradients whole: call fully_shard on a mesh"),
         (hybrid, 1, "the optimizer has only some of its trainable parameters"),
         (shards_in_host_memory, 2, "its shards are in host memory"),
     ],
@@ -413,7 +435,9 @@ def test_what_cannot_be_cut_is_refused(build, count, text):
     with pytest.raises(ValueError, match=text):
         local_optimizer(model, ADAMW, params[:count], over_replicas=True)
     model(torch.ones(1, 7)).sum().backward()
-    assert params[0].grad.placements == params[0].placements  # nothing has changed
+    assert type(params[0].grad) is type(params[0].data)  # nothing has changed
+    if build is not replicated:
+        assert params[0].grad.placements == params[0].placements
 
 
 @on_ranks(4)

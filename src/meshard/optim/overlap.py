@@ -41,6 +41,7 @@ from meshard.optim.mapping import (
     params_of,
 )
 from meshard.optim.owner import OwnerOptimizer
+from meshard.optim.replicas import PartsGather, cut_over_replicas
 
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
 _GRADIENT = attrgetter("grad")
@@ -72,6 +73,7 @@ class OverlappedOptimizer(MappedOptimizer):
         *,
         change: ChangeGradients | None,
         waits_in_step: bool,  # whether ``step`` waits for all units; if not, each next gather does
+        gathers: Sequence[PartsGather] = (),  # of the units whose state is cut over the replicas
     ) -> None:
         self._waits_in_step = waits_in_step
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
@@ -79,9 +81,10 @@ class OverlappedOptimizer(MappedOptimizer):
         self._stepped: set[UnitStepper] = set()  # those that have stepped in this window
         super().__init__(template)
         worker = Worker(1, thread_name_prefix="meshard optimizer")
+        of_unit = {gather.group: gather for gather in gathers}
         for unit in units:
-            local = LocalStep(make, template.defaults)
-            self._steppers[unit] = UnitStepper(unit.group, local, worker, change)
+            local, gather = LocalStep(make, template.defaults), of_unit.get(unit.group)
+            self._steppers[unit] = UnitStepper(unit.group, local, worker, change, gather)
         self._private = list(self._steppers.values())
         self._plan()
         for unit in units:
@@ -229,7 +232,9 @@ class UnitStepper:
         local: LocalStep,
         worker: Executor,  # for a unit whose shards live in host memory
         change: ChangeGradients | None,
+        gather: PartsGather | None,
     ) -> None:
+        self._gather = gather
         self._group = weakref.ref(group)
         self._local = local
         self._worker = worker
@@ -285,7 +290,9 @@ class UnitStepper:
                 self._local.run()
                 group.comm.hold_until_done([plain_of(grad) for grad in grads])
                 self._work = group.comm.record()
-            if has_stream:
+                if self._gather is not None:
+                    self._gather.start()
+            if has_stream and self._gather is None:
                 group.pending_step = self
         finally:
             with without_torch_function():
@@ -364,6 +371,7 @@ def overlap_optimizer(
     max_unit_norm: float | None = None,
     clip_value: float | None = None,
     wait: str = "step",
+    over_replicas: bool = False,
     **optimizer_kwargs: Any,
 ) -> OverlappedOptimizer:
     """Step each unit of ``module`` in backward, and free its gradients at once.
@@ -385,6 +393,8 @@ def overlap_optimizer(
         wait: ``"step"``: steps are over when ``step`` returns. ``"gather"``: the next gather of
             each unit waits, and what reads a sharded parameter; before you use one in another way
             call ``wait`` of what is returned.
+        over_replicas: As for ``local_optimizer``, with the same optimizers: the all-gather of the
+            new weights of a unit begins in backward too.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
@@ -421,5 +431,13 @@ def overlap_optimizer(
         )
     if type(template) in POINTWISE:
         make = type(template)
+    elif over_replicas:
+        raise TypeError(
+            f"over_replicas=True: {type(template).__name__} may look at a parameter as a whole."
+        )
     watch_reads_and_clipping()
-    return OverlappedOptimizer(template, make, units, change=change, waits_in_step=wait == "step")
+    gathers = cut_over_replicas(units, params_in(template)) if over_replicas else ()
+    waits = wait == "step"
+    return OverlappedOptimizer(
+        template, make, units, change=change, waits_in_step=waits, gathers=gathers
+    )

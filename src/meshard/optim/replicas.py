@@ -56,6 +56,9 @@ def cut_over_replicas(units: Sequence[Unit], params: Sequence[torch.Tensor]) -> 
         if not any(id(each) in held for each in of_unit):
             continue
         refused = {
+            "replicate keeps gradients whole: call fully_shard on a mesh (replicas, 1)": (
+                group.gradients.is_replicated
+            ),
             "its mesh has no replicas: make a mesh (replicate, shard)": not info.replicate_group,
             "its mesh has several axes of replicas": info.mesh.ndim > 2,
             "it has parameters of another parallelism": info.full is not None,
