@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import meshard
 from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
-from meshard.optim.local import LocalStep
+from meshard.optim.local_step import LocalStep
 from tests.support import insides
 from tests.support.models import seeded
 from tests.support.parity import assert_same, full_grads, own_grads, own_state

@@ -25,7 +25,7 @@ def test_backward_does_not_wait_for_a_step(wait):
     optimizer.wait()
     before = full_state(model)
     gate, links, names = threading.Event(), [], []
-    wait_for_copies, run = HostCopies.wait, meshard.optim.local.LocalStep.run
+    wait_for_copies, run = HostCopies.wait, meshard.optim.local_step.LocalStep.run
 
     def note_wait(self):
         if threading.current_thread().name.startswith("meshard optimizer"):
@@ -37,7 +37,7 @@ def test_backward_does_not_wait_for_a_step(wait):
         names.append(threading.current_thread().name)
         run(self, *args)
 
-    HostCopies.wait, meshard.optim.local.LocalStep.run = note_wait, gated_run
+    HostCopies.wait, meshard.optim.local_step.LocalStep.run = note_wait, gated_run
     try:
         window(model, 1)
         assert grads(model) == []
@@ -56,7 +56,7 @@ def test_backward_does_not_wait_for_a_step(wait):
         assert not torch.equal(after["first.weight"], before["first.weight"])
     finally:
         gate.set()
-        HostCopies.wait, meshard.optim.local.LocalStep.run = wait_for_copies, run
+        HostCopies.wait, meshard.optim.local_step.LocalStep.run = wait_for_copies, run
 
 
 @on_ranks(2)

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import meshard
-from meshard.optim.local import POINTWISE
+from meshard.optim.local_step import POINTWISE
 from tests import ROOT
 from tests.optim import stand_in_optimizers as stand_ins
 from tests.support.models import Made, UnevenMlp, seeded

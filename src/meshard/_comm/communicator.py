@@ -34,7 +34,8 @@ class CommStream(enum.Enum):
     GATHER = "gather"
     SCATTER = "scatter"
     ALL_REDUCE = "all_reduce"
-    HOST = "host"
+    HOST = "host"  # copies to host memory
+    FETCH = "fetch"  # copies of optimizer state from there
     OPTIMIZER = "optimizer"
 
 

@@ -26,7 +26,7 @@ from meshard._torch.patches import params_in
 from meshard._torch.private import without_torch_function
 from meshard.clipping import unit_clip
 from meshard.grad_scaler import is_backward_scaled
-from meshard.optim.local import POINTWISE, LocalStep
+from meshard.optim.local_step import POINTWISE, LocalStep
 from meshard.optim.mapping import (
     MakeOptimizer,
     MappedOptimizer,
