@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-import meshard
 from meshard import CPUOffloadPolicy, fully_shard, local_optimizer
 from meshard.checkpoint import Checkpointer
 from tests.optim.optimizers import MANY
@@ -119,6 +118,5 @@ def test_what_is_refused():
     with pytest.raises(TypeError, match="can be neither pickled nor copied"):
         copy.deepcopy(local_optimizer(model, ADAMW, state_device="cpu"))
     offloaded = fully_shard(nn.Linear(2, 2), offload_policy=CPUOffloadPolicy(pin_memory=False))
-    with pytest.raises(ValueError, match="are in host memory .*, and so is their state"):
+    with pytest.raises(ValueError, match=r"are in host memory .*, and so is their state"):
         local_optimizer(offloaded, ADAMW, state_device="cpu")
-    assert meshard.pending_gradients(model).__bool__() is False
