@@ -158,6 +158,10 @@ def job(
     batch: int = 1,
     length: int = 2048,
     microbatches: int = 1,
+    until_last: meshard.GradientSync = meshard.GradientSync.REDUCE_SCATTER,
+    over_replicas: bool = False,
+    state_on_host: bool = False,
+    masters: bool = False,
     owners: bool = False,
     device: str = "cuda",
 ) -> Callable[[], object]:
@@ -173,6 +177,10 @@ def job(
         batch: Sequences of a microbatch, on each rank.
         length: Tokens of a sequence.
         microbatches: Of a step.
+        until_last: How the microbatches before the last one reduce gradients.
+        over_replicas: Cut gradients and optimizer state over the replicas too.
+        state_on_host: Keep optimizer state in host memory, and step it on the device.
+        masters: Keep parameters in bfloat16, and their float32 masters in the optimizer.
         owners: Step the matrices of blocks with Muon, each on one rank.
         device: The type of device of the ranks.
     """
@@ -185,6 +193,8 @@ def job(
         mesh = init_device_mesh(device, (replicas, world_size // replicas))
     with torch.device("meta"):
         model = Model(shape, length=length, recomputes=recompute)
+    if masters:
+        model.bfloat16()
     shard = partial(
         meshard.fully_shard,
         mesh=mesh,
@@ -204,11 +214,20 @@ def job(
         matrices = meshard.owner_optimizer(model, torch.optim.Muon, lr=1e-3)
         rest = {name: param for name, param in rest.items() if name not in matrices.owners}
         optimizers.append(matrices)
-    optimizers.append(meshard.local_optimizer(model, torch.optim.AdamW, rest.values(), lr=1e-3))
+    adamw = meshard.local_optimizer(
+        model,
+        torch.optim.AdamW,
+        rest.values(),
+        lr=1e-3,
+        over_replicas=over_replicas,
+        state_device="cpu" if state_on_host else None,
+        master_dtype=torch.float32 if masters else None,
+    )
+    optimizers.append(adamw)
 
     def step() -> None:
         tokens = torch.zeros(batch, length, dtype=torch.long, device=device)
-        for each in meshard.microbatches(model, [tokens] * microbatches):
+        for each in meshard.microbatches(model, [tokens] * microbatches, until_last=until_last):
             scores = model(each).flatten(0, 1)
             functional.cross_entropy(scores.float(), each.flatten()).backward()
         meshard.clip_grad_norm_(model.parameters(), 1.0)

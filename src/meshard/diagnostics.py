@@ -24,6 +24,7 @@ from meshard.policies import GradientSync
 # --- describe: what is sharded where -------------------------------------------------------------
 
 _WASTEFUL = 1.25  # warn if padding makes a unit this many times as large as its parameters
+_MUCH = 2**30  # bytes of shards on a rank from which on memory is worth a line
 _COLUMNS = ("unit", "parameters", "dtype", "unsharded", "per rank", "padding", "mesh", "policies")
 _SUMMED = ("numel", "unsharded", "per_rank", "padding")
 _NUMBERS = {
@@ -45,8 +46,10 @@ def describe(module: nn.Module) -> str:
     differ from the defaults. For each ``owner_optimizer`` a line says how it divides the work.
 
     Warnings name units with a quarter or more of padding, and trainable parameters that are in no
-    unit, or that an optimizer would step in less than float32. Where several CPU ranks communicate,
-    the last line states whether they use shared memory, and if not, why.
+    unit, or that an optimizer would step in less than float32. From 1 GiB of shards
+    per rank on, a line names what would take less memory, and how much less with AdamW in the dtype
+    of the shards. Where several CPU ranks communicate, the last line states whether they use shared
+    memory, and if not, why.
 
     Not a collective. Models may be on the meta device, and on fake process groups.
 
@@ -82,6 +85,7 @@ def describe(module: nn.Module) -> str:
     if any(group.spec.mesh_info.mesh.size() > 1 for group in groups):
         lines += _stray_warning(module, {id(param) for param in left})
     lines += owner_reports(sharded)
+    lines += _savings(units)
     reports = [group.comm.memory_report(group.spec.mesh_info.groups) for group in groups]
     return "\n".join([*lines, *filter(None, dict.fromkeys(reports))])
 
@@ -179,6 +183,8 @@ def _policies(unit: Unit, params: Sequence[UnitParam]) -> Iterator[str]:
         yield f"gradient_sync={settings.sync.name}"
     if isinstance(settings.divide_factor, (int, float)):
         yield f"divide_factor={settings.divide_factor:g}"
+    if group.unit_params.parts is not None:
+        yield "state over replicas"
     if isinstance(group.gradients, BucketedGradients) and group.gradients.comm_hook:
         yield "communication hook"
     if group.unit_params.custom_name is not None:
@@ -188,6 +194,30 @@ def _policies(unit: Unit, params: Sequence[UnitParam]) -> Iterator[str]:
     num_frozen = sum(not param.sharded.requires_grad for param in params)
     if num_frozen:
         yield "frozen" if num_frozen == len(params) else "partly frozen"
+
+
+def _savings(units: Sequence[Unit]) -> Iterator[str]:
+    """Yield a line on what would take less memory, in the order of the page "Out of memory"."""
+    sharded = [unit for unit in units if unit.params and not unit.gradients.is_replicated]
+    groups = [unit.group for unit in sharded if unit.group.spec.host is None]
+    sizes = [group.unit_params.layout.shard_bytes for group in groups]
+    if (shards := sum(sizes)) < _MUCH:
+        return
+    kept = [unit for unit in sharded if unit.settings.reshard_after_forward is False]
+    unsharded = [p.layout.numel * p.unsharded.dtype.itemsize for u in kept for p in u.params]
+    over_replicas = [
+        size * (1 - 1 / group.spec.mesh_info.replicate_count)
+        for size, group in zip(sizes, groups, strict=True)
+        if group.unit_params.parts is None
+    ]
+    saved = {
+        "reshard_after_forward=True": sum(unsharded),
+        "local_optimizer(..., over_replicas=True)": 3 * int(sum(over_replicas)),
+        'local_optimizer(..., state_device="cpu")': 2 * shards,
+        "CPUOffloadPolicy()": 4 * shards,
+    }
+    named = [f"{readable_bytes(size)} by {name}" for name, size in saved.items() if size]
+    yield f"less memory per rank: {', '.join(named[:3])}; see the page 'Out of memory'"
 
 
 def _warnings(label: str, group: ParamGroup) -> Iterator[str]:

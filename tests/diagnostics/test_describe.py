@@ -192,3 +192,30 @@ def test_bytes_are_readable():
         (5 * 2**50, "5120.0 TiB"),
     ]:
         assert readable_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize("over_replicas", [False, True])
+@pytest.mark.parametrize("reshard", [None, False])
+def test_a_large_model_is_told_what_takes_less_memory(over_replicas, reshard):
+    """Four layers of 2 GiB, of which 1 GiB is on each of two ranks that hold shards."""
+    with fake_group(4):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        with torch.device("meta"):
+            model = nn.Sequential(*(nn.Linear(2**14, 2**13, bias=False) for _ in range(4)))
+        for layer in model:
+            fully_shard(layer, mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh)
+        if over_replicas:
+            meshard.local_optimizer(model, torch.optim.AdamW, over_replicas=True)
+        *lines, last = describe(model).splitlines()
+    expected = ["2.0 GiB by reshard_after_forward=True"] if reshard is False else []
+    if over_replicas:
+        assert sum("state over replicas" in line for line in lines) == 4
+    else:
+        expected.append("1.5 GiB by local_optimizer(..., over_replicas=True)")
+    expected += [
+        '2.0 GiB by local_optimizer(..., state_device="cpu")',
+        "4.0 GiB by CPUOffloadPolicy()",
+    ]
+    named = ", ".join(expected[:3])
+    assert last == f"less memory per rank: {named}; see the page 'Out of memory'"

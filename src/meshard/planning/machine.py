@@ -32,7 +32,7 @@ from torch.optim.optimizer import (
 )
 from torch.overrides import TorchFunctionMode
 
-from meshard._comm.communicator import CommEvent, Communicator, observers
+from meshard._comm.communicator import CommEvent, Communicator, Handle, observers
 from meshard._comm.cpu import WorkHandle
 from meshard._communicators import communicators_from
 from meshard._engine.param_group import owner_of as group_of
@@ -46,6 +46,8 @@ from meshard._torch.private import (
     graph_task_id,
     tree_flatten,
 )
+from meshard.optim.host_state import StreamedStep
+from meshard.optim.local_step import LocalStep
 from meshard.optim.overlap import Worker
 from meshard.planning.communicators import PlannedStreams, PlannedWorks
 from meshard.planning.device import stand_ins
@@ -155,10 +157,12 @@ class Machine:
                 offloaded.update(ids)
         self._state.clear()
 
-        def relabel(tensors: Iterable[torch.Tensor], kind: str, param: torch.Tensor) -> None:
+        def relabel(
+            tensors: Iterable[torch.Tensor], kind: str, param: torch.Tensor, rests: bool = False
+        ) -> None:
             own = _plain(tensors)
             self._state[kind] += sum(each.nbytes for each in own)
-            unit, is_on_host = labels.get(id(param)), id(param) in offloaded
+            unit, is_on_host = labels.get(id(param)), rests or id(param) in offloaded
             self.log.relabel(own, kind, unit=unit, is_on_host=is_on_host)
 
         for module in self._modules:
@@ -171,8 +175,10 @@ class Machine:
                 relabel([param.grad], "grads", param)
         # When they are asked for their state, some optimizers finish steps.
         for optimizer in self._optimizers if is_last else ():
+            rests = self.has_device and isinstance(getattr(optimizer, "_step", 0), StreamedStep)
             for stepped, state in optimizer.state.items():
-                relabel(filter(torch.is_tensor, tree_flatten(state)[0]), "optimizer", stepped)
+                tensors = filter(torch.is_tensor, tree_flatten(state)[0])
+                relabel(tensors, "optimizer", stepped, rests)
         for kind, num_bytes in self._state.items():
             self._most[kind] = max(self._most[kind], num_bytes)
 
@@ -227,6 +233,13 @@ class Machine:
                 done.set_result(function(*args))
             return done
 
+        store = StreamedStep._store
+
+        def store_in_log(streamed: StreamedStep, step: LocalStep) -> Handle:
+            with log.making("optimizer", is_on_host=self.has_device):
+                return store(streamed, step)
+
+        yield StreamedStep, "_store", store_in_log
         yield Worker, "submit", step_in_log
         yield torch.UntypedStorage, "resize_", resize_in_log
         yield torch.UntypedStorage, "nbytes", size_in_log
