@@ -213,3 +213,13 @@ def test_a_run_goes_on_from_its_checkpoint_on_another_number_of_ranks(tmp_path):
     run_example("train_gpt.py", tmp_path, *common, num_ranks=2)
     at_once = json.loads(report.read_text())
     assert values["held_out_loss"] == pytest.approx(at_once["held_out_loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is one of Linux")
+@pytest.mark.parametrize(("args", "text"), [((), "it fits"), (("--whole",), "out of memory")])
+def test_state_in_parts_fits_a_budget_that_whole_state_does_not(tmp_path, args, text):
+    printed = run_example("fit_a_budget.py", tmp_path, *args, num_ranks=4)
+    assert text in printed, printed
+    losses = numbers_after("loss", printed)
+    assert len(losses) == (4 if text == "it fits" else 0), printed
