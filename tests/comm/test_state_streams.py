@@ -5,7 +5,7 @@ import gc
 import pytest
 import torch
 
-from meshard import local_optimizer
+from meshard import local_optimizer, overlap_optimizer
 from meshard._comm.communicator import CommStream
 from meshard._params.storage import MemoryLocation
 from tests.comm.test_offload_streams import FakeHost
@@ -18,13 +18,14 @@ from tests.support.stream_steps import StreamRun
 class Run(StreamRun):
     """A model whose optimizer keeps its state in what the device takes for pinned memory."""
 
-    def __init__(self, monkeypatch, mesh_shape, cls=torch.optim.SGD, **options):
+    def __init__(self, monkeypatch, mesh_shape, cls=torch.optim.SGD, *, overlaps=False, **options):
         device = FakeDevice()
         self.host = FakeHost(device)
         monkeypatch.setattr(MemoryLocation, "host_memory", lambda device, *, pin: self.host)
         super().__init__(monkeypatch, mesh_shape, device)
         options = {"momentum": 0.9} | options if cls is torch.optim.SGD else options
-        self.optimizer = local_optimizer(self.model, cls, lr=0.1, state_device="cpu", **options)
+        make = overlap_optimizer if overlaps else local_optimizer
+        self.optimizer = make(self.model, cls, lr=0.1, state_device="cpu", **options)
 
     def step(self):
         self.window()
@@ -51,6 +52,25 @@ def test_steps_have_no_race(monkeypatch, mesh, chunk_bytes, cls, over_replicas):
     assert values
     used = {run.comm._streams[each].number for each in (CommStream.FETCH, CommStream.HOST)}
     assert used <= run.recorder.streams_used
+
+
+@spread(
+    mesh=[(4,), (2, 2)],
+    cls=[torch.optim.SGD, torch.optim.AdamW],
+    over_replicas=[False, True],
+    wait=["step", "gather"],
+)
+def test_steps_in_backward_have_no_race(monkeypatch, mesh, cls, over_replicas, wait):
+    options = {"wait": wait, "over_replicas": over_replicas and len(mesh) == 2}
+    with fake_group(torch.Size(mesh).numel()):
+        run = Run(monkeypatch, mesh, cls, overlaps=True, **options)
+        with run.recorder:
+            for _ in range(4):
+                run.step()
+            values = [each + 1 for own in run.optimizer.state.values() for each in own.values()]
+            run.step()
+    assert run.device.races == []
+    assert values
 
 
 def test_the_host_waits_for_nothing_and_the_copies_go_round(monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshard import CPUOffloadPolicy, fully_shard, local_optimizer
+from meshard import CPUOffloadPolicy, fully_shard, local_optimizer, overlap_optimizer
 from meshard.checkpoint import Checkpointer
 from tests.optim.optimizers import MANY
 from tests.optim.test_over_replicas import backward, make, mesh_of, states_of, train
@@ -48,6 +48,21 @@ def test_parts_over_replicas_and_masters(dtype):
     for model, optimizer in pairs:
         train(model, optimizer)
     check(pairs)
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("over_replicas", [False, True])
+def test_steps_in_backward(over_replicas):
+    mesh, found = mesh_of(2, 2), []
+    for state_device in ("cpu", None):
+        model = make(mesh)
+        options = {"lr": 0.01, "over_replicas": over_replicas, "state_device": state_device}
+        optimizer = overlap_optimizer(model, ADAMW, **options)
+        train(model, optimizer, [0, 1, 2], schedule="scatter")
+        optimizer.state[next(model.parameters())]["exp_avg"].mul_(0.5)
+        train(model, optimizer, [3], schedule="scatter")
+        found.append((full_state(model), states_of(optimizer)))
+    assert_same(found[0], found[1], bitwise=True)
 
 
 @on_threads(2)

@@ -199,7 +199,9 @@ class Recorder(TorchDispatchMode):
             block.reads[stream.number] = access
         result = func(*args, **kwargs)
         for tensor in _leaves(result):
-            if isinstance(tensor, torch.Tensor) and _key(tensor) not in known:
+            if not isinstance(tensor, torch.Tensor) or tensor.is_meta:  # which has no memory
+                continue
+            if _key(tensor) not in known:
                 self._allocated(stream, what)
                 writes.append(tensor)
                 if stream is self.device.host:

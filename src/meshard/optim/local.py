@@ -17,10 +17,10 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._engine.unit import Unit, require_units
+from meshard._engine.unit import require_units
 from meshard._optimizer_hooks import watch_reads_and_clipping
 from meshard._torch.patches import params_in
-from meshard.optim.host_state import StreamedStep
+from meshard.optim.host_state import StreamedStep, check_host_state
 from meshard.optim.local_step import POINTWISE, LocalStep
 from meshard.optim.mapping import (
     MappedOptimizer,
@@ -31,7 +31,6 @@ from meshard.optim.mapping import (
     params_of,
 )
 from meshard.optim.replicas import PartsGather, cut_over_replicas
-from meshard.policies import check_positive
 
 
 class LocalOptimizer(MappedOptimizer):
@@ -168,7 +167,7 @@ def local_optimizer(
     defaults = template.defaults
     step: LocalStep | StreamedStep = LocalStep(make, defaults, master_dtype)
     if state_device is not None:
-        _check_host_state(units, state_device, chunk_bytes)
+        check_host_state(units, state_device, chunk_bytes)
         make_step = functools.partial(LocalStep, make, defaults, master_dtype)
         step = StreamedStep(make_step, units[0].group, chunk_bytes)
     gathers: Sequence[PartsGather] = ()
@@ -183,18 +182,3 @@ def local_optimizer(
     return LocalOptimizer(
         template, step, gathers, state_dtype=master_dtype, waits_in_step=wait == "step"
     )
-
-
-def _check_host_state(
-    units: Sequence[Unit], state_device: str | torch.device, chunk_bytes: int | None
-) -> None:
-    if torch.device(state_device).type != "cpu":
-        raise ValueError(f'state_device must be "cpu" or None, got {str(state_device)!r}.')
-    if chunk_bytes is not None:
-        check_positive("chunk_bytes", chunk_bytes)
-    for unit in units:
-        if unit.group.spec.host is not None:
-            raise ValueError(
-                f"the shards of unit {unit.label!r} are in host memory (CPUOffloadPolicy), and so "
-                "is their state; leave out state_device."
-            )

@@ -72,7 +72,7 @@ class LocalStep:
         self._defaults = defaults  # of the user's optimizer: Adagrad reads one as it makes a state
         self._is_pointwise = make in POINTWISE
         self._planned: list[object] | None = None  # ``objects_in`` of the present plan
-        self._is_shown = True  # users see the state and may change it; the next step reads it
+        self.is_shown = True  # users see the state and may change it; the next step reads it
         self._sharded: list[torch.Tensor] = []
         self._stepped: list[torch.Tensor] = []  # these, or this rank's parts of them
         self._has_parts = False
@@ -87,9 +87,9 @@ class LocalStep:
         """
         if self._planned is None or not are_same(objects_in(optim_groups), self._planned):
             self._plan(optim_groups, states)
-        if self._is_shown:
+        if self.is_shown:
             take_state(self._optimizer, self._pairs, states)
-            self._is_shown = False
+            self.is_shown = False
         for number, own in zip(self._numbers, self._optimizer.param_groups, strict=True):
             copy_options(optim_groups[number], own)
         with without_torch_function():
@@ -145,9 +145,9 @@ class LocalStep:
 
     def show(self, states: States) -> None:
         """Write the state to ``states``, from where the next step reads it."""
-        if not self._is_shown:
+        if not self.is_shown:
             show_state(self._optimizer, self._pairs, states)
-            self._is_shown = True
+            self.is_shown = True
 
     def _step_sharded(self, optimizer: Optimizer) -> None:
         """Step DTensors.

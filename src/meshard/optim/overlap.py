@@ -26,6 +26,7 @@ from meshard._torch.patches import params_in
 from meshard._torch.private import without_torch_function
 from meshard.clipping import unit_clip
 from meshard.grad_scaler import is_backward_scaled
+from meshard.optim.host_state import StreamedStep, check_host_state
 from meshard.optim.local_step import POINTWISE, LocalStep
 from meshard.optim.mapping import (
     MakeOptimizer,
@@ -74,6 +75,7 @@ class OverlappedOptimizer(MappedOptimizer):
         change: ChangeGradients | None,
         waits_in_step: bool,  # whether ``step`` waits for all units; if not, each next gather does
         gathers: Sequence[PartsGather] = (),  # of the units whose state is cut over the replicas
+        streamed: Callable[[ParamGroup], StreamedStep] | None = None,  # if state is in host memory
     ) -> None:
         self._waits_in_step = waits_in_step
         self._steppers: weakref.WeakKeyDictionary[Unit, UnitStepper] = weakref.WeakKeyDictionary()
@@ -83,8 +85,11 @@ class OverlappedOptimizer(MappedOptimizer):
         worker = Worker(1, thread_name_prefix="meshard optimizer")
         of_unit = {gather.group: gather for gather in gathers}
         for unit in units:
-            local, gather = LocalStep(make, template.defaults), of_unit.get(unit.group)
+            local = LocalStep(make, template.defaults) if streamed is None else streamed(unit.group)
+            gather = of_unit.get(unit.group)
             self._steppers[unit] = UnitStepper(unit.group, local, worker, change, gather)
+        steppers = list(self._steppers.values())
+        self._before = dict(zip(steppers[1:], steppers, strict=False))  # stepped next, in backward
         self._private = list(self._steppers.values())
         self._plan()
         for unit in units:
@@ -177,6 +182,8 @@ class OverlappedOptimizer(MappedOptimizer):
             self._stepped.clear()  # a unit steps once per window, so another window has begun
         if not self._stepped:
             self._plan_if_changed()
+        if (following := self._before.get(stepper)) is not None:
+            following.prefetch()
         self._stepped.add(stepper)  # also if the step raises
         if not stepper.step(self.param_groups, self._state):
             self._stepped.discard(stepper)
@@ -229,7 +236,7 @@ class UnitStepper:
     def __init__(
         self,
         group: ParamGroup,
-        local: LocalStep,
+        local: LocalStep | StreamedStep,
         worker: Executor,  # for a unit whose shards live in host memory
         change: ChangeGradients | None,
         gather: PartsGather | None,
@@ -299,6 +306,12 @@ class UnitStepper:
                 for param in self._params:
                     param.grad = None
         return True
+
+    def prefetch(self) -> None:
+        """Begin to copy state from host memory, if it rests there. **Stream:** that of steps."""
+        if isinstance(self._local, StreamedStep) and self.members:
+            with self.group.comm.on_stream(CommStream.OPTIMIZER):
+                self._local.prefetch()
 
     def refuse_gradient(self) -> None:
         """Raise if a parameter has a gradient, although this window was stepped already."""
@@ -372,6 +385,7 @@ def overlap_optimizer(
     clip_value: float | None = None,
     wait: str = "step",
     over_replicas: bool = False,
+    state_device: str | torch.device | None = None,
     **optimizer_kwargs: Any,
 ) -> OverlappedOptimizer:
     """Step each unit of ``module`` in backward, and free its gradients at once.
@@ -395,6 +409,8 @@ def overlap_optimizer(
             call ``wait`` of what is returned.
         over_replicas: As for ``local_optimizer``, with the same optimizers: the all-gather of the
             new weights of a unit begins in backward too.
+        state_device: As for ``local_optimizer``, with the same optimizers: the state of a unit is
+            copied to the device while the unit after it is stepped.
         **optimizer_kwargs: Passed on to ``optimizer``.
 
     Returns:
@@ -431,13 +447,25 @@ def overlap_optimizer(
         )
     if type(template) in POINTWISE:
         make = type(template)
-    elif over_replicas:
+    elif over_replicas or state_device is not None:
         raise TypeError(
-            f"over_replicas=True: {type(template).__name__} may look at a parameter as a whole."
+            f"over_replicas and state_device are for {', '.join(c.__name__ for c in POINTWISE)}, "
+            f"not for {type(template).__name__}."
         )
+    streamed = None
+    if state_device is not None:
+        check_host_state(units, state_device)
+        step = functools.partial(LocalStep, make, template.defaults)
+        streamed = functools.partial(StreamedStep, step)
     watch_reads_and_clipping()
     gathers = cut_over_replicas(units, params_in(template)) if over_replicas else ()
     waits = wait == "step"
     return OverlappedOptimizer(
-        template, make, units, change=change, waits_in_step=waits, gathers=gathers
+        template,
+        make,
+        units,
+        change=change,
+        waits_in_step=waits,
+        gathers=gathers,
+        streamed=streamed,
     )
