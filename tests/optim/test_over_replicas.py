@@ -269,6 +269,49 @@ def test_weights_are_whole_wherever_they_are_read():
         assert_same(found[0], found[1], bitwise=True)
 
 
+def unsharded(model):
+    with meshard.unsharded_params(model):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def through_host(model):
+    meshard.offload(model)
+    meshard.onload(model)
+    return full_state(model)
+
+
+def saved(model, folder):
+    store = Checkpointer(folder)
+    store.save(1, model)
+    other = make(mesh_of(2, 2))
+    store.load(other)
+    return full_state(other)
+
+
+READS = {
+    "state_dict": lambda model, _: {k: whole(v) for k, v in model.state_dict().items()},
+    "full_tensor": lambda model, _: {k: p.full_tensor() for k, p in model.named_parameters()},
+    "to_local": lambda model, _: {k: p.to_local().clone() for k, p in model.named_parameters()},
+    "a forward": lambda model, _: {"x": model(torch.ones(1, 7)).detach()},
+    "unsharded_params": lambda model, _: unsharded(model),
+    "a copy": lambda model, _: full_state(copy.deepcopy(model)),
+    "offload": lambda model, _: through_host(model),
+    "a checkpoint": saved,
+}
+
+
+@on_ranks(4)
+@pytest.mark.parametrize("name", READS)
+def test_what_reads_weights_waits_for_the_gather(name, tmp_path):
+    pairs, found = both(mesh_of(2, 2), wait="gather"), []
+    for number, (model, optimizer) in enumerate(pairs):
+        train(model, optimizer)
+        backward(model, 3)
+        optimizer.step()
+        found.append(READS[name](model, tmp_path / str(number)))
+    assert_same(found[0], found[1], bitwise=True)
+
+
 @on_ranks(4)
 def test_a_step_that_raised_leaves_no_gradient():
     pairs = both(mesh_of(2, 2))
