@@ -242,10 +242,11 @@ TAKES_BY_JUNK = {
     "0 3 -1 nan": "min_params",
     "None": (
         "accumulate_dtype buffer_dtype clip dp_mesh_dims foreach "
-        "gradient_dtype ignored_params mesh offload_policy optimizer output_dtype param_dtype "
-        "param_groups process_group reduce_dtype shard_placement_fn stream wire_dtype"
+        "gradient_dtype ignored_params master_dtype mesh offload_policy optimizer output_dtype "
+        "param_dtype param_groups process_group reduce_dtype shard_placement_fn state_device "
+        "stream wire_dtype"
     ),
-    "None 3": "clip_value max_unit_norm reshard_after_forward",
+    "None 3": "chunk_bytes clip_value max_unit_norm reshard_after_forward",
     "tensor": "tensors",
     "text": "path",
     "None text list": "replicate shard",  # the call of fully_shard compares them with the mesh

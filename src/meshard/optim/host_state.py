@@ -20,7 +20,6 @@ from meshard._params.storage import MemoryLocation
 from meshard._torch.dtensor import plain_of
 from meshard.optim.local_step import LocalStep
 from meshard.optim.mapping import OptimGroups, State, States, are_same, objects_in
-from meshard.policies import check_positive
 
 _OWN = "(optimizer state)"
 
@@ -156,14 +155,10 @@ def _room(tensor: torch.Tensor) -> int:
     return padded(tensor.nbytes, ROW_BYTES)
 
 
-def check_host_state(
-    units: Sequence[Unit], state_device: str | torch.device, chunk_bytes: int | None = None
-) -> None:
+def check_host_state(units: Sequence[Unit], state_device: str | torch.device) -> None:
     """Raise a ValueError unless state of parameters on a device can rest in host memory."""
     if torch.device(state_device).type != "cpu":
         raise ValueError(f'state_device must be "cpu" or None, got {str(state_device)!r}.')
-    if chunk_bytes is not None:
-        check_positive("chunk_bytes", chunk_bytes)
     for unit in units:
         if unit.group.spec.host is not None:
             raise ValueError(

@@ -31,6 +31,7 @@ from meshard.optim.mapping import (
     params_of,
 )
 from meshard.optim.replicas import PartsGather, cut_over_replicas
+from meshard.policies import check_bool, check_can_be_added, check_positive
 
 
 class LocalOptimizer(MappedOptimizer):
@@ -164,10 +165,14 @@ def local_optimizer(
     template = make(params_of(module, param_groups), **optimizer_kwargs)
     check_template("local_optimizer", template)
     check_wait(wait)
+    check_bool("over_replicas", over_replicas)
+    check_can_be_added("master_dtype", master_dtype)
+    if chunk_bytes is not None:
+        check_positive("chunk_bytes", chunk_bytes)
     defaults = template.defaults
     step: LocalStep | StreamedStep = LocalStep(make, defaults, master_dtype)
     if state_device is not None:
-        check_host_state(units, state_device, chunk_bytes)
+        check_host_state(units, state_device)
         make_step = functools.partial(LocalStep, make, defaults, master_dtype)
         step = StreamedStep(make_step, units[0].group, chunk_bytes)
     gathers: Sequence[PartsGather] = ()

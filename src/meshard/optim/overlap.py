@@ -43,6 +43,7 @@ from meshard.optim.mapping import (
 )
 from meshard.optim.owner import OwnerOptimizer
 from meshard.optim.replicas import PartsGather, cut_over_replicas
+from meshard.policies import check_bool
 
 ChangeGradients = Callable[[Sequence[torch.Tensor]], None]  # clips them in place
 _GRADIENT = attrgetter("grad")
@@ -436,6 +437,7 @@ def overlap_optimizer(
         unit.lifecycle.check_between_steps(unit, "overlap_optimizer")
     change = unit_clip(max_unit_norm, clip_value)
     check_wait(wait)
+    check_bool("over_replicas", over_replicas)
     check_makes_optimizers("overlap_optimizer", optimizer)
     make: Any = functools.partial(optimizer, **optimizer_kwargs)
     template = make(params_of(module, param_groups))
