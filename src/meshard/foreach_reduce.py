@@ -392,9 +392,8 @@ class Reduction:
         wire, device = plan.wire_dtype, total.device
         rows = comm.send_memory(parts.row_numel, wire, device=device, group=group)
         layout.cut_again(total, parts, rows)
-        sum_dtype = _wider(wire, plan.accumulate_dtype)
-        return comm.reduce_scatter(
-            rows, sum_dtype, group=group, label=plan.label, num_counts=parts.num_counts
+        return comm.reduce_scatter(  # adds up in the wire dtype, as an all-reduce does
+            rows, wire, group=group, label=plan.label, num_counts=parts.num_counts
         )
 
     @property

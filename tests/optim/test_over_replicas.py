@@ -1,6 +1,7 @@
 """``local_optimizer(over_replicas=True)``: state, and reduced gradients, in parts over replicas."""
 
 import copy
+import io
 import math
 
 import pytest
@@ -413,6 +414,10 @@ def test_state_dicts_go_both_ways():
     train(ours, one, [5])
     train(theirs, other, [5])
     assert_same(full_state(ours), full_state(theirs), bitwise=True)
+    file = io.BytesIO()
+    torch.save(one.state_dict(), file)
+    copied = copy.deepcopy(one.state_dict())
+    one.load_state_dict(copied)
     saved = get_optimizer_state_dict(ours, one)
     fresh = make(mesh_of(2, 2))
     fresh.load_state_dict(ours.state_dict())

@@ -88,11 +88,11 @@ def place_like(tensor: torch.Tensor, local: torch.Tensor) -> DTensor:
 
     A DTensor has the storage offset, dtype and device of the tensor that it is made over, and torch
     can neither pickle nor copy a DTensor with an offset. ``local`` may have an offset. So the
-    result is made over the local tensor of ``tensor``, which has none, and then gets ``local``.
+    result is made over the local tensor of ``tensor``, if that has none, and then gets ``local``.
     """
     assert isinstance(tensor, DTensor)
     own = local_of(tensor)
-    if local.dtype != own.dtype or local.device != own.device:
+    if local.dtype != own.dtype or local.device != own.device or own.storage_offset():
         return make_dtensor(local, tensor.device_mesh, tensor.placements, tensor.shape)
     # Not DTensor(), whose __init__ does nothing but has three wrappers that double the time.
     made = DTensor.__new__(DTensor, own, tensor._spec, requires_grad=False)
