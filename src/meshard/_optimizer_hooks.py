@@ -42,9 +42,8 @@ from meshard._engine.param_group import (
 )
 from meshard._engine.unit import alive, units_of
 from meshard._gradients.zero_grad import clear_around
-from meshard._params.sharded_param import TensorTag, tag_left_out, tag_of, tag_tensor
-from meshard._params.storage import with_own_storage
-from meshard._torch.dtensor import local_of, set_local
+from meshard._params.unit_params import TensorTag, tag_left_out, tag_of, tag_tensor
+from meshard._torch.dtensor import local_of, set_local, with_own_storage
 from meshard._torch.patches import params_in, patch_reads_and_clipping, patch_zero_grad
 from meshard._torch.private import (
     accumulation_hooks_of,

@@ -33,8 +33,7 @@ from meshard._engine.build import (
 from meshard._engine.unit import UnitSettings, unit_of
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._optimizer_hooks import watch_optimizers
-from meshard._params.sharded_param import leave_out
-from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import MemoryLocation, leave_out
 from meshard._torch.private import (
     accumulation_hooks_of,
     gradient_hooks_of,

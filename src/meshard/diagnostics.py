@@ -16,7 +16,7 @@ from meshard._comm.communicator import CommEvent, observers
 from meshard._engine.param_group import ParamGroup
 from meshard._engine.unit import Unit, alive, joined, units_in
 from meshard._gradients.buckets import BucketedGradients
-from meshard._params.sharded_param import UnitParam, tag_left_out, tag_of
+from meshard._params.unit_params import UnitParam, tag_left_out, tag_of
 from meshard._torch.user_line import listed
 from meshard.optim.owner import owner_reports
 from meshard.policies import GradientSync

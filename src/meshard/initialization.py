@@ -21,7 +21,7 @@ from meshard._comm.first_values import ranks_of, rows_over_mesh
 from meshard._engine.param_group import ParamGroup, SummonOptions, sharded_params
 from meshard._engine.unit import Unit, joined, own_class, owned_names, units_in, units_of
 from meshard._mesh.mesh_info import MeshInfo, device_of
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.unit_params import ShardedParam
 from meshard._torch.dtensor import (
     is_plain,
     keep_gradient_dtype,

@@ -14,7 +14,7 @@ from meshard._engine.unit import Unit, require_units
 from meshard._gradients.accumulator import GradientAccumulator
 from meshard._params.flat_params import FlatParams, check_not_custom
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import MemoryLocation
 from meshard._torch.dtensor import move_local, plain_of
 from meshard._torch.private import tree_flatten
 

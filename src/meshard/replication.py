@@ -33,8 +33,7 @@ from meshard._gradients.comm_hook import CommHook
 from meshard._mesh.mesh_info import MeshInfo, device_of
 from meshard._optimizer_hooks import watch_optimizers
 from meshard._params.replicated_params import ReplicatedParam, ReplicatedParams
-from meshard._params.sharded_param import leave_out
-from meshard._params.unit_params import GroupSpec
+from meshard._params.unit_params import GroupSpec, leave_out
 from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import skip_dynamo, without_modes
 from meshard.accumulation import no_sync

@@ -36,10 +36,9 @@ from meshard._engine.param_group import (
 )
 from meshard._engine.unit import Unit, alive, joined, require_units
 from meshard._mesh.layout import matching_parts
-from meshard._params.flat_params import FlatParams, check_not_custom
+from meshard._params.flat_params import FlatParams, FlatShard, check_not_custom
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.sharded_param import ShardedParam, TensorTag, prepare_tag
-from meshard._params.storage import FlatShard
+from meshard._params.unit_params import ShardedParam, TensorTag, prepare_tag
 from meshard._torch.dtensor import is_placed_like, local_of
 from meshard.policies import check_bool
 

@@ -10,7 +10,8 @@ from meshard._comm.all_gather import GatherPlan
 from meshard._comm.communicator import Done
 from meshard._comm.cpu import WorkCommunicator
 from meshard._mesh.layout import FlatLayout, ParamLayout
-from meshard._params.storage import FlatShard, MemoryLocation, UnshardedMemoryPool
+from meshard._params.flat_params import FlatShard, UnshardedMemoryPool
+from meshard._params.unit_params import MemoryLocation
 
 CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.bfloat16)

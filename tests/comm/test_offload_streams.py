@@ -11,7 +11,7 @@ from meshard import CPUOffloadPolicy, MixedPrecisionPolicy
 from meshard._comm.communicator import DONE
 from meshard._comm.host_copies import HostCopies
 from meshard._comm.streams import StreamCommunicator
-from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import MemoryLocation
 from tests.support import insides
 from tests.support.fake_device import FakeDevice
 from tests.support.ranges import profiled_ranges

@@ -7,7 +7,7 @@ import torch
 
 from meshard import local_optimizer, overlap_optimizer
 from meshard._comm.communicator import CommStream
-from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import MemoryLocation
 from tests.comm.test_offload_streams import FakeHost
 from tests.support.fake_device import FakeDevice
 from tests.support.ranks import fake_group

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from meshard._comm.all_gather import GatherPlan
 from meshard._comm.cpu import WorkCommunicator
 from meshard._mesh.layout import FlatLayout, ParamLayout, matching_parts
-from meshard._params.storage import FlatShard, MemoryLocation
+from meshard._params.flat_params import FlatShard
+from meshard._params.unit_params import MemoryLocation
 
 CPU = torch.device("cpu")
 shapes = st.lists(st.integers(0, 13), min_size=1, max_size=3)

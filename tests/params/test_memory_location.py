@@ -7,7 +7,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from meshard import clipping, grad_scaler
-from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import MemoryLocation
 from meshard._torch.dtensor import local_of, make_dtensor, move_local, place_like
 from tests.support.ranks import fake_group
 

@@ -49,16 +49,16 @@ from meshard._params.custom_gather import (
     has_own_methods,
 )
 from meshard._params.flat_params import FlatParams
-from meshard._params.sharded_param import (
+from meshard._params.unit_params import (
     Extent,
+    GroupSpec,
+    MemoryLocation,
     ShardedParam,
     TensorTag,
     extent_of,
     tag_of,
     tag_tensor,
 )
-from meshard._params.storage import MemoryLocation
-from meshard._params.unit_params import GroupSpec
 from meshard._torch.dtensor import is_plain, keep_gradient_dtype, plain_of
 from meshard.policies import DataParallelMeshDims, MixedPrecisionPolicy, ShardPlacementResult
 

@@ -43,7 +43,7 @@ from meshard._engine.unit import (
     unit_of,
     units_of,
 )
-from meshard._params.sharded_param import GradientHook, ShardedParam
+from meshard._params.unit_params import GradientHook, ShardedParam
 from meshard._torch.dtensor import is_alias, is_placed_like, is_plain, local_of, plain_of, set_local
 from meshard._torch.private import (
     base_of,

@@ -22,15 +22,15 @@ from meshard._comm.ranges import ranged
 from meshard._engine.program import Failure
 from meshard._gradients.accumulator import Gradients
 from meshard._gradients.zero_grad import pending_holders
-from meshard._params.sharded_param import (
+from meshard._params.unit_params import (
     ShardedParam,
     UnitParam,
+    UnitParams,
     install_sharded,
     install_unsharded,
     take_flags,
     take_frozen,
 )
-from meshard._params.unit_params import UnitParams
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import graph_task_id, is_in_transform
 from meshard._torch.user_line import listed, warn_user

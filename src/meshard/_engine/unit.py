@@ -32,8 +32,7 @@ from meshard._gradients.accumulator import (
 from meshard._gradients.buckets import BucketedGradients
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
-from meshard._params.sharded_param import UnitParam
-from meshard._params.unit_params import UnitParams
+from meshard._params.unit_params import UnitParam, UnitParams
 from meshard.policies import MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:

@@ -53,8 +53,7 @@ from meshard._gradients.zero_grad import pending_holders
 from meshard._mesh.mesh_info import MeshInfo
 from meshard._mesh.placement import MissingSum
 from meshard._params.flat_params import FlatParams
-from meshard._params.storage import MemoryLocation
-from meshard._params.unit_params import UnitParams
+from meshard._params.unit_params import MemoryLocation, UnitParams
 from meshard._torch.dtensor import (
     gradient_dtype,
     is_placed_like,

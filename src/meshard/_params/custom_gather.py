@@ -24,8 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from meshard._comm.blocking import gather_from_all
 from meshard._mesh.mesh_info import MeshInfo
-from meshard._params.sharded_param import GradientHook, ShardedParam
-from meshard._params.storage import Storages, resize
+from meshard._params.unit_params import GradientHook, ShardedParam, Storages, resize
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import keeping_version
 from meshard.policies import MixedPrecisionPolicy, check_bool

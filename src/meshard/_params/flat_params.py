@@ -2,7 +2,8 @@
 
 The local tensors of ordinary parameters are views of one flat buffer. A shard with a custom
 all-gather (see ``custom_gather``) has memory of its own, if it is of a tensor subclass. One
-collective gathers both kinds.
+collective gathers both kinds. It sends the buffer itself, or a copy if shards live in host memory,
+or if modules compute in another dtype.
 
 ``to_empty``, ``to`` and ``load_state_dict(assign=True)`` put other local tensors into the
 parameters, or other parameters into the modules. At the end of such a call the unit checks whether
@@ -35,9 +36,19 @@ from meshard._params.custom_gather import (
     has_gather_methods,
     has_own_methods,
 )
-from meshard._params.sharded_param import ShardedParam, TensorTag, UnitParam, tag_tensor
-from meshard._params.storage import META, FlatShard, MemoryLocation, UnshardedMemoryPool
-from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
+from meshard._params.unit_params import (
+    META,
+    GradientHookMaker,
+    GroupSpec,
+    MemoryLocation,
+    ShardedParam,
+    Storages,
+    TensorTag,
+    UnitParam,
+    UnitParams,
+    resize,
+    tag_tensor,
+)
 from meshard._torch.dtensor import (
     is_alias,
     is_placed_like,
@@ -46,10 +57,73 @@ from meshard._torch.dtensor import (
     local_of,
     move_local,
     set_local,
+    with_own_storage,
 )
 from meshard._torch.private import version_of, without_torch_function
 from meshard._torch.user_line import warn_user
 from meshard.policies import MixedPrecisionPolicy
+
+
+class FlatShard:
+    """This rank's flat shard of a unit, with a view for every parameter."""
+
+    def __init__(self, layout: FlatLayout, shard_rank: int, location: MemoryLocation) -> None:
+        self.buffer = location.buffer_for(layout)
+        self.layout = layout
+        self.segments = layout.split(self.buffer)
+        self.locals = [self.buffer] * len(layout.params)  # replaced below by views
+        for segment, flat in zip(layout.segments, self.segments, strict=True):
+            for param_range in segment.ranges:
+                shape = layout.params[param_range.index].local_shape(shard_rank)
+                owned = flat.narrow(0, param_range.offset, shape.numel())
+                self.locals[param_range.index] = with_own_storage(owned).view(shape)
+
+        # The ``__dict__`` of each view. It is empty until a user sets ``fsdp_pre_all_gather`` on
+        # the view. Each forward looks here for that.
+        self.attributes = [vars(local) for local in self.locals]
+
+    @torch.no_grad()
+    def fill(self, sources: Sequence[torch.Tensor], *, non_blocking: bool = False) -> None:
+        """Copy each parameter's shard into the buffer. Padding becomes zero, so it has no NaN."""
+        if self.buffer.is_meta:
+            return
+        self.buffer.zero_()
+        for index in self.layout.order:
+            self.locals[index].copy_(sources[index], non_blocking=non_blocking)
+
+
+_ALIGNMENT = 64  # bytes: a cache line
+
+
+class UnshardedMemoryPool:
+    """One allocation per dtype for the unsharded parameters of a unit.
+
+    ``free`` resizes the storages to zero, and ``allocate`` resizes them back. They stay the same
+    objects until the parameters are rebuilt. So a view that autograd has saved is valid again once
+    its storage is filled. Storages are filled through ``views``, whose version counters are not
+    those of the parameters, so that autograd does not see a saved tensor change. ``layout`` has the
+    dtypes of the unsharded parameters.
+    """
+
+    def __init__(self, layout: FlatLayout, device: torch.device) -> None:
+        self.views: list[torch.Tensor] = [torch.empty(0, device="cpu")] * len(layout.params)
+        self._storages: Storages = []
+        for segment in layout.segments:
+            step = max(1, _ALIGNMENT // segment.dtype.itemsize)
+            params = {each.index: layout.params[each.index] for each in segment.ranges}
+            sizes = [-(-param.numel // step) * step for param in params.values()]
+            flat = torch.empty(sum(sizes), dtype=segment.dtype, device=device)
+            for (index, param), part in zip(params.items(), flat.split(sizes), strict=True):
+                self.views[index] = part[: param.numel].view(param.shape)
+            self._storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
+        self.free()
+
+    def allocate(self) -> None:
+        resize(self._storages)
+
+    def free(self) -> None:
+        # Resized and not replaced, because autograd may have saved views of these storages.
+        resize(self._storages, to_zero=True)
 
 
 class FlatParams(UnitParams):

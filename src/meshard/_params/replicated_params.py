@@ -22,9 +22,16 @@ from torch.autograd.graph import get_gradient_edge
 
 from meshard._comm.communicator import Communicator, Done, Handle
 from meshard._mesh.layout import FlatLayout, ParamLayout
-from meshard._params.sharded_param import GradientHook, TensorTag, UnitParam, tag_tensor
-from meshard._params.storage import UnshardedMemoryPool
-from meshard._params.unit_params import GradientHookMaker, GroupSpec, UnitParams
+from meshard._params.flat_params import UnshardedMemoryPool
+from meshard._params.unit_params import (
+    GradientHook,
+    GradientHookMaker,
+    GroupSpec,
+    TensorTag,
+    UnitParam,
+    UnitParams,
+    tag_tensor,
+)
 from meshard._torch.private import accumulation_hooks_of, gradient_hooks_of, version_of
 
 

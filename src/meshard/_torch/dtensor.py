@@ -70,6 +70,20 @@ def set_local(tensor: torch.Tensor, local: torch.Tensor) -> None:
     tensor._local_tensor = local  # type: ignore[attr-defined]  # private
 
 
+def with_own_storage(view: torch.Tensor) -> torch.Tensor:
+    """Return a tensor over the memory of ``view``, with a storage that covers only this memory.
+
+    ``torch.save`` and ``copy.deepcopy`` of a DTensor fail if its local tensor has a storage offset,
+    and they copy all of the local tensor's storage. So a local tensor must not use the storage of
+    the flat buffer, which has the shards of all parameters.
+    """
+    if view.is_meta or not view.numel():
+        return view.clone()
+    start = view.storage_offset() * view.itemsize
+    part = view.untyped_storage()[start : start + view.numel() * view.itemsize]
+    return view.new_empty(0).set_(part, 0, view.shape, view.stride())
+
+
 def is_placed_like(tensor: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether both are DTensors on the same mesh with the same placements."""
     spec = getattr(tensor, "_spec", None)  # the same object in most cases

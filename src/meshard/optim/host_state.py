@@ -16,7 +16,7 @@ from meshard._comm.ranges import ranged
 from meshard._engine.param_group import ParamGroup, owner_of
 from meshard._engine.unit import Unit
 from meshard._mesh.layout import ROW_BYTES, padded
-from meshard._params.storage import MemoryLocation
+from meshard._params.unit_params import MemoryLocation
 from meshard._torch.dtensor import plain_of
 from meshard.optim.local_step import LocalStep
 from meshard.optim.mapping import OptimGroups, State, States, are_same, objects_in

@@ -17,8 +17,7 @@ from meshard._comm.communicator import DONE, CommStream, Handle
 from meshard._engine.param_group import ParamGroup, owner_of
 from meshard._engine.unit import Unit
 from meshard._mesh.layout import FlatLayout
-from meshard._params.replica_parts import ReplicaParts
-from meshard._params.sharded_param import ShardedParam
+from meshard._params.unit_params import ReplicaParts, ShardedParam
 from meshard._torch.dtensor import is_placed_like, is_plain, local_of, set_local
 
 
