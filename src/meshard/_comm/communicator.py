@@ -13,7 +13,7 @@ import copy
 import enum
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.divergence import RootNames, check_fingerprint, is_debugging
-from meshard._comm.ranges import ranged_in
 from meshard._comm.stalls import Collective, spoken
 from meshard._mesh.layout import ROW_BYTES, padded
 from meshard._torch.private import backend_of, is_profiling
@@ -90,6 +89,37 @@ class Done:
 
 DONE = Done()
 
+# --- ranges for torch.profiler: without one they cost nothing. ``timeline.py`` reads them -----
+
+# ``meshard::all_gather layers.0`` is around the call that issues a collective, and
+# ``meshard::wait all_gather layers.0`` where compute waits for it.
+_NOTHING = contextlib.nullcontext()
+
+
+def ranged(*words: str) -> contextlib.AbstractContextManager[Any]:
+    """Return a context that torch.profiler, if it records this thread, shows as a range."""
+    # record_function takes microseconds even without a profiler, so it is called only with one.
+    if not is_profiling():
+        return _NOTHING
+    return torch.profiler.record_function(f"meshard::{' '.join(words)}")
+
+
+def mark(*words: str) -> None:
+    """Let torch.profiler record a moment: what compute does from now on, until the next mark."""
+    if is_profiling():
+        with ranged(*words):
+            pass
+
+
+@contextlib.contextmanager
+def ranged_in(group: dist.ProcessGroup, *words: str) -> Iterator[None]:
+    """Record the block like ``ranged``, with the ranks of ``group`` if that has not all of them."""
+    with ranged(*words):
+        if group.size() < dist.get_world_size():
+            mark("ranks", ",".join(map(str, dist.get_process_group_ranks(group))))
+        yield
+
+
 # --- announcements ---------------------------------------------------------------------------
 
 
@@ -123,9 +153,6 @@ class CommEvent:
 # ``Communicator.identity``, or None for the collectives of blocking.py, which use no communicator.
 Observer = Callable[[CommEvent, dist.ProcessGroup, object | None], None]
 observers: list[Observer] = []
-
-
-_NOTHING = contextlib.nullcontext()
 
 
 def announced(

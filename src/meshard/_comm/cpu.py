@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import DONE, CommStream, Communicator, Handle
-from meshard._comm.ranges import ranged
+from meshard._comm.communicator import DONE, CommStream, Communicator, Handle, ranged
 from meshard._comm.stalls import Collective, Waiting
 from meshard._torch.private import start_all_gather_on, start_all_to_all_on
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from meshard._comm.communicator import DONE, CommStream, Communicator, Handle
-from meshard._comm.ranges import ranged
+from meshard._comm.communicator import DONE, CommStream, Communicator, Handle, ranged
 from meshard._torch.dtensor import is_plain
 
 

@@ -32,8 +32,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from meshard._comm.communicator import CommStream, Communicator, Handle
-from meshard._comm.ranges import ranged
+from meshard._comm.communicator import CommStream, Communicator, Handle, ranged
 from meshard._comm.stalls import Collective, watch_event
 from meshard._torch.private import all_gather_single, is_profiling, reduce_scatter_single
 

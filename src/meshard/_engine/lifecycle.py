@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from meshard._comm.communicator import Communicator
+from meshard._comm.communicator import Communicator, mark
 from meshard._comm.first_values import compare_first_values
-from meshard._comm.ranges import mark
 from meshard._communicators import make_communicator
 from meshard._engine.param_group import (
     Lease,

@@ -15,10 +15,9 @@ from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
-from meshard._comm.communicator import CommStream, Communicator, Handle, log_event
+from meshard._comm.communicator import CommStream, Communicator, Handle, log_event, ranged
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues
-from meshard._comm.ranges import ranged
 from meshard._engine.program import Failure
 from meshard._gradients.accumulator import Gradients
 from meshard._gradients.zero_grad import pending_holders

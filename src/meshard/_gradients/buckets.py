@@ -25,10 +25,9 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from meshard._comm.blocking import broadcast
-from meshard._comm.communicator import CommStream, Handle
+from meshard._comm.communicator import CommStream, Handle, ranged
 from meshard._comm.divergence import check_fingerprint, explain_failure
 from meshard._comm.gradient_buffer import run_hooks
-from meshard._comm.ranges import ranged
 from meshard._gradients.accumulator import (
     GradientRules,
     Gradients,

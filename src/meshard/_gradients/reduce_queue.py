@@ -13,8 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple
 
-from meshard._comm.communicator import DONE, Communicator, Handle, log_event
-from meshard._comm.ranges import ranged
+from meshard._comm.communicator import DONE, Communicator, Handle, log_event, ranged
 from meshard._gradients.accumulator import (
     Gradients,
     ReduceSettings,

@@ -34,8 +34,8 @@ import torch
 import torch.distributed as dist
 
 from meshard._comm.blocking import exchange_numbers
+from meshard._comm.communicator import ranged
 from meshard._comm.divergence import REMEDY
-from meshard._comm.ranges import ranged
 from meshard._comm.stalls import Collective, Waiting
 from meshard._torch.private import timeout_of
 

@@ -15,9 +15,8 @@ from torch import nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from meshard._comm.communicator import CommStream, Handle
+from meshard._comm.communicator import CommStream, Handle, ranged
 from meshard._comm.host_copies import HostCopies
-from meshard._comm.ranges import ranged
 from meshard._engine.param_group import ParamGroup, ParamState, owner_of
 from meshard._engine.unit import Unit, require_units
 from meshard._optimizer_hooks import find_overlapped, watch_reads_and_clipping

@@ -15,8 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from meshard._comm.blocking import gather_objects
-from meshard._comm.communicator import Communicator
-from meshard._comm.ranges import ranged
+from meshard._comm.communicator import Communicator, ranged
 from meshard._engine.param_group import owner_of as param_group_of
 from meshard._torch.dtensor import plain_of
 from meshard._torch.private import foreach_copy_
