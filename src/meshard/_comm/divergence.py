@@ -16,7 +16,6 @@ import datetime
 import hashlib
 import os
 import weakref
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -40,9 +39,6 @@ _peers: weakref.WeakKeyDictionary[dist.ProcessGroup, _Peers] = weakref.WeakKeyDi
 # after an error have had equally many. The count is in the key under which they find each other in
 # the store, so that none finds an address of a connection that is closed.
 _num_errors: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
-# By group of a mesh: how many roots over it were ever made. Copies are not counted.
-# ``name_root`` numbers roots by this count, alike on all ranks.
-_num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 def is_debugging() -> bool:
@@ -50,31 +46,7 @@ def is_debugging() -> bool:
     return os.environ.get("MESHARD_DEBUG", "0") not in ("", "0")
 
 
-RootNames = dict[dist.ProcessGroup, str]
-
-
-def name_root(groups: Iterable[dist.ProcessGroup]) -> RootNames:
-    """Return the name of a new root in each of its groups.
-
-    The name distinguishes units of two models that have the same dotted name. Roots are numbered
-    per group, because a rank may have models that other ranks lack, such as a stage of a pipeline.
-    All ranks of a group call ``fully_shard`` and ``replicate`` in the same order, so a root gets
-    its number in that call. The order of first use would not do: it may differ between ranks, and
-    the check is there to find such differences.
-
-    A copy gets no number, because one rank alone may make copies, for example for a moving average
-    of the weights. So two copies of one root have the same name.
-    """
-    names = {}
-    for group in set(groups):
-        _num_roots[group] = _num_roots.get(group, 0) + 1
-        names[group] = f"root {_num_roots[group]}"
-    return names
-
-
-def name_copy(names: RootNames) -> RootNames:
-    """Return the name of a copy of a root in each of its groups."""
-    return {group: f"copy of {name}" for group, name in names.items()}
+RootNames = dict[dist.ProcessGroup, str]  # of one root
 
 
 def check_fingerprint(ours: str, group: dist.ProcessGroup) -> None:

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from meshard._comm.divergence import name_root
+from meshard._comm.divergence import RootNames
 from meshard._engine.hooks import (
     gradient_hook_maker,
     register_forward_hooks,
@@ -473,12 +475,36 @@ def adopt_inner_units(unit: Unit, modules: list[nn.Module]) -> None:
     units = [*own, *inside]
     specs = [each.group.spec for each in units if each.params]
     groups = (group for spec in specs for group in spec.mesh_info.groups)
-    Root(units, name_root(groups), Lifecycle)
+    Root(units, _name_root(groups), Lifecycle)
     for lifecycle in used:
         unit.lifecycle.take_modes_of(lifecycle)
     for inner in inside if used else ():
         inner.step = UnitStep()  # forget the unit's progress in a step of its old root
         inner.group.release(Lease.KEPT)
+
+
+# By group of a mesh: how many roots over it were ever made. Copies are not counted.
+# ``_name_root`` numbers roots by this count, alike on all ranks.
+_num_roots: weakref.WeakKeyDictionary[dist.ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+def _name_root(groups: Iterable[dist.ProcessGroup]) -> RootNames:
+    """Return the name of a new root in each of its groups.
+
+    The name distinguishes units of two models that have the same dotted name. Roots are numbered
+    per group, because a rank may have models that other ranks lack, such as a stage of a pipeline.
+    All ranks of a group call ``fully_shard`` and ``replicate`` in the same order, so a root gets
+    its number in that call. The order of first use would not do: it may differ between ranks, and
+    the check is there to find such differences.
+
+    A copy gets no number, because one rank alone may make copies, for example for a moving average
+    of the weights. So two copies of one root have the same name.
+    """
+    names = {}
+    for group in set(groups):
+        _num_roots[group] = _num_roots.get(group, 0) + 1
+        names[group] = f"root {_num_roots[group]}"
+    return names
 
 
 def _units_inside(unit: Unit, modules: list[nn.Module]) -> dict[Unit, str]:

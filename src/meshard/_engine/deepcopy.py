@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from meshard._comm.divergence import name_copy
 from meshard._engine.hooks import gradient_hook_maker
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.unit import (
@@ -129,7 +128,8 @@ def _connect(units: list[Unit], memo: dict[int, Any]) -> None:
                 if id(owner) in memo:
                     own.add_owner(memo[id(owner)], name)
             own.install(own.sharded)
-    Root(copies, name_copy(units[0].root.names), Lifecycle)
+    names = {group: f"copy of {name}" for group, name in units[0].root.names.items()}
+    Root(copies, names, Lifecycle)
     copies[0].lifecycle.take_modes_of(units[0].lifecycle)
 
 
