@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-from meshard._engine.program import Failure
+from meshard._engine.unit import Failure
 from tests.support import insides
 from tests.support.models import MlpStack, seeded
 from tests.support.ranks import fake_group

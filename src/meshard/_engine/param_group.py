@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,6 @@ from torch.optim import Optimizer
 from meshard._comm.communicator import CommStream, Communicator, Handle, log_event, ranged
 from meshard._comm.divergence import explain_failure
 from meshard._comm.first_values import FirstValues
-from meshard._engine.program import Failure
 from meshard._gradients.accumulator import Gradients
 from meshard._gradients.zero_grad import pending_holders
 from meshard._params.unit_params import (
@@ -33,6 +32,9 @@ from meshard._params.unit_params import (
 from meshard._torch.dtensor import is_plain, plain_of
 from meshard._torch.private import graph_task_id, is_in_transform
 from meshard._torch.user_line import listed, warn_user
+
+if TYPE_CHECKING:
+    from meshard._engine.unit import Failure
 
 _VERSION = attrgetter("unsharded._version")
 _UNKNOWN = -1  # version of unsharded parameters that the next forward must gather again

@@ -1,4 +1,4 @@
-"""The record of a forward, the program that its backward executes, and whether it was cut off.
+"""The record of a forward, and the program that its backward executes.
 
 A *pass* is one forward of a root, or of a part that the user called directly; a *call* is the
 forward of one unit in it. A pass records two lists: ``exits`` has all calls in the order in which
@@ -22,18 +22,13 @@ from __future__ import annotations
 
 import bisect
 import collections
-import contextlib
 import enum
 import itertools
 import sys
-import threading
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
-
-from meshard._torch.private import graph_task_id
 
 
 @dataclass(slots=True, eq=False)
@@ -231,35 +226,3 @@ class ManualFinalization:
         # The units whose last reductions ``finalize_backward`` has started. ``wait()`` of the
         # handle that it returns finishes them. None: there is nothing to wait for.
         self.started: list[weakref.ref[Any]] | None = None
-
-
-class Failure:
-    """Whether a step of a root was cut off. If so, the next use of the root cleans up first.
-
-    When a backward raises, autograd may call no hook of meshard. But autograd then frees the
-    callback that meshard has queued for the end of the backward; a weak reference shows that.
-    """
-
-    def __init__(self) -> None:
-        self.is_dirty = False  # a failure was seen, and no clean-up has followed yet
-        self.generation = 0  # number of clean-ups that have dropped gradients
-        self.end: weakref.ref[Any] | None = None  # while a backward runs: the callback for its end
-        self.thread = 0  # id of the user's thread, in which the last forward of the root began
-
-    def has_happened(self) -> bool:
-        if self.is_dirty or self.end is None:
-            return self.is_dirty
-        # A device thread of autograd may free the callback late, after the user has caught the
-        # exception. So also look whether the user's thread is no longer in any backward.
-        is_users = threading.get_ident() == self.thread
-        self.is_dirty = self.end() is None or (is_users and graph_task_id() < 0)
-        return self.is_dirty
-
-    @contextlib.contextmanager
-    def recorded(self) -> Iterator[None]:
-        """Record a failure if the ``with`` block raises (even Ctrl-C), with its work half done."""
-        try:
-            yield
-        except BaseException:
-            self.is_dirty = True
-            raise

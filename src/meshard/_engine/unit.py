@@ -9,11 +9,12 @@ casts inputs and outputs.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,6 @@ from torch import nn
 from meshard._comm.communicator import CommSettings
 from meshard._comm.divergence import RootNames
 from meshard._engine.param_group import ParamGroup
-from meshard._engine.program import Failure
 from meshard._gradients.accumulator import (
     GradientAccumulator,
     GradientRules,
@@ -33,6 +33,7 @@ from meshard._gradients.buckets import BucketedGradients
 from meshard._params.flat_params import FlatParams
 from meshard._params.replicated_params import ReplicatedParams
 from meshard._params.unit_params import UnitParam, UnitParams
+from meshard._torch.private import graph_task_id
 from meshard.policies import MixedPrecisionPolicy, check_bool
 
 if TYPE_CHECKING:
@@ -145,6 +146,38 @@ class Unit:
     def add_child(self, child: Unit) -> None:
         """Put ``child`` directly inside this unit."""
         child.parent = weakref.ref(self)
+
+
+class Failure:
+    """Whether a step of a root was cut off. If so, the next use of the root cleans up first.
+
+    When a backward raises, autograd may call no hook of meshard. But autograd then frees the
+    callback that meshard has queued for the end of the backward; a weak reference shows that.
+    """
+
+    def __init__(self) -> None:
+        self.is_dirty = False  # a failure was seen, and no clean-up has followed yet
+        self.generation = 0  # number of clean-ups that have dropped gradients
+        self.end: weakref.ref[Any] | None = None  # while a backward runs: the callback for its end
+        self.thread = 0  # id of the user's thread, in which the last forward of the root began
+
+    def has_happened(self) -> bool:
+        if self.is_dirty or self.end is None:
+            return self.is_dirty
+        # A device thread of autograd may free the callback late, after the user has caught the
+        # exception. So also look whether the user's thread is no longer in any backward.
+        is_users = threading.get_ident() == self.thread
+        self.is_dirty = self.end() is None or (is_users and graph_task_id() < 0)
+        return self.is_dirty
+
+    @contextlib.contextmanager
+    def recorded(self) -> Iterator[None]:
+        """Record a failure if the ``with`` block raises (even Ctrl-C), with its work half done."""
+        try:
+            yield
+        except BaseException:
+            self.is_dirty = True
+            raise
 
 
 class Root:
