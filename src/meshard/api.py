@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy as TorchMixedPrecisionPo
 from torch.distributed.fsdp import OffloadPolicy as TorchOffloadPolicy
 from torch.distributed.tensor import Replicate, Shard
 
+from meshard._comm.communicator import CommStream
 from meshard._engine.build import (
     Collected,
     allocate,
@@ -30,11 +31,13 @@ from meshard._engine.build import (
     refuse_shared_memory,
     resolve_mesh_info,
 )
-from meshard._engine.unit import UnitSettings, unit_of
+from meshard._engine.hooks import UnitHook
+from meshard._engine.unit import Unit, UnitSettings, unit_of, with_siblings
 from meshard._mesh.mesh_info import MeshInfo, device_of, post_forward_pg
 from meshard._optimizer_hooks import watch_optimizers
 from meshard._params.unit_params import MemoryLocation, leave_out
 from meshard._torch.private import (
+    TrainingState,
     accumulation_hooks_of,
     gradient_hooks_of,
     register_as_sharded,
@@ -42,7 +45,7 @@ from meshard._torch.private import (
     too_new,
 )
 from meshard._torch.user_line import listed, warn_user
-from meshard.fsdp_module import FSDPModule, StageState
+from meshard.fsdp_module import FSDPModule
 from meshard.policies import (
     DataParallelMeshDims,
     MixedPrecisionPolicy,
@@ -358,3 +361,86 @@ def _init_default_group(device_type: str) -> None:
 def _destroy_group(ours: dist.ProcessGroup | None) -> None:
     if dist.is_initialized() and ours is dist.group.WORLD:
         dist.destroy_process_group()
+
+
+class StageState(UnitHook):
+    """The answers to what programs ask of torch's private state of a module, under torch's names.
+
+    Schedules of ``torch.distributed.pipelining`` turn reductions off. After the last backward they
+    go through the states of all units of the stage, and reduce the parameter group of each. Here
+    one state stands for all units. Trainers and tensor subclasses read what is below. All other
+    names raise an AttributeError.
+    """
+
+    def __init__(self, unit: Unit, policy: MixedPrecisionPolicy) -> None:
+        vars(self).update(_unit=weakref.ref(unit), _mp_policy=policy)
+
+    def _alive(self) -> Unit:
+        unit = self._unit()
+        assert unit is not None  # its module is gone, and a program kept this state
+        return unit
+
+    @property
+    def all_states(self) -> list[StageState]:
+        """A list of this state only, which stands for all units."""
+        return [self]
+
+    @property
+    def _state_ctx(self) -> StageState:
+        return self
+
+    _fsdp_param_group = _comm_ctx = _state_ctx
+    _fsdp_param_groups = all_states  # since torch 2.13
+
+    def post_backward(self) -> None:
+        """Reduce all gradients of the stage, as far as the ``GradientSync`` of its units says."""
+        self._alive().lifecycle.finish_split_backward()
+
+    def finalize_backward(self) -> None:
+        """Do nothing: ``post_backward`` waits for the reductions."""
+
+    _root_post_backward_final_callback = _lazy_init = finalize_backward
+
+    @property
+    def post_forward_mesh_info(self) -> MeshInfo | None:
+        """The mesh of the unit; None if ``set_reshard_after_forward(False)`` holds."""
+        unit = self._alive()
+        is_kept = unit.settings.reshard_after_forward is False or not unit.params
+        return None if is_kept else unit.group.spec.mesh_info
+
+    @property
+    def _reshard_after_forward(self) -> bool:
+        unit = self._alive()
+        is_chosen = self.post_forward_mesh_info is not None
+        return is_chosen and not (unit.is_root and unit.settings.reshard_after_forward is None)
+
+    @property
+    def _training_state(self) -> Any:
+        """The state of the step, as ``fsdp_pre_all_gather`` reads it."""
+        lifecycle = self._alive().lifecycle
+        if lifecycle.is_idle:
+            return TrainingState.IDLE
+        return TrainingState.FORWARD if lifecycle.backward is None else TrainingState.PRE_BACKWARD
+
+    @property
+    def all_gather_stream(self) -> Any:
+        """The stream on which units are gathered."""
+        unit = self._alive()
+        with unit.lifecycle.comm.on_stream(CommStream.GATHER):
+            return torch.get_device_module(unit.group.spec.device).current_stream()
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"meshard has no {name!r}, a private name of torch's fully_shard: call the public "
+            "methods of the module, such as unshard(), reshard(), set_reshard_after_forward() and "
+            "set_modules_to_forward_prefetch(). docs/migrate/from-fsdp2.md lists what is answered."
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name != "post_forward_mesh_info":
+            self.__getattr__(name)
+        for each in with_siblings(self._alive()):
+            if value is None:
+                each.settings.reshard_after_forward, each.settings.post_forward_group = False, None
+            elif not each.settings.reshard_after_forward:
+                each.settings.reshard_after_forward = True

@@ -16,17 +16,16 @@ from torch.distributed.fsdp import FSDPModule as TorchFSDPModule
 from torch.distributed.tensor import DTensor
 from typing_extensions import deprecated
 
-from meshard._comm.communicator import CommSettings, CommStream, can_allocate
+from meshard._comm.communicator import CommSettings, can_allocate
 from meshard._engine.deepcopy import copy_with_units
-from meshard._engine.hooks import UnitHook, run_in_units
+from meshard._engine.hooks import run_in_units
 from meshard._engine.lifecycle import Lifecycle
 from meshard._engine.param_group import Lease, ParamGroup
-from meshard._engine.unit import Unit, alive, own_class, require_units, unit_of, with_siblings
+from meshard._engine.unit import Unit, alive, own_class, require_units, unit_of
 from meshard._gradients.accumulator import DivideFactor, ReduceHook, check_divide_factor
-from meshard._mesh.mesh_info import MeshInfo, separate_reduce_scatter_pg
+from meshard._mesh.mesh_info import separate_reduce_scatter_pg
 from meshard._torch.dtensor import gradient_dtype
 from meshard._torch.private import (
-    TrainingState,
     is_of_to_empty,
     skip_dynamo_once,
     state_of,
@@ -36,7 +35,6 @@ from meshard.initialization import poisoned
 from meshard.policies import (
     AllGather,
     GradientSync,
-    MixedPrecisionPolicy,
     ReduceScatter,
     check_bool,
 )
@@ -610,89 +608,6 @@ def _can_allocate(unit: Unit) -> bool:
     if spec is None or spec.mesh_info.shard_axis is None:
         return False
     return can_allocate(spec.mesh_info.shard_group, spec.device)
-
-
-class StageState(UnitHook):
-    """The answers to what programs ask of torch's private state of a module, under torch's names.
-
-    Schedules of ``torch.distributed.pipelining`` turn reductions off. After the last backward they
-    go through the states of all units of the stage, and reduce the parameter group of each. Here
-    one state stands for all units. Trainers and tensor subclasses read what is below. All other
-    names raise an AttributeError.
-    """
-
-    def __init__(self, unit: Unit, policy: MixedPrecisionPolicy) -> None:
-        vars(self).update(_unit=weakref.ref(unit), _mp_policy=policy)
-
-    def _alive(self) -> Unit:
-        unit = self._unit()
-        assert unit is not None  # its module is gone, and a program kept this state
-        return unit
-
-    @property
-    def all_states(self) -> list[StageState]:
-        """A list of this state only, which stands for all units."""
-        return [self]
-
-    @property
-    def _state_ctx(self) -> StageState:
-        return self
-
-    _fsdp_param_group = _comm_ctx = _state_ctx
-    _fsdp_param_groups = all_states  # since torch 2.13
-
-    def post_backward(self) -> None:
-        """Reduce all gradients of the stage, as far as the ``GradientSync`` of its units says."""
-        self._alive().lifecycle.finish_split_backward()
-
-    def finalize_backward(self) -> None:
-        """Do nothing: ``post_backward`` waits for the reductions."""
-
-    _root_post_backward_final_callback = _lazy_init = finalize_backward
-
-    @property
-    def post_forward_mesh_info(self) -> MeshInfo | None:
-        """The mesh of the unit; None if ``set_reshard_after_forward(False)`` holds."""
-        unit = self._alive()
-        is_kept = unit.settings.reshard_after_forward is False or not unit.params
-        return None if is_kept else unit.group.spec.mesh_info
-
-    @property
-    def _reshard_after_forward(self) -> bool:
-        unit = self._alive()
-        is_chosen = self.post_forward_mesh_info is not None
-        return is_chosen and not (unit.is_root and unit.settings.reshard_after_forward is None)
-
-    @property
-    def _training_state(self) -> Any:
-        """The state of the step, as ``fsdp_pre_all_gather`` reads it."""
-        lifecycle = self._alive().lifecycle
-        if lifecycle.is_idle:
-            return TrainingState.IDLE
-        return TrainingState.FORWARD if lifecycle.backward is None else TrainingState.PRE_BACKWARD
-
-    @property
-    def all_gather_stream(self) -> Any:
-        """The stream on which units are gathered."""
-        unit = self._alive()
-        with unit.lifecycle.comm.on_stream(CommStream.GATHER):
-            return torch.get_device_module(unit.group.spec.device).current_stream()
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"meshard has no {name!r}, a private name of torch's fully_shard: call the public "
-            "methods of the module, such as unshard(), reshard(), set_reshard_after_forward() and "
-            "set_modules_to_forward_prefetch(). docs/migrate/from-fsdp2.md lists what is answered."
-        )
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name != "post_forward_mesh_info":
-            self.__getattr__(name)
-        for each in with_siblings(self._alive()):
-            if value is None:
-                each.settings.reshard_after_forward, each.settings.post_forward_group = False, None
-            elif not each.settings.reshard_after_forward:
-                each.settings.reshard_after_forward = True
 
 
 def share_comm_ctx(modules: list[Any]) -> None:
