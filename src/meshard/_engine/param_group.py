@@ -24,8 +24,6 @@ from meshard._params.unit_params import (
     ShardedParam,
     UnitParam,
     UnitParams,
-    install_sharded,
-    install_unsharded,
     take_flags,
     take_frozen,
 )
@@ -330,7 +328,13 @@ class ParamGroup:
         if self.state is not ParamState.INSTALLED:
             # Change the state first, so that a clean-up after Ctrl-C knows what to undo.
             self.state = ParamState.INSTALLED
-            install_unsharded(self.params)
+            # What the user has assigned to a module between forward and backward stays there, and
+            # the next forward adopts it. The backward does not read it: it reads no attributes of
+            # modules, unless a checkpoint runs a forward again.
+            for param in self.params:
+                for parameters, name in param.owner_dicts:
+                    if parameters.get(name) is param.sharded:
+                        parameters[name] = param.unsharded
 
     def keep(self, why: int = Lease.KEPT) -> None:
         """Keep the unit unsharded for the reason ``why``: a later backward will read parameters."""
@@ -561,10 +565,13 @@ class ParamGroup:
             self.num_trainable -= take_frozen(self.params)
 
     def install_sharded(self) -> None:
-        """Make modules hold the sharded parameters."""
+        """Make modules that hold the unsharded parameters hold the sharded ones."""
         if self.state is ParamState.INSTALLED:
             self._carry_flags()
-            install_sharded(self.params)
+            for param in self.params:
+                for parameters, name in param.owner_dicts:
+                    if parameters.get(name) is param.unsharded:
+                        parameters[name] = param.sharded
             self.state = ParamState.UNSHARDED
             pending_holders.discard(self)
 

@@ -123,7 +123,8 @@ class UnshardedMemoryPool:
 
     def free(self) -> None:
         # Resized and not replaced, because autograd may have saved views of these storages.
-        resize(self._storages, to_zero=True)
+        for storage, _ in self._storages:
+            storage.resize_(0)
 
 
 class FlatParams(UnitParams):

@@ -396,27 +396,6 @@ _SHARDED_FLAG = attrgetter("sharded.requires_grad")
 _UNSHARDED_FLAG = attrgetter("unsharded.requires_grad")
 
 
-def install_sharded(params: Sequence[UnitParam]) -> None:
-    """Make every owner that holds the unsharded parameter hold the sharded one."""
-    for param in params:
-        for parameters, name in param.owner_dicts:
-            if parameters.get(name) is param.unsharded:
-                parameters[name] = param.sharded
-
-
-def install_unsharded(params: Sequence[UnitParam]) -> None:
-    """Make every owner that holds the sharded parameter hold the unsharded one.
-
-    What the user has assigned to an owner between forward and backward stays there, and the next
-    forward adopts it. The backward does not need it to hold ours: it reads no attributes of
-    modules, unless a checkpoint runs a forward again.
-    """
-    for param in params:
-        for parameters, name in param.owner_dicts:
-            if parameters.get(name) is param.sharded:
-                parameters[name] = param.unsharded
-
-
 # --- all parameters of a unit --------------------------------------------------------------
 
 
