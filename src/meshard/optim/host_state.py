@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from meshard._comm.communicator import DONE, CommStream, Handle
-from meshard._comm.ranges import ranged
+from meshard._comm.communicator import DONE, CommStream, Handle, ranged
 from meshard._engine.param_group import ParamGroup, owner_of
 from meshard._engine.unit import Unit
 from meshard._mesh.layout import ROW_BYTES, padded
