@@ -11,14 +11,12 @@ from __future__ import annotations
 import argparse
 import copy
 import json
-import math
 import os
 import pickle
 import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from torch.distributed import run as torchrun
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -59,15 +57,6 @@ def _run(name: str, given: argparse.Namespace) -> list[Record]:
     return sorted(records, key=lambda each: each.rank)
 
 
-def _json(value: Any) -> Any:
-    """Return ``value`` with None where a number is not finite, for which JSON has no word."""
-    if isinstance(value, dict):
-        return {key: _json(each) for key, each in value.items()}
-    if isinstance(value, list):
-        return list(map(_json, value))
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def run(arguments: Sequence[str]) -> int:
     """Run the command; return the exit code."""
     parser = torchrun.get_args_parser()
@@ -89,5 +78,5 @@ def run(arguments: Sequence[str]) -> int:
     if not summary["equal"]:  # because of the library, or in each run?
         runs["torch again"] = _run("torch again", given)
         summary = summarize(runs, given.rtol)
-    print(json.dumps(_json(summary), indent=2) if given.json else "\n".join(lines_of(summary)))
+    print(json.dumps(summary, indent=2) if given.json else "\n".join(lines_of(summary)))
     return 0 if summary["largest difference"] <= given.rtol else 1
