@@ -27,7 +27,7 @@ class Done:
 
     @property
     def report(self) -> dict[str, Any]:
-        return json.loads(self.printed)
+        return json.loads(self.printed, parse_constant=pytest.fail)  # NaN and Infinity
 
 
 def compare(*arguments, num_ranks=2):
@@ -101,6 +101,26 @@ def test_a_lost_gradient_is_named_with_its_unit():
     assert row["parameter"] == "1.0.bias"
     assert row["meshard"] is None and row["torch"] > 0
     assert report["possible reasons"] == ["zero_grad between microbatches"]
+
+
+@pytest.mark.slow
+def test_a_gradient_that_is_not_finite_is_named_in_valid_json():
+    code, report = compare_faulty("--fault", "nan")
+    assert code == 1
+    (row,) = report["first differences"]
+    assert (row["step"], row["kind"], row["parameter"]) == (1, "gradient", "1.0.bias")
+    assert row["torch"] > 0
+    assert row["meshard"] == "NaN" and row["relative"] == "Infinity"
+    assert report["largest difference"] == "Infinity"
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_early_is_told():
+    code, report = compare_faulty("--fault", "stop")
+    assert code == 1
+    assert [report[run]["steps"] for run in RUNS] == [2, 1]
+    assert {(row["step"], row["kind"]) for row in report["first differences"]} == {(2, "loss")}
+    assert all(row["meshard"] is None for row in report["first differences"])
 
 
 @pytest.mark.slow

@@ -78,5 +78,8 @@ def run(arguments: Sequence[str]) -> int:
     if not summary["equal"]:  # because of the library, or in each run?
         runs["torch again"] = _run("torch again", given)
         summary = summarize(runs, given.rtol)
-    print(json.dumps(summary, indent=2) if given.json else "\n".join(lines_of(summary)))
+    if given.json:  # which has no numbers that are not finite
+        print(json.dumps(json.loads(json.dumps(summary), parse_constant=str), indent=2))
+    else:
+        print("\n".join(lines_of(summary)))
     return 0 if summary["largest difference"] <= given.rtol else 1

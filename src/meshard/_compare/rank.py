@@ -13,7 +13,6 @@ import runpy
 import sys
 import time
 import traceback
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,6 @@ from meshard._compare.record import Record, Recorder, has_device
 from meshard._optimizer_hooks import watch_optimizers
 from meshard.compat import patch_torch
 
-_METHODS = ("no_sync", "register_comm_hook")
 _SIGNATURE = inspect.signature(DistributedDataParallel.__init__)
 
 
@@ -37,6 +35,7 @@ class ReplicatedDDP(DistributedDataParallel):
     """A module around a replicated one that answers what trainers ask of a DDP."""
 
     find_unused_parameters, static_graph = False, True  # so trainers set nothing up
+    require_backward_grad_sync = True
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         nn.Module.__init__(self)
@@ -57,7 +56,8 @@ class ReplicatedDDP(DistributedDataParallel):
             is not False,
             init_sync=given.get("init_sync", True),
         )
-        vars(self).update({name: getattr(self.module, name) for name in _METHODS})
+        self.__dict__["no_sync"] = self.module.no_sync
+        self.__dict__["register_comm_hook"] = self.module.register_comm_hook
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.module(*args, **kwargs)
@@ -72,14 +72,10 @@ class ReplicatedDDP(DistributedDataParallel):
         super().__setattr__(name, value)
 
 
-def _first(value: Any, *_: Any) -> Any:
-    return value
-
-
 def _compute_in(dtype: torch.dtype) -> None:
     """Let units of torch's fully_shard compute and reduce in a dtype, whatever the script says."""
     for name, value in (("param_dtype", dtype), ("reduce_dtype", dtype), ("output_dtype", None)):
-        setattr(MixedPrecisionPolicy, name, property(partial(_first, value), lambda *_: None))
+        setattr(MixedPrecisionPolicy, name, property(lambda _, own=value: own, lambda *_: None))
 
 
 def _run_script(kind: str, script: str) -> None:

@@ -3,11 +3,12 @@
 import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
 
-from meshard._compare.record import KINDS, NUM_SUMS, Folded, Record, has_device
+from meshard._compare.record import KINDS, NUM_SUMS, Folded, Record, Step, has_device
 
 Run = Sequence[Record]
 Row = dict[str, Any]  # a tensor or a loss that differs at a step on a rank, as JSON has it
@@ -44,24 +45,20 @@ def _row(one: Folded | None, other: Folded | None, floor: float) -> Row:
     }
 
 
-def _lengths(run: Run) -> list[list[int]]:
-    return [[len(t) for step in each.steps for t in step.tensors.values()] for each in run]
-
-
 def differences(torchs: Run, ours: Run) -> list[Row]:
-    """Return what differs, by step and kind; the largest come first."""
-    if _lengths(torchs) != _lengths(ours):
-        raise ValueError("the runs differ in the number of steps, of backwards or of parameters.")
+    """Return what differs, by step and kind; the largest come first. What a run lacks is None."""
     rows = []
     for records in zip(torchs, ours, strict=True):
-        for number, steps in enumerate(zip(*(each.steps for each in records), strict=True), 1):
+        pairs = zip_longest(*(each.steps for each in records), fillvalue=Step([], {}))
+        for number, steps in enumerate(pairs, 1):
             for kind in KINDS:
-                pair = [step.tensors[kind] for step in steps]
-                names = [("", "")] * len(pair[0]) if kind == "loss" else steps[0].names
+                pair = [step.tensors.get(kind, []) for step in steps]
+                names = max((step.names for step in steps), key=len) if kind != "loss" else []
                 floor = _FLOOR * _norm(pair[0])
-                for (unit, name), one, other in zip(names, *pair, strict=False):
+                for name, one, other in zip_longest(names, *pair):
                     if one != other:
-                        place = {"step": number, "kind": kind, "unit": unit, "parameter": name}
+                        unit, parameter = name or ("", "")
+                        place = {"step": number, "kind": kind, "unit": unit, "parameter": parameter}
                         rows.append(place | {"rank": records[0].rank} | _row(one, other, floor))
     return sorted(rows, key=lambda row: (row["step"], KINDS.index(row["kind"]), -row["relative"]))
 

@@ -36,7 +36,11 @@ for _ in range(9):
         model(torch.randn(8, 16)).square().mean().backward()
     if fault == "lost":
         model[1][0].bias.grad = None
+    if fault == "nan":
+        model[1][0].bias.grad.mul_(torch.nan)
     if fault == "raise":
         raise ArithmeticError("with meshard only")
     optimizer.step()
     optimizer.zero_grad()
+    if fault == "stop":
+        break

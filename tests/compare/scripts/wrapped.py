@@ -23,9 +23,10 @@ for step in range(9):
         with model.no_sync():
             model(x[0]).square().mean().backward()
     else:
+        before = model.require_backward_grad_sync
         model.require_backward_grad_sync = False  # as trainers do
         model(x[0]).square().mean().backward()
-        model.require_backward_grad_sync = True
+        model.require_backward_grad_sync = before
     model(x[1]).square().mean().backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
