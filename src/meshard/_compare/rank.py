@@ -72,10 +72,15 @@ class ReplicatedDDP(DistributedDataParallel):
         super().__setattr__(name, value)
 
 
+def _constant(value: Any) -> property:
+    """Return a property that keeps its value, whatever is assigned."""
+    return property(lambda _: value, lambda *_: None)
+
+
 def _compute_in(dtype: torch.dtype) -> None:
     """Let units of torch's fully_shard compute and reduce in a dtype, whatever the script says."""
     for name, value in (("param_dtype", dtype), ("reduce_dtype", dtype), ("output_dtype", None)):
-        setattr(MixedPrecisionPolicy, name, property(lambda _, own=value: own, lambda *_: None))
+        setattr(MixedPrecisionPolicy, name, _constant(value))
 
 
 def _run_script(kind: str, script: str) -> None:
@@ -92,14 +97,14 @@ def _run_script(kind: str, script: str) -> None:
 
 def _traceback(error: BaseException) -> str:
     """Return a traceback without the frames that lead to the script."""
-    told = traceback.TracebackException.from_exception(error)
+    trace = traceback.TracebackException.from_exception(error)
     own = (__file__, runpy.__file__, "<frozen runpy>")
-    told.stack[:] = [each for each in told.stack if each.filename not in own]
-    return "".join(told.format()).rstrip()
+    trace.stack[:] = [each for each in trace.stack if each.filename not in own]
+    return "".join(trace.format()).rstrip()
 
 
 def main() -> None:
-    """Be one rank."""
+    """Run the script as one rank of one run."""
     run, folder, num_steps, kind, *sys.argv[:] = sys.argv[1:]
     os.dup2(2, 1)  # the report alone goes to stdout
     unit_classes: tuple[type, ...] = (FSDPModule, DistributedDataParallel)

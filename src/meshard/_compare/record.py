@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 KINDS = ("initial weight", "loss", "gradient", "weight")  # in this order in a step
 NUM_SUMS = 64
-_CHUNK = 2**18  # elements that are folded at once
+_CHUNK = 2**18  # elements that are summed at once
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -31,8 +31,8 @@ def has_device() -> bool:
 
 
 @dataclass(frozen=True)
-class Folded:
-    """What is recorded of the part of a tensor on this rank. Equal ones were equal bitwise.
+class Fingerprint:
+    """What is recorded of this rank's part of a tensor. Tensors of equal ones are equal bitwise.
 
     ``sums`` are the elements with random signs, added up to 64 numbers. Their distance to those of
     another tensor is about that of the two tensors: exact for 64 elements, else to a tenth.
@@ -40,7 +40,7 @@ class Folded:
 
     dtype: torch.dtype
     numel: int
-    digest: int  # another one if any bit is
+    checksum: int  # of all bits
     norm: float = field(compare=False)  # of a single element its value
     sums: tuple[float, ...] = field(compare=False)
 
@@ -55,23 +55,23 @@ def _plain_parts(tensor: torch.Tensor) -> list[torch.Tensor]:
     return [torch.view_as_real(tensor) if tensor.is_complex() else tensor]
 
 
-def _fold(tensor: torch.Tensor | None) -> Folded | None:
+def _fingerprint(tensor: torch.Tensor | None) -> Fingerprint | None:
     if tensor is None:
         return None
     parts = _plain_parts(tensor.detach())
     dtype, device, numel = parts[0].dtype, parts[0].device, sum(part.numel() for part in parts)
     draw = torch.Generator(device).manual_seed(0)  # leaves the generators of the script alone
-    digest = torch.zeros((), dtype=torch.int64, device=device)
+    checksum = torch.zeros((), dtype=torch.int64, device=device)
     sums, squares = torch.zeros(2, NUM_SUMS, dtype=torch.float64, device=device)
     for chunk in (chunk for part in parts for chunk in part.flatten().split(_CHUNK)):
         drawn = torch.empty(chunk.shape, dtype=torch.int64, device=device).random_(generator=draw)
-        digest += (chunk.view(_INTEGERS[chunk.itemsize]) * (drawn | 1)).sum()
+        checksum += (chunk.view(_INTEGERS[chunk.itemsize]) * (drawn | 1)).sum()
         values = chunk.double() * (1 - (drawn & 2))
         values = nn.functional.pad(values, (0, -len(values) % NUM_SUMS)).view(-1, NUM_SUMS)
         sums += values.sum(0)
         squares += values.square().sum(0)
     norm = float(squares.sum().sqrt() if numel != 1 else parts[0])
-    return Folded(dtype, numel, int(digest), norm, tuple(sums.tolist()))
+    return Fingerprint(dtype, numel, int(checksum), norm, tuple(sums.tolist()))
 
 
 # --- names ---------------------------------------------------------------------------------
@@ -106,8 +106,8 @@ class Step:
     """One call of ``step`` of one optimizer."""
 
     names: list[tuple[str, str]]  # unit and name of each parameter
-    tensors: dict[str, list[Folded | None]]  # by kind, of each parameter, or of each backward
-    seconds: float = 0.0  # since the last step
+    tensors: dict[str, list[Fingerprint | None]]  # by kind, of each parameter, or of each backward
+    seconds: float = 0.0  # since the end of the step before
 
 
 @dataclass
@@ -124,15 +124,19 @@ class Record:
     failed_at: float = 0.0  # by the clock of the host
 
 
+def _params_of(optimizer: optim.Optimizer) -> list[torch.Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
 class Recorder:
-    """Hooks around the steps of all optimizers, and around backwards."""
+    """Hooks on the steps of all optimizers, and on ``backward``."""
 
     def __init__(self, record: Record, num_steps: int, unit_classes: tuple[type, ...]) -> None:
         self._record, self._num_steps, self._unit_classes = record, num_steps, unit_classes
         self._names: dict[optim.Optimizer, list[tuple[str, str]]] = {}
         self._losses: list[torch.Tensor] = []
         self._stepping: optim.Optimizer | None = None  # the outermost: one may step others
-        self._ended = 0.0  # when the last step was over, later by our own work since then
+        self._ended = 0.0  # when the last step was over, plus the untimed blocks since then
         optim.register_optimizer_step_pre_hook(torch.compiler.disable(self._before))
         optim.register_optimizer_step_post_hook(torch.compiler.disable(self._after))
         own = torch.autograd.backward
@@ -145,8 +149,8 @@ class Recorder:
         torch.autograd.backward = backward
 
     @contextmanager
-    def _own_work(self) -> Iterator[float]:
-        """Keep what follows out of times and peaks; yield the time before."""
+    def _untimed(self) -> Iterator[float]:
+        """Keep a block out of times and peaks; yield the time before it."""
         if has_device():
             torch.accelerator.synchronize()
             peak = torch.accelerator.max_memory_allocated()
@@ -162,20 +166,20 @@ class Recorder:
         if self._stepping not in (None, optimizer):
             return
         self._stepping = optimizer
-        with self._own_work():
-            params = [param for group in optimizer.param_groups for param in group["params"]]
+        with self._untimed():
+            params = _params_of(optimizer)
             is_first = len(self._names.get(optimizer, ())) != len(params)
             if is_first:
-                self._look_around(optimizer, params)
+                self._find_units(optimizer, params)
             tensors = {
-                "initial weight": [_fold(param) for param in params if is_first],
-                "loss": [_fold(loss) for loss in self._losses],
-                "gradient": [_fold(param.grad) for param in params],
+                "initial weight": [_fingerprint(param) for param in params if is_first],
+                "loss": [_fingerprint(loss) for loss in self._losses],
+                "gradient": [_fingerprint(param.grad) for param in params],
             }
             self._losses.clear()
             self._record.steps.append(Step(self._names[optimizer], tensors))
 
-    def _look_around(self, optimizer: optim.Optimizer, params: list[torch.Tensor]) -> None:
+    def _find_units(self, optimizer: optim.Optimizer, params: list[torch.Tensor]) -> None:
         modules = [each for each in gc.get_objects() if issubclass(type(each), nn.Module)]
         self._names[optimizer] = _names_of(params, modules)
         units: list[Any] = [module for module in modules if isinstance(module, self._unit_classes)]
@@ -187,12 +191,12 @@ class Recorder:
         if self._stepping is not optimizer:
             return
         self._stepping, number = None, len(self._record.steps)
-        with self._own_work() as now:
-            step, groups = self._record.steps[-1], optimizer.param_groups
-            step.tensors["weight"] = [_fold(param) for group in groups for param in group["params"]]
+        with self._untimed() as now:
+            step = self._record.steps[-1]
+            step.tensors["weight"] = [_fingerprint(param) for param in _params_of(optimizer)]
             step.seconds, self._ended = now - self._ended, now
             if self._record.rank == 0:
-                told = f"compare: {self._record.run}, step {number} of {self._num_steps}"
-                print(told, file=sys.stderr, flush=True)
+                done = f"step {number} of {self._num_steps}"
+                print(f"compare: {self._record.run}, {done}", file=sys.stderr, flush=True)
         if number >= self._num_steps:
             sys.exit()

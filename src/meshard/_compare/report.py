@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from meshard._compare.record import KINDS, NUM_SUMS, Folded, Record, Step, has_device
+from meshard._compare.record import KINDS, NUM_SUMS, Fingerprint, Record, Step, has_device
 
 Run = Sequence[Record]
 Row = dict[str, Any]  # a tensor or a loss that differs at a step on a rank, as JSON has it
@@ -23,16 +23,16 @@ _SHORT = (torch.bfloat16, torch.float16)
 # --- what differs --------------------------------------------------------------------------
 
 
-def _distance(one: Folded | None, other: Folded | None) -> float:
+def _distance(one: Fingerprint | None, other: Fingerprint | None) -> float:
     """Return about the norm of the difference; None counts as zeros."""
     return math.dist(*(each.sums if each else (0.0,) * NUM_SUMS for each in (one, other)))
 
 
-def _norm(tensors: Iterable[Folded | None]) -> float:
+def _norm(tensors: Iterable[Fingerprint | None]) -> float:
     return math.hypot(*(each.norm for each in tensors if each))
 
 
-def _row(one: Folded | None, other: Folded | None, floor: float) -> Row:
+def _row(one: Fingerprint | None, other: Fingerprint | None, floor: float) -> Row:
     scale = max(floor, _norm([one]), _norm([other])) or 1.0
     relative, note = _distance(one, other) / scale, ""
     if one and other and (one.dtype, one.numel) != (other.dtype, other.numel):
@@ -53,12 +53,12 @@ def differences(torchs: Run, ours: Run) -> list[Row]:
         for number, steps in enumerate(pairs, 1):
             for kind in KINDS:
                 pair = [step.tensors.get(kind, []) for step in steps]
-                names = max((step.names for step in steps), key=len) if kind != "loss" else []
+                names = max((step.names for step in steps), key=len)
                 floor = _FLOOR * _norm(pair[0])
-                for name, one, other in zip_longest(names, *pair):
+                for index, (one, other) in enumerate(zip_longest(*pair)):
                     if one != other:
-                        unit, parameter = name or ("", "")
-                        place = {"step": number, "kind": kind, "unit": unit, "parameter": parameter}
+                        unit, name = names[index] if kind != "loss" else ("", "")
+                        place = {"step": number, "kind": kind, "unit": unit, "parameter": name}
                         rows.append(place | {"rank": records[0].rank} | _row(one, other, floor))
     return sorted(rows, key=lambda row: (row["step"], KINDS.index(row["kind"]), -row["relative"]))
 
