@@ -54,7 +54,7 @@ def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
         (["train_of_plan:other", "--world", "4"], "no function 'other'"),
         (["train_of_plan:number", "--world", "4"], "no function 'number'"),
         (["no_such_module:job", "--world", "4"], "no_such_module"),
-        (["train_of_plan:job", "--world", "4", "--set", "depth=3"], "takes width, bias"),
+        (["train_of_plan:job", "--world", "4", "--set", "depth=3"], "argument 'depth'"),
         (["train_of_plan:job", "--world", "4", "--set", "width"], "KEY=VALUE"),
         (["train_of_plan:job", "--world", "4", "--sweep", "width="], "KEY=A,B"),
         (
