@@ -62,7 +62,7 @@ def test_the_exit_code_says_whether_it_fits(arguments, code, capsys):
             "KEY=A,B",
         ),
         (["train_of_plan:job", "--world", "0"], "world_size=0"),
-        (["train_of_plan:job", "--world", "4", "--device", "gpu"], "'cuda', got 'gpu'"),
+        (["train_of_plan:job", "--world", "4", "--device", "gpu"], "device string: gpu"),
         (["train_of_plan:job", "--world", "4", "--device", "cuda:0"], "'cuda', got 'cuda:0'"),
         (["train_of_plan:job", "--world", "4", "--limit", "many"], "80GB"),
         (["train_of_plan:failing", "--world", "4"], "train_of_plan.py:9"),

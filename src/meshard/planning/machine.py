@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -50,7 +49,7 @@ from meshard.optim.host_state import StreamedStep
 from meshard.optim.local_step import LocalStep
 from meshard.optim.overlap import Worker
 from meshard.planning.communicators import PlannedStreams, PlannedWorks
-from meshard.planning.device import stand_ins
+from meshard.planning.device import Generator, returning, stand_ins
 from meshard.planning.memory import MemoryLog
 from meshard.planning.phantom import PhantomMode
 from meshard.planning.workspaces import Kernel, measured
@@ -95,7 +94,6 @@ class Machine:
         self._running: list[nn.Module] = []
         self._unit_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.recomputed: set[str] = set()  # units of which a part of the forward ran in backward
-        self._stubs: list[tuple[Any, str, Any]] = []  # each with the function that it stands for
         self._in_step = contextlib.ExitStack()
         self._state = Counter[str]()  # bytes by kind when ``label`` was called last
         self._most = Counter[str]()  # the most of each that it has found
@@ -127,11 +125,16 @@ class Machine:
             size = self.world_size
             dist.init_process_group("fake", store=store, rank=self.rank, world_size=size)
             stack.callback(dist.destroy_process_group)
-            stack.callback(self._restore)
+            for name in ("init_process_group", "destroy_process_group"):
+                # A job may make its process group as in training, and call the function by a name
+                # of its own, as after ``from torch.distributed import init_process_group``.
+                own, instead = getattr(dist, name), returning(None)
+                _replace_everywhere(name, own, instead)
+                stack.callback(_replace_everywhere, name, instead, own)
             for target, name, instead in self._replaced():
                 stack.enter_context(mock.patch.object(target, name, instead))
             stack.enter_context(communicators_from(self._make_communicator))
-            stack.enter_context(self._watching())
+            self._watch(stack)
             stack.enter_context(_OnThisDevice(self.device_type))
             stack.enter_context(self.phantom)
             # A plan has all tensors on the CPU. So the warning that host memory is not pinned,
@@ -202,29 +205,11 @@ class Machine:
     # --- what stands in for torch's own ----------------------------------------------------
 
     def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
-        # A job may make its process group as in training, and call the function by a name of its
-        # own, as after ``from torch.distributed import init_process_group``. So replace every such
-        # name.
-        for name in ("init_process_group", "destroy_process_group"):
-            own = getattr(dist, name)
-            for loaded in tuple(sys.modules.values()):
-                if getattr(loaded, "__dict__", {}).get(name) is own:
-                    stub = _nothing()
-                    self._stubs.append((stub, name, own))
-                    yield loaded, name, stub
         if self.has_device:
             # On a device, optimizers use kernels for lists of tensors, which take more memory.
             for where, name, supported in foreach_devices():
-                yield where, name, functools.partial(_return, [*supported(), "cpu"])
-        log, nbytes = self.log, torch.UntypedStorage.nbytes
-
-        def resize_in_log(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            log.resize(storage, size)
-            return storage
-
-        def size_in_log(storage: torch.UntypedStorage) -> int:
-            size = log.size_of(storage)
-            return nbytes(storage) if size is None else size
+                yield where, name, returning([*supported(), "cpu"])
+        log = self.log
 
         def step_in_log(_: Worker, function: Callable[..., Any], *args: Any) -> Future[Any]:
             # In a thread of its own the mode would see no kernel.
@@ -241,71 +226,45 @@ class Machine:
 
         yield StreamedStep, "_store", store_in_log
         yield Worker, "submit", step_in_log
-        yield torch.UntypedStorage, "resize_", resize_in_log
-        yield torch.UntypedStorage, "nbytes", size_in_log
+        yield torch.UntypedStorage, "resize_", lambda storage, size: log.resize(storage, size)
+        yield torch.UntypedStorage, "nbytes", lambda storage: log.size_of(storage)
         if not self.has_device:
             # Each collective is done no sooner than the host waits, which takes the most memory.
-            yield WorkHandle, "done", _is_waited_for
+            yield WorkHandle, "done", lambda handle: handle._work is None
             return
-        init_mesh, init_autocast = DeviceMesh.__init__, torch.autocast.__init__
 
-        def mesh_on_cpu(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            init_mesh(
-                mesh, "cpu" if device_type == self.device_type else device_type, *args, **kwargs
-            )
-
-        def autocast_on_cpu(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            kind = "cpu" if device_type == self.device_type else device_type
-            init_autocast(context, kind, *args, **kwargs)
-
-        yield DeviceMesh, "__init__", mesh_on_cpu
-        yield torch.autocast, "__init__", autocast_on_cpu
-        move = nn.Module.to
-
-        def move_to_number(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            places: Any = ("cpu" if type(each) is int else each for each in args)
-            return move(module, *places, **kwargs)
-
-        yield nn.Module, "to", move_to_number
-        yield torch.Tensor, "record_stream", _nothing()
+        for where, name in (
+            (DeviceMesh, "__init__"),
+            (torch.autocast, "__init__"),
+            (nn.Module, "to"),
+        ):
+            yield where, name, _on_cpu(getattr(where, name), self.device_type)
+        yield torch.Tensor, "record_stream", returning(None)
+        yield torch, "Generator", Generator
         module = getattr(torch, self.device_type, None)
         index = self.rank % self.ranks_per_node
         for name, instead in stand_ins(index, self.ranks_per_node).items():
             if hasattr(module, name):
                 yield module, name, instead
 
-    def _restore(self) -> None:
-        """Undo what is replaced in modules that the job was the first to import."""
-        for loaded in tuple(sys.modules.values()):
-            for stub, name, own in self._stubs:
-                if getattr(loaded, "__dict__", {}).get(name) is stub:
-                    setattr(loaded, name, own)
-
     def _make_communicator(self, _: torch.device) -> Communicator:
         return PlannedStreams(self.log) if self.has_device else PlannedWorks(self.log)
 
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watch(self, stack: contextlib.ExitStack) -> None:
         """Learn which unit runs, what is sent, and which optimizers there are."""
-        hooks = [
+        for hook in (
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
-        ]
+        ):
+            stack.callback(hook.remove)
         observers.append(self._on_collective)
+        stack.callback(observers.remove, self._on_collective)
         # A job may configure logging, and that must not hide from the plan what units log.
         logger = logging.getLogger("meshard")
-        try:
-            with (
-                mock.patch.object(logger, "isEnabledFor", functools.partial(_return, True)),
-                mock.patch.object(logger, "handle", self._on_record),
-            ):
-                yield
-        finally:
-            observers.remove(self._on_collective)
-            for hook in hooks:
-                hook.remove()
+        stack.enter_context(mock.patch.object(logger, "isEnabledFor", returning(True)))
+        stack.enter_context(mock.patch.object(logger, "handle", self._on_record))
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if not self._running and graph_task_id() == -1 and module not in self._modules:
@@ -410,17 +369,29 @@ def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _is_waited_for(handle: WorkHandle) -> bool:
-    return handle._work is None
+def _replace_everywhere(name: str, own: Any, instead: Any) -> None:
+    """Replace a function in each module that has it under this name."""
+    for loaded in tuple(sys.modules.values()):
+        if getattr(loaded, "__dict__", {}).get(name) is own:
+            setattr(loaded, name, instead)
 
 
-def _nothing() -> Callable[..., None]:
-    # One for each name: dynamo refuses a function of torch that has two names.
-    return lambda *_, **__: None
-
-
-def _return(value: Any, *_: Any, **__: Any) -> Any:
+def _placed(value: Any, device_type: str) -> Any:
+    """Return an argument, and for a device of this type the CPU."""
+    if isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == device_type:
+        return type(value)("cpu")
     return value
+
+
+def _on_cpu(method: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """Return a method that takes the CPU where a job names the device, which may be by number."""
+
+    def placed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        numbered = ("cpu" if type(each) is int else _placed(each, device_type) for each in args)
+        named = {name: _placed(each, device_type) for name, each in kwargs.items()}
+        return method(self, *numbered, **named)
+
+    return placed
 
 
 class _OnThisDevice(TorchFunctionMode):
@@ -434,10 +405,8 @@ class _OnThisDevice(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func.__name__ == "__get__":  # of a property, most of all calls
             return func(*args, **kwargs)
-        if func is getattr(torch.Tensor, self._type, None):  # tensor.cuda()
-            return args[0]
-        if func is torch.Tensor.pin_memory:
-            return args[0]
+        if func in (getattr(torch.Tensor, self._type, None), torch.Tensor.pin_memory):
+            return args[0]  # as tensor.cuda()
         if func is functional.dropout and self._type != "cpu":
             rate, is_active = kwargs["p"], kwargs["training"] and not kwargs["inplace"]
             if is_active and 0 < rate < 1:
@@ -452,13 +421,6 @@ class _OnThisDevice(TorchFunctionMode):
             args = tuple("cpu" if type(each) is int else each for each in args)
         if type(kwargs.get("device")) is int:
             kwargs["device"] = "cpu"
-        args = tuple(self._translated(each) for each in args)
-        kwargs = {name: self._translated(each) for name, each in kwargs.items()}
+        args = tuple(_placed(each, self._type) for each in args)
+        kwargs = {name: _placed(each, self._type) for name, each in kwargs.items()}
         return func(*args, **kwargs)
-
-    def _translated(self, value: Any) -> Any:
-        if isinstance(value, torch.device) and value.type == self._type:
-            return torch.device("cpu")
-        if isinstance(value, str) and value.partition(":")[0] == self._type:
-            return "cpu"
-        return value

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import mmap
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -90,7 +89,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
     ``on_kernel``, and each collective, of whomever, to ``on_collective``.
 
     Attributes:
-        ran_for_real: How often each operator without an implementation for the meta device ran.
+        ran_for_real: Operators that ran because the meta device has no implementation of them.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         self._on_collective = on_collective
         self._kernels: dict[Any, Kernel] = {}  # by operator and forms
         self._results: dict[Any, Any] = {}  # by operator and forms: the results on the meta device
-        self.ran_for_real = Counter[str]()
+        self.ran_for_real = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,21 +120,25 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             return func(*args, **kwargs)
         if tensors and all(map(_is_small, tensors)):
             return self._run(func, args, kwargs, tensors)
-        if None not in schema.returned:
-            return _arguments(schema, args, kwargs)  # it only writes to its arguments
-        key = func, _form_of(args), _form_of(tuple(kwargs.items())), torch.get_default_dtype()
-        shapes = self._shapes(key, args, kwargs, schema)
-        made = [] if shapes is None else list(_tensors_in(shapes))
-        is_small = not tensors and all(map(_is_small, made))
-        if shapes is None or is_small:  # None: a view that its schema does not declare, or unknown
-            return self._run(func, args, kwargs, tensors)
-        results = [
-            _argument(same, args, kwargs) if same is not None else self._made(shape)
-            for same, shape in zip(schema.returned, shapes, strict=True)
-        ]
+        shapes: Any = schema.returned
+        if None in shapes:  # else it only writes to its arguments
+            key = func, _form_of(args), _form_of(tuple(kwargs.items())), torch.get_default_dtype()
+            if key not in self._results:
+                self._results[key] = self._shapes(key, args, kwargs, schema)
+            shapes = self._results[key]
+            # None: a view that its schema does not declare, or unknown
+            if shapes is None or (not tensors and all(map(_is_small, _tensors_in(shapes)))):
+                return self._run(func, args, kwargs, tensors)
+        results = []
+        for written, shape in zip(schema.returned, shapes, strict=True):
+            if written is None:
+                results.append(self._made(shape))
+            else:
+                name, position = written
+                results.append(args[position] if position < len(args) else kwargs[name])
         if is_kernel(func):
             self._on_kernel(self._kernels[key])
-        return results[0] if len(results) == 1 else tuple(results)
+        return results[0] if len(results) == 1 else tuple(results) or None
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -153,11 +156,6 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
     def _shapes(self, key: Any, args: Any, kwargs: Any, schema: _Schema) -> Any:
         """Return the results on the meta device; None if the operator has to run."""
         func: Any = key[0]
-        try:
-            if key in self._results:
-                return self._results[key]
-        except TypeError:  # an argument cannot be hashed
-            key = None
         most = max((each.numel() for each in _tensors_in((args, kwargs))), default=0)
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         given = [each.untyped_storage()._cdata for each in _tensors_in((args, kwargs))]
@@ -178,13 +176,10 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
                     f"of {most:,} elements are too large to run it. For an operator of your own "
                     "register one with torch.library.register_fake, or plan without it."
                 ) from error
-            self.ran_for_real[str(func)] += 1
+            self.ran_for_real.add(str(func))
             return None
         is_view = any(each.untyped_storage()._cdata in given for each in _tensors_in(found))
-        result = None if is_view else (found if len(schema.returned) > 1 else [found])
-        if key is not None:
-            self._results[key] = result
-        return result
+        return None if is_view else (found if len(schema.returned) > 1 else [found])
 
     def _made(self, shape: Any) -> Any:
         """Return phantom tensors for those on the meta device, in the same containers."""
@@ -243,10 +238,6 @@ def _is_small(tensor: torch.Tensor) -> bool:
     return tensor.numel() <= (_SMALL_INTEGERS if is_integer else _SMALL)
 
 
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
-
-
 def _is_on_meta(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
     device = kwargs.get("device")
     if device is not None and torch.device(device).type == "meta":
@@ -277,13 +268,3 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors_in(each)
-
-
-def _argument(place: tuple[str, int], args: Any, kwargs: dict[str, Any]) -> Any:
-    name, position = place
-    return args[position] if position < len(args) else kwargs[name]
-
-
-def _arguments(schema: _Schema, args: Any, kwargs: dict[str, Any]) -> Any:
-    results = [_argument(same, args, kwargs) for same in schema.returned if same is not None]
-    return None if not results else results[0] if len(results) == 1 else tuple(results)
