@@ -95,8 +95,7 @@ class Machine:
         self._unit_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self.recomputed: set[str] = set()  # units of which a part of the forward ran in backward
         self._in_step = contextlib.ExitStack()
-        self._state = Counter[str]()  # bytes by kind when ``label`` was called last
-        self._most = Counter[str]()  # the most of each that it has found
+        self._state = Counter[str]()  # bytes by kind: the most that ``label`` has found
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -121,9 +120,9 @@ class Machine:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             # What was compiled while functions were replaced must not be used afterwards.
             stack.callback(torch.compiler.reset)
-            store = fake_store()
-            size = self.world_size
-            dist.init_process_group("fake", store=store, rank=self.rank, world_size=size)
+            dist.init_process_group(
+                "fake", store=fake_store(), rank=self.rank, world_size=self.world_size
+            )
             stack.callback(dist.destroy_process_group)
             for name in ("init_process_group", "destroy_process_group"):
                 # A job may make its process group as in training, and call the function by a name
@@ -137,6 +136,8 @@ class Machine:
             self._watch(stack)
             stack.enter_context(_OnThisDevice(self.device_type))
             stack.enter_context(self.phantom)
+            # What the job prints must not stand in the plan, which may be JSON.
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             # A plan has all tensors on the CPU. So the warning that host memory is not pinned,
             # because there is no device, would say nothing about the job.
             stack.enter_context(warnings.catch_warnings())
@@ -158,13 +159,13 @@ class Machine:
             labels.update(dict.fromkeys(ids, unit.label))
             if self.has_device and ids and unit.group.spec.host is not None:
                 offloaded.update(ids)
-        self._state.clear()
+        num_bytes = Counter[str]()  # by kind
 
         def relabel(
             tensors: Iterable[torch.Tensor], kind: str, param: torch.Tensor, rests: bool = False
         ) -> None:
             own = _plain(tensors)
-            self._state[kind] += sum(each.nbytes for each in own)
+            num_bytes[kind] += sum(each.nbytes for each in own)
             unit, is_on_host = labels.get(id(param)), rests or id(param) in offloaded
             self.log.relabel(own, kind, unit=unit, is_on_host=is_on_host)
 
@@ -182,8 +183,7 @@ class Machine:
             for stepped, state in optimizer.state.items():
                 tensors = filter(torch.is_tensor, tree_flatten(state)[0])
                 relabel(tensors, "optimizer", stepped, rests)
-        for kind, num_bytes in self._state.items():
-            self._most[kind] = max(self._most[kind], num_bytes)
+        self._state |= num_bytes  # the larger number of each kind
 
     def _on_kernel(self, kernel: Kernel) -> None:
         if self.has_device or not kernel.is_measured:
@@ -200,7 +200,7 @@ class Machine:
 
     def state_bytes(self) -> int:
         """Return the bytes of the shards of parameters, gradients and optimizer states."""
-        return sum(self._most.values())
+        return self._state.total()
 
     # --- what stands in for torch's own ----------------------------------------------------
 
@@ -232,13 +232,9 @@ class Machine:
             # Each collective is done no sooner than the host waits, which takes the most memory.
             yield WorkHandle, "done", lambda handle: handle._work is None
             return
-
-        for where, name in (
-            (DeviceMesh, "__init__"),
-            (torch.autocast, "__init__"),
-            (nn.Module, "to"),
-        ):
-            yield where, name, _on_cpu(getattr(where, name), self.device_type)
+        yield DeviceMesh, "__init__", _on_cpu(DeviceMesh.__init__, self.device_type)
+        yield torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, self.device_type)
+        yield nn.Module, "to", _on_cpu(nn.Module.to, self.device_type)
         yield torch.Tensor, "record_stream", returning(None)
         yield torch, "Generator", Generator
         module = getattr(torch, self.device_type, None)

@@ -220,13 +220,10 @@ def _fill_alike(name: str, args: Any) -> None:
     if name == "allgather_base" and args[1].numel():
         output, source = args[0].view(-1), args[1].reshape(-1).clone()  # it may lie in the output
         output.view(-1, *source.shape).copy_(source)
-    elif name == "allgather":
+    elif name in ("allgather", "gather"):
         (source,) = args[1]
         for output in _tensors_in(args[0]):
             output.copy_(source)
-    elif name == "gather":
-        for output in _tensors_in(args[0]):
-            output.copy_(args[1][0])
     elif name in ("reduce_scatter_base", "alltoall_base"):
         output, source = args[0].view(-1), args[1].reshape(-1)
         count = min(output.numel(), source.numel())

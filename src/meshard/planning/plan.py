@@ -352,7 +352,7 @@ def _not_known(machine: Machine) -> Iterator[str]:
         yield "the reserve and the fragmentation of the caching allocator, and the CUDA context"
         yield "memory of NCCL itself, and workspaces inside of kernels"
     if machine.not_measured:
-        names = ", ".join(sorted(machine.not_measured))
+        names = ", ".join(sorted(machine.not_measured)).replace("mkldnn_", "")
         yield f"what these kernels need while they run, or keep for backward: {names}"
     if machine.has_device:
         yield "host memory of batches, which counts as if it were on the device"

@@ -70,9 +70,14 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
     if not plan.collectives:
         yield "  nothing"
     yield ""
-    if plan.units:
+    units = [each for each in plan.units if each.total]
+    if plan.peak_phase == "set-up":
+        units = []  # what was made before it was sharded belongs to none
+        yield "the peak comes before the first step. What would help: make the model on the"
+        yield "meta device, and call to_empty after sharding"
+    elif units:
         yield "units that cost most at the peak, and what would help most:"
-    for unit in sorted(plan.units, key=lambda each: -each.total)[:3]:
+    for unit in sorted(units, key=lambda each: -each.total)[:3]:
         two = sorted(unit.bytes_by_kind.items(), key=lambda pair: -pair[1])[:2]
         parts = ", ".join(f"{kind} {readable_size(size)}" for kind, size in two if size)
         yield f"  {_short(unit.label):24}{readable_size(unit.total):>10}  {parts}"
