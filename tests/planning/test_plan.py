@@ -546,7 +546,7 @@ def test_a_process_with_a_group_is_refused():
 @pytest.mark.parametrize(
     ("job", "options", "error", "text"),
     [
-        (3, {}, TypeError, "job must be a function"),
+        (3, {}, TypeError, "not callable"),
         (lambda: None, {}, TypeError, "must return a function that runs one step"),
         (mlp_job, {"rank": 8}, ValueError, "rank=8, world_size=8"),
         (mlp_job, {"steps": 0}, ValueError, "steps=0"),

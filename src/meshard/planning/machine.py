@@ -74,6 +74,10 @@ class Machine:
         log: The memory of this rank.
         collectives: Those of the step that was begun last.
         phantom: What runs in place of kernels.
+        others: The collectives of that step that meshard does not issue.
+        not_measured: Operators that take memory of which the log does not know.
+        recomputed: Units of which a part of the forward ran in backward.
+        state: Bytes of shards of parameters, gradients and optimizer states, by kind.
     """
 
     def __init__(self, *, world_size: int, rank: int, ranks_per_node: int, device_type: str):
@@ -83,19 +87,19 @@ class Machine:
         self.has_device = device_type != "cpu"
         self.log, self.collectives = MemoryLog(), list[Collective]()
         self.phantom = PhantomMode(self.log.add, self._on_kernel, self._on_sent)
-        self.others = list[Collective]()  # of the step, that meshard does not issue
+        self.others = list[Collective]()
         self._is_own = False  # whether meshard has announced what is sent next
         self._kernels: dict[Kernel, list[int]] = {}  # with the numbers of their runs in the log
-        self.not_measured = set[str]()  # operators
+        self.not_measured = set[str]()
         # An ordered set: the outermost modules that ran and, if such a module is a part of a root
         # unit, the modules of that root.
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[nn.Module] = []
         self._unit_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.recomputed: set[str] = set()  # units of which a part of the forward ran in backward
+        self.recomputed: set[str] = set()
         self._in_step = contextlib.ExitStack()
-        self._state = Counter[str]()  # bytes by kind: the most that ``label`` has found
+        self.state = Counter[str]()  # bytes by kind: the most that ``label`` has found
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -183,7 +187,7 @@ class Machine:
             for stepped, state in optimizer.state.items():
                 tensors = filter(torch.is_tensor, tree_flatten(state)[0])
                 relabel(tensors, "optimizer", stepped, rests)
-        self._state |= num_bytes  # the larger number of each kind
+        self.state |= num_bytes  # the larger number of each kind
 
     def _on_kernel(self, kernel: Kernel) -> None:
         if self.has_device or not kernel.is_measured:
@@ -197,10 +201,6 @@ class Machine:
         for numbers, size in zip(self._kernels.values(), sizes, strict=True):
             for number in numbers:
                 self.log.fill_workspace(number, size)
-
-    def state_bytes(self) -> int:
-        """Return the bytes of the shards of parameters, gradients and optimizer states."""
-        return self._state.total()
 
     # --- what stands in for torch's own ----------------------------------------------------
 

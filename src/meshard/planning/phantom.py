@@ -37,11 +37,7 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 OnStorage = Callable[[torch.UntypedStorage], None]
 OnKernel = Callable[[Kernel], None]
 OnCollective = Callable[[str, int, dist.ProcessGroup], None]
-
-
-def _is_plain(cls: type[torch.Tensor]) -> bool:
-    """Whether operators reach a mode with tensors of this class as they are."""
-    return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+_plain_dispatch = torch.Tensor.__torch_dispatch__
 
 
 def _reserve(num_bytes: int) -> torch.UntypedStorage:
@@ -107,7 +103,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         if is_faking():  # DTensor finds out a shape
             return func(*args, **kwargs)
         tensors = list(_tensors_in((*args, *kwargs.values())))
-        if not all(_is_plain(type(tensor)) for tensor in tensors):
+        if any(type(tensor).__torch_dispatch__ is not _plain_dispatch for tensor in tensors):
             return NotImplemented  # DTensors come here again with their local tensors
         if func.namespace == "c10d":
             return self._communicate(func, args, tensors)

@@ -255,8 +255,6 @@ def plan(
     >>> planned.state_bytes, planned.collectives["all_gather"].payload_bytes
     (1048576, 4194304)
     """
-    if not callable(job):
-        raise TypeError(f"job must be a function that returns a step, got {job!r}.")
     if not 0 <= rank < world_size or ranks_per_node < 1 or steps < 1:
         raise ValueError(
             "plan() needs 0 <= rank < world_size, ranks_per_node >= 1 and steps >= 1; got "
@@ -300,7 +298,7 @@ def _plan_of(machine: Machine, events: list[Collective], others: list[Collective
         peak_unit=running,
         peak_phase=phase,
         bytes_by_kind=at_peak.by_kind,
-        state_bytes=machine.state_bytes(),
+        state_bytes=machine.state.total(),
         host_bytes=log.host_peak(),
         collectives=_sums_of([*events, *others]),
         events=events,

@@ -127,10 +127,10 @@ def _row_of(job: MakeJob, settings: dict[str, Any], *, world_size: int, **option
     return SweepRow(settings, world_size, planned)
 
 
-def _rank_of(row: SweepRow, limit: str | float | None) -> tuple[Any, ...]:
+def _rank_of(row: SweepRow, limit: int | None) -> tuple[bool, bool, int, int, int]:
     if row.plan is None:
         return True, True, 0, 0, 0
+    peak = row.plan.peak_bytes
     if not row.fits(limit):
-        return False, True, row.plan.peak_bytes, 0, 0
-    sent = row.plan.wire_bytes_between_nodes, row.plan.wire_bytes
-    return False, False, *sent, row.plan.peak_bytes
+        return False, True, peak, 0, 0
+    return False, False, row.plan.wire_bytes_between_nodes, row.plan.wire_bytes, peak
