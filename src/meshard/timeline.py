@@ -16,28 +16,21 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 from meshard.diagnostics import aligned
 
-# From top to bottom.
-LANES = (
-    "compute",
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "other collectives",
-    "optimizer",
-    "offload",
-)
+_COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce", "all-to-all", "other collectives")
+_LANES = ("compute", *_COLLECTIVES, "optimizer", "offload")  # from top to bottom
 _LOCAL = {"optimizer": "optimizer", "copy_to_device": "offload", "copy_to_host": "offload"}
 _IN_COMPUTE = ("copy_out", "reduce", "comm_hook")  # ranges without a lane of their own
 _PHASES = ("forward", "recompute", "backward", "outside")
 _CLOSE = 20.0  # microseconds: kernels closer than that are shown as one
 
-Interval = tuple[float, float]  # microseconds
 Event = Mapping[str, Any]
+# The moment since which compute does something else, its phase ("optimizer" too), and the name of
+# the unit or optimizer.
+Mark = tuple[float, str, str]
 
 
 @dataclass(slots=True)
@@ -62,14 +55,14 @@ class Collective(Span):
 
     ranks: tuple[int, ...] = ()  # that take part; empty: all
     stream: Any = None  # of a device
-    waits: list[Interval] = field(default_factory=list)  # of compute
+    waits: list[Span] = field(default_factory=list)  # of compute
     last_rank: int = -1  # the one that came last
     late: float = 0.0  # for how long compute waited until that one came
 
     @property
     def exposed(self) -> float:
         """For how many microseconds compute waited."""
-        return sum(ended - began for began, ended in self.waits)
+        return sum(each.length for each in self.waits)
 
 
 @dataclass(slots=True)
@@ -82,18 +75,13 @@ class Timeline:
 
     def all(self) -> list[Span]:
         """Return the spans of all lanes, with the waits of compute, in order."""
-        waits = []
-        for each in self.collectives:
-            who = f", rank {each.last_rank} late" if 2 * each.late > each.exposed else ""
-            waits += [Span("compute", "wait", each.name + who, *wait) for wait in each.waits]
+        waits = [wait for each in self.collectives for wait in each.waits]
         return sorted([*self.collectives, *self.spans, *waits], key=attrgetter("began"))
 
     def shift(self, by: float) -> None:
         """Move all that the rank did by some microseconds."""
-        for span in (*self.collectives, *self.spans):
+        for span in self.all():
             span.began, span.ended = span.began + by, span.ended + by
-        for each in self.collectives:
-            each.waits = [(began + by, ended + by) for began, ended in each.waits]
 
 
 # --- files ------------------------------------------------------------------------------------
@@ -114,8 +102,11 @@ def read(paths: Sequence[str | os.PathLike[str]]) -> list[Timeline]:
     for same in _matched(timelines):
         last = max(same, key=lambda rank: same[rank].began)
         for one in same.values():
-            late = (min(ended, same[last].began) - began for began, ended in one.waits)
+            late = (min(wait.ended, same[last].began) - wait.began for wait in one.waits)
             one.last_rank, one.late = last, sum(each for each in late if each > 0)
+            if 2 * one.late > one.exposed:
+                for wait in one.waits:
+                    wait.name += f", rank {last} late"
     zero = min(timeline.all()[0].began for timeline in timelines)
     for timeline in timelines:
         timeline.shift(-zero)
@@ -164,21 +155,17 @@ def _clock_offset(ours: Timeline, theirs: Timeline) -> float:
 # --- one rank ---------------------------------------------------------------------------------
 
 
-class _Mark(NamedTuple):
-    """Compute does something else from now on."""
-
-    moment: float
-    phase: str
-    unit: str
-
-
 def _lane_of(kind: str) -> str:
     lane = kind.replace("_", "-")
-    return lane if lane in LANES else "other collectives"
+    return lane if lane in _COLLECTIVES else "other collectives"
 
 
-def _times(event: Event) -> Interval:
+def _times(event: Event) -> tuple[float, float]:
     return event["ts"], event["ts"] + event["dur"]
+
+
+def _computed(phase: str, name: str, began: float, ended: float) -> Span:
+    return Span("optimizer" if phase == "optimizer" else "compute", phase, name, began, ended)
 
 
 def _timeline(events: Sequence[Event], rank: int) -> Timeline:
@@ -191,80 +178,83 @@ def _timeline(events: Sequence[Event], rank: int) -> Timeline:
         on_device[each["name"]].append(each)
     collectives: list[Collective] = []
     spans: list[Span] = []
-    steps: list[Span] = []
-    marks = [_Mark(float("-inf"), "outside", "")]
+    marks: list[Mark] = [(float("-inf"), "outside", "")]
+    step_ended = float("-inf")
     for each in by_category["user_annotation"]:
         source, _, title = each["name"].partition("::")
         what, _, name = title.partition(" ")
+        began, ended = _times(each)
         found = on_device[each["name"]]
         shown = found.popleft() if found else each
-        if source.startswith("Optimizer.step#"):
-            if not steps or steps[-1].ended <= each["ts"]:  # else it is inside of another one
-                optimizer = source.partition("#")[2].partition(".")[0]
-                steps.append(Span("optimizer", "optimizer", optimizer, *_times(each)))
+        if source.startswith("Optimizer.step#") and began >= step_ended:  # in no other step
+            optimizer = source.partition("#")[2].partition(".")[0]
+            marks += [(began, "optimizer", optimizer), (ended, *marks[-1][1:])]
+            step_ended = ended
         elif source != "meshard" or what in _IN_COMPUTE:
             continue
         elif what in _PHASES:
-            marks.append(_Mark(each["ts"], what, name))
+            marks.append((began, what, name))
         elif what == "ranks":
             collectives[-1].ranks = tuple(map(int, name.split(",")))
         elif what == "wait":
             kind, _, unit = name.partition(" ")
             same = [c for c in collectives if (c.lane, c.name) == (_lane_of(kind), unit)]
             if same:  # else it began before the profiler
-                next((c for c in same if not c.waits), same[-1]).waits.append(_times(each))
+                one = next((c for c in same if not c.waits), same[-1])
+                one.waits.append(Span("compute", "exposed wait", unit, began, ended))
         elif what in _LOCAL:
-            spans.append(Span(_LOCAL[what], what, name, *_times(shown)))
+            spans.append(Span(_LOCAL[what], what.replace("_", " "), name, *_times(shown)))
         else:
             stream = None if shown is each else shown["tid"]
             one = Collective(_lane_of(what), "communication", name, *_times(shown), stream=stream)
             collectives.append(one)
+    marks.sort(key=itemgetter(0))  # a closure runs units inside of a step
     _end_on_cpu([each for each in collectives if each.stream is None], by_category)
     if by_category["kernel"]:
-        spans += _compute_on_device(by_category, collectives, marks, steps)
+        spans += _compute_on_device(by_category, collectives, marks)
     else:
-        spans += steps
         spans += _compute_on_cpu(collectives, marks, spans)
     return Timeline(rank, collectives, spans)
 
 
 def _end_on_cpu(collectives: Iterable[Collective], by_category: Mapping[str, list[Event]]) -> None:
     """Find out when collectives of the host have ended. gloo records what its threads do."""
-    by_gloo: defaultdict[str, deque[Interval]] = defaultdict(deque)
+    by_gloo: defaultdict[str, deque[tuple[float, float]]] = defaultdict(deque)
     for each in by_category["user_annotation"]:
         by_gloo[each["name"]].append(_times(each))
     for one in collectives:
         if not one.waits:
-            one.waits.append((one.began, one.ended))  # the call has blocked
+            one.waits.append(_blocked_by(one))
             continue
         # On CPU, what is sent for a reduce-scatter is an all-to-all.
         name = one.lane.replace("reduce-scatter", "all-to-all").replace("-", "_")
-        ran, one.ended = by_gloo[f"gloo:{name}"], one.waits[-1][1]
+        ran, one.ended = by_gloo[f"gloo:{name}"], one.waits[-1].ended
         while ran and ran[0][0] < one.began:
             ran.popleft()
         if ran and ran[0][0] < one.ended:
             one.ended = min(one.ended, ran.popleft()[1])
 
 
+def _blocked_by(one: Collective) -> Span:
+    return Span("compute", "exposed wait", one.name, one.began, one.ended)
+
+
 def _compute_on_cpu(
-    collectives: Iterable[Collective], marks: Sequence[_Mark], spans: Iterable[Span]
+    collectives: Iterable[Collective], marks: Sequence[Mark], spans: Iterable[Span]
 ) -> Iterator[Span]:
     """Iterate over what compute did from mark to mark, where it did nothing else."""
-    busy = [(each.began, each.ended) for each in spans]
-    busy = sorted([*busy, *(wait for each in collectives for wait in each.waits)])
-    for (began, phase, unit), (until, _, _) in itertools.pairwise(marks):
+    others = [*spans, *(wait for each in collectives for wait in each.waits)]
+    busy = sorted((each.began, each.ended) for each in others)
+    for (began, phase, name), (until, _, _) in itertools.pairwise(marks):
         first, last = (bisect.bisect_left(busy, (moment,)) for moment in (began, until))
         for start, end in [*busy[first:last], (until, until)]:
             if began < start and phase != "outside":
-                yield Span("compute", phase, unit, began, start)
+                yield _computed(phase, name, began, start)
             began = max(began, end)
 
 
 def _compute_on_device(
-    by_category: Mapping[str, list[Event]],
-    collectives: Iterable[Collective],
-    marks: Sequence[_Mark],
-    steps: Sequence[Span],
+    by_category: Mapping[str, list[Event]], collectives: Iterable[Collective], marks: Sequence[Mark]
 ) -> Iterator[Span]:
     """Iterate over what the stream of compute did, and find out for how long it waited."""
     sending = {each.stream for each in collectives if each.waits}
@@ -292,23 +282,20 @@ def _compute_on_device(
 
     for one in collectives:
         if one.stream == compute:
-            one.waits = [(one.began, one.ended)]
+            one.waits = [_blocked_by(one)]
         elif one.stream is not None:
-            asked = [idle_since(moment) for moment, _ in one.waits]
-            one.waits = [(moment, one.ended) for moment in asked if moment < one.ended]
-    shown = Span("", "", "", 0.0, 0.0)
+            for wait in one.waits:
+                wait.began, wait.ended = idle_since(wait.began), one.ended
+            one.waits = [wait for wait in one.waits if wait.began < wait.ended]
+    shown = _computed("outside", "", 0.0, 0.0)
     for moment, began, ended in kernels:
-        _, phase, unit = marks[bisect.bisect_right(marks, moment, key=itemgetter(0)) - 1]
-        span = Span("compute", phase, unit, began, ended)
-        for step in steps:
-            if step.began <= moment < step.ended:
-                span = Span(step.lane, step.category, step.name, began, ended)
-        is_same = (span.lane, span.name, span.category) == (shown.lane, shown.name, shown.category)
+        _, phase, name = marks[bisect.bisect_right(marks, moment, key=itemgetter(0)) - 1]
+        is_same = (phase, name) == (shown.category, shown.name)
         if is_same and began - shown.ended < _CLOSE:
             shown.ended = ended
         else:
-            shown = span
-            yield span
+            shown = _computed(phase, name, began, ended)
+            yield shown
 
 
 # --- the summary ------------------------------------------------------------------------------
@@ -321,19 +308,20 @@ def summary_of(timeline: Timeline) -> str:
         took[span.category] += span.length
     phases = ("forward", "recompute", "backward", "optimizer")
     parts = [f"{each} {_short(took[each])}" for each in phases if took[each]]
-    parts.append(f"waits for communication {_short(took['wait'])}")
-    seconds = _short(max(map(attrgetter("ended"), spans)) - spans[0].began)
-    head = ("communication", "count", "time", "exposed", "hidden", "longest wait")
-    rows: list[tuple[str, ...]] = [head]
-    for lane in LANES:
+    parts.append(f"waits for communication {_short(took['exposed wait'])}")
+    recorded = _short(max(each.ended for each in spans) - spans[0].began)
+    rows: list[tuple[str, ...]] = [
+        ("communication", "count", "time", "exposed", "hidden", "longest wait")
+    ]
+    for lane in _COLLECTIVES:
         some = [each for each in timeline.collectives if each.lane == lane]
         if some:
-            time, exposed = (sum(map(attrgetter(each), some)) for each in ("length", "exposed"))
+            time, exposed = (sum(each.length for each in some), sum(each.exposed for each in some))
             longest = max(some, key=attrgetter("exposed"))
             wait = f"{_short(longest.exposed)} for {longest.name}" if longest.exposed else "-"
             hidden = f"{max(0.0, 1 - exposed / time):.0%}"
             rows.append((lane, str(len(some)), _short(time), _short(exposed), hidden, wait))
-    lines = [f"rank {timeline.rank}: {seconds} recorded: {', '.join(parts)}", *aligned(rows)]
+    lines = [f"rank {timeline.rank}: {recorded} recorded: {', '.join(parts)}", *aligned(rows)]
     for rank in sorted({each.last_rank for each in timeline.collectives if each.late}):
         some = [each for each in timeline.collectives if each.last_rank == rank]
         worst = max(some, key=attrgetter("late"))
@@ -354,70 +342,56 @@ _COLOURS = {
     "forward": "#4e79a7",
     "backward": "#76b7b2",
     "recompute": "#a0cbe8",
-    "wait": "#e15759",
+    "exposed wait": "#e15759",
     "communication": "#f1a340",
     "optimizer": "#59a14f",
-    "copy_to_device": "#b07aa1",
-    "copy_to_host": "#d4a6c8",
+    "copy to device": "#b07aa1",
+    "copy to host": "#d4a6c8",
 }
 _WIDTH = 14.0  # inches
 _CHARACTER = 0.075  # inches per character of a label
 
 
 def draw(timelines: Sequence[Timeline], output: str | os.PathLike[str]) -> None:
-    """Draw the lanes of each rank into a file of a type that matplotlib writes.
+    """Draw the lanes of each rank into a file of a type that matplotlib writes."""
+    from matplotlib.figure import Figure  # noqa: PLC0415  # an extra
 
-    Raises:
-        ModuleNotFoundError: There is no matplotlib.
-    """
-    try:
-        from matplotlib.figure import Figure  # noqa: PLC0415  # an extra
-        from matplotlib.patches import Patch  # noqa: PLC0415  # an extra
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "a picture needs matplotlib (pip install matplotlib); without -o the summary is "
-            "printed, and https://ui.perfetto.dev opens the files."
-        ) from error
     tracks = [_tracks(each) for each in timelines]
     heights = [0.3 * len(each) + 0.5 for each in tracks]
     figure = Figure(figsize=(_WIDTH, sum(heights) + 1.2), layout="constrained")
     plots = figure.subplots(len(tracks), sharex=True, height_ratios=heights, squeeze=False)[:, 0]
     last = max(each.ended for timeline in timelines for each in timeline.all()) / 1000
-    seen = set()
+    legend = {}
     for timeline, lanes, plot in zip(timelines, tracks, plots, strict=True):
         plot.set_title(f"rank {timeline.rank}", loc="left", fontsize=10)
         plot.set_yticks(range(len(lanes)), list(lanes), fontsize=8)
         plot.set_ylim(len(lanes) - 0.5, -0.5)
         for row, spans in enumerate(lanes.values()):
-            for category in _COLOURS:
+            for category, colour in _COLOURS.items():
                 some = [each for each in spans if each.category == category]
-                seen |= {each.category for each in some}
-                ranges = [(each.began / 1000, each.length / 1000) for each in some]
-                colour = _COLOURS[category]
-                plot.broken_barh(
-                    ranges, (row - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3
-                )
-                for (began, length), each in zip(ranges, some, strict=True):
-                    room = (length / last * (_WIDTH - 2.5) - 0.06) / _CHARACTER
-                    texts = [each.name, each.name.partition(",")[0]]
-                    text = next((text for text in texts if len(text) < room), "")
-                    at = began + length / 2, row
-                    plot.text(*at, text, ha="center", va="center", fontsize=7)
+                if some:
+                    ranges = [(each.began / 1000, each.length / 1000) for each in some]
+                    legend[category] = plot.broken_barh(
+                        ranges, (row - 0.4, 0.8), color=colour, edgecolor="white", linewidth=0.3
+                    )
+            for each in spans:
+                room = (each.length / 1000 / last * (_WIDTH - 2.5) - 0.06) / _CHARACTER
+                names = each.name, each.name.partition(",")[0]
+                text = next((name for name in names if len(name) < room), "")
+                middle = (each.began + each.ended) / 2000
+                plot.text(middle, row, text, ha="center", va="center", fontsize=7)
     plots[-1].set_xlabel("milliseconds")
     plots[-1].set_xlim(0, last)
-    patches = [
-        Patch(color=colour, label="exposed wait" if each == "wait" else each.replace("_", " "))
-        for each, colour in _COLOURS.items()
-        if each in seen
-    ]
-    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=8)
+    figure.legend(
+        legend.values(), legend, loc="outside upper center", ncols=len(legend), fontsize=8
+    )
     figure.savefig(output, dpi=110)
 
 
 def _tracks(timeline: Timeline) -> dict[str, list[Span]]:
     """Return the spans by lane. What overlaps gets lanes of its own."""
     found: dict[str, list[Span]] = {}
-    for span in sorted(timeline.all(), key=lambda each: LANES.index(each.lane)):
+    for span in sorted(timeline.all(), key=lambda each: _LANES.index(each.lane)):
         for number in itertools.count(1):
             track = found.setdefault(f"{span.lane} {number}" if number > 1 else span.lane, [])
             if not track or track[-1].ended <= span.began:

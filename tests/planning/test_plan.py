@@ -199,6 +199,7 @@ def test_a_model_that_is_made_whole_takes_its_memory_before_the_first_step():
     assert (whole.peak_phase, whole.peak_unit) == ("set-up", "")
     assert whole.peak_bytes == whole.setup_peak_bytes >= 4 * num_params(depth=12)
     assert max(whole.peaks) < whole.setup_peak_bytes
+    assert "call to_empty after sharding" in str(whole)
 
 
 def test_optimizers_of_devices_step_lists_of_tensors():
@@ -289,6 +290,8 @@ def test_a_job_may_ask_a_device_for_what_ordinary_programs_ask():
         assert torch.cuda.is_available()
         torch.cuda.manual_seed(1)
         torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        assert not torch.cuda.memory_summary()
+        torch.randn(2, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
         assert torch.cuda.mem_get_info(0)[0] == torch.cuda.get_device_properties(0).total_memory
         assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
         model = meshard.fully_shard(nn.Linear(64, 64).to(0))
@@ -546,7 +549,7 @@ def test_a_process_with_a_group_is_refused():
 @pytest.mark.parametrize(
     ("job", "options", "error", "text"),
     [
-        (3, {}, TypeError, "job must be a function"),
+        (3, {}, TypeError, "not callable"),
         (lambda: None, {}, TypeError, "must return a function that runs one step"),
         (mlp_job, {"rank": 8}, ValueError, "rank=8, world_size=8"),
         (mlp_job, {"steps": 0}, ValueError, "steps=0"),

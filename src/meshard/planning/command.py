@@ -6,13 +6,10 @@ import argparse
 import ast
 import dataclasses
 import importlib
-import inspect
-import itertools
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +19,7 @@ import meshard
 from meshard.diagnostics import aligned
 from meshard.planning.plan import bytes_of, plan
 from meshard.planning.report import readable_size, screen_of
-from meshard.planning.sweep import MakeJob, SweepRow, check_some, fit, sweep
+from meshard.planning.sweep import SweepRow, check_some, fit, sweep
 
 _EXAMPLES = """\
 examples:
@@ -78,90 +75,66 @@ def _place_of(error: BaseException) -> str:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    job = _job_of(parsed.job, dict(map(_setting, parsed.set)), parsed.sweep)
+    settings = {key: _parsed(value) for key, value in map(_setting, parsed.set)}
+    job = partial(_job_of(parsed.job), **settings)
     options: dict[str, Any] = {
+        "world_size": parsed.world,
         "rank": parsed.rank,
         "ranks_per_node": parsed.node,
         "device_type": parsed.device,
         "steps": parsed.steps,
     }
-    if not parsed.sweep and not parsed.fit:
-        return _show(parsed, plan(job, world_size=parsed.world, **options))
-    values = dict(map(_values, parsed.sweep))
-    if len(values) < len(parsed.sweep):
+    texts = dict(map(_setting, parsed.sweep))
+    swept = {key: [_parsed(each) for each in text.split(",")] for key, text in texts.items()}
+    if len(swept) < len(parsed.sweep):
         raise ValueError("two --sweep have the same key; write KEY=A,B.")
-    if parsed.plot:
+    if parsed.plot and (swept or parsed.fit):
         raise ValueError("--plot draws one plan; leave out --sweep and --fit, or --plot.")
-    if parsed.fit and parsed.json:
-        raise ValueError("--fit prints no JSON; use --sweep with --json.")
-    options |= {"world_size": parsed.world, "on_row": _counter()}
     if parsed.fit:
-        smallest, cheapest = fit(job, values, limit=parsed.fit, **options)
-        return _show_fit(parsed, smallest, cheapest)
-    rows = sweep(job, values, limit=parsed.limit, **options)
-    if parsed.json:
-        # A setting may be any literal of Python. What JSON does not have, such as a set, is written
-        # as text.
-        print(json.dumps([dataclasses.asdict(row) for row in rows], indent=1, default=str))
-    else:
-        print(_table(rows, parsed.limit))
-    check_some(rows)
-    return 0 if rows[0].fits(parsed.limit) else 1
-
-
-def _show(parsed: argparse.Namespace, planned: Any) -> int:
+        if parsed.json:
+            raise ValueError("--fit prints no JSON; use --sweep with --json.")
+        smallest, cheapest = fit(job, swept, limit=parsed.fit, **options)
+        if smallest is None or cheapest is None:
+            print(f"nothing fits into {parsed.fit} on {parsed.world} ranks; try more, or --sweep")
+            return 1
+        print(f"smallest world into which it fits: {smallest.world_size} ranks")
+        print(_table([smallest], parsed.fit))
+        print(f"\ncheapest setting on {cheapest.world_size} ranks")
+        print(_table([cheapest], parsed.fit))
+        return 0
     limit = None if parsed.limit is None else bytes_of(parsed.limit)
+    if swept:
+        rows = sweep(job, swept, limit=limit, **options)
+        if parsed.json:
+            # A setting may be any literal of Python. What JSON does not have, such as a set, is
+            # written as text.
+            print(json.dumps(list(map(dataclasses.asdict, rows)), indent=1, default=str))
+        else:
+            print(_table(rows, limit))
+        check_some(rows)
+        return 0 if rows[0].fits(limit) else 1
+    planned = plan(job, **options)
     print(planned.to_json() if parsed.json else screen_of(planned, limit))
     if parsed.plot:
         planned.plot(parsed.plot)
     return 0 if limit is None or planned.fits(limit) else 1
 
 
-def _show_fit(
-    parsed: argparse.Namespace, smallest: SweepRow | None, cheapest: SweepRow | None
-) -> int:
-    if smallest is None or cheapest is None:
-        print(f"nothing fits into {parsed.fit} on {parsed.world} ranks; try more ranks, or --sweep")
-        return 1
-    print(f"smallest world into which it fits: {smallest.world_size} ranks")
-    print(_table([smallest], parsed.fit))
-    print()
-    print(f"cheapest setting on {cheapest.world_size} ranks")
-    print(_table([cheapest], parsed.fit))
-    return 0
-
-
-def _counter() -> Callable[[SweepRow], None]:
-    """Return what shows on a terminal how many plans are done."""
-    done = itertools.count(1)
-
-    def on_row(_: SweepRow) -> None:
-        if sys.stderr.isatty():  # what is printed next overwrites it
-            print(f"{next(done)} plans", end="\r", file=sys.stderr, flush=True)
-
-    return on_row
-
-
-def _table(rows: list[SweepRow], limit: str | None) -> str:
-    keys = list(rows[0].settings)
-    heads = ["peak", "peak in", "sent", "between nodes", ""]
-    lines: list[tuple[str, ...]] = [(*keys, *heads)]
+def _table(rows: list[SweepRow], limit: str | float | None) -> str:
+    lines = [(*rows[0].settings, "peak", "peak in", "sent", "between nodes", "")]
     for row in rows:
-        values = [str(row.settings[key]) for key in keys]
+        values = map(str, row.settings.values())
         if row.plan is None:
-            error = row.error.partition("\n")[0][:60]
-            lines.append((*values, *[""] * (len(heads) - 1), error))
+            lines.append((*values, "", "", "", "", row.error.partition("\n")[0][:60]))
             continue
         sent = row.plan.wire_bytes, row.plan.wire_bytes_between_nodes
-        sizes = map(readable_size, sent)
         verdict = "" if limit is None else "fits" if row.fits(limit) else "does not fit"
-        peak = readable_size(row.plan.peak_bytes)
-        lines.append((*values, peak, row.plan.peak_phase, *sizes, verdict))
+        peak = readable_size(row.plan.peak_bytes), row.plan.peak_phase
+        lines.append((*values, *peak, *map(readable_size, sent), verdict))
     return "\n".join(aligned(lines))
 
 
-def _job_of(name: str, settings: dict[str, Any], swept: list[str]) -> MakeJob:
-    """Return the job with its settings, after a look at whether it takes them."""
+def _job_of(name: str) -> Any:
     package, _, function_name = name.partition(":")
     if not function_name:
         raise ValueError(f"a job is PKG:FUNCTION, such as train:job, got {name!r}.")
@@ -169,26 +142,14 @@ def _job_of(name: str, settings: dict[str, Any], swept: list[str]) -> MakeJob:
     function = getattr(importlib.import_module(package), function_name, None)
     if not callable(function):
         raise ValueError(f"{package} has no function {function_name!r}.")
-    taken = inspect.signature(function).parameters
-    takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in taken.values())
-    for key in (*settings, *(each.partition("=")[0] for each in swept)):
-        if key not in taken and not takes_any:
-            raise ValueError(f"the job takes no {key!r}; it takes {', '.join(taken) or 'nothing'}.")
-    return partial(function, **settings)
+    return function
 
 
-def _setting(text: str) -> tuple[str, Any]:
-    key, has_value, value = text.partition("=")
-    if not has_value:
-        raise ValueError(f"a setting is KEY=VALUE, got {text!r}.")
-    return key, _parsed(value)
-
-
-def _values(text: str) -> tuple[str, list[Any]]:
-    key, has_values, values = text.partition("=")
-    if not has_values or not values:
-        raise ValueError(f"a sweep is KEY=A,B, got {text!r}.")
-    return key, [_parsed(each) for each in values.split(",")]
+def _setting(text: str) -> tuple[str, str]:
+    key, _, value = text.partition("=")
+    if not value:
+        raise ValueError(f"a setting is KEY=VALUE, and a sweep KEY=A,B; got {text!r}.")
+    return key, value
 
 
 def _parsed(text: str) -> Any:

@@ -13,14 +13,16 @@ from meshard._comm.communicator import CommStream, Communicator, Handle
 from meshard._comm.cpu import WorkCommunicator, WorkHandle
 from meshard._comm.streams import StreamCommunicator
 from meshard._torch.private import start_all_gather_on
-from meshard.planning.device import planned_streams
+from meshard.planning.device import Streams
 from meshard.planning.memory import MemoryLog
 
 
 class _Labelling(Communicator):
     """Tells the log what the memory of a communicator is for: the next base of a class."""
 
-    _log: MemoryLog
+    def __init__(self, log: MemoryLog, *args: Any) -> None:
+        super().__init__(*args)
+        self._log = log
 
     @contextlib.contextmanager
     def on_stream(self, comm_stream: CommStream) -> Iterator[None]:
@@ -55,16 +57,11 @@ class PlannedStreams(_Labelling, StreamCommunicator):
     """On a device with streams."""
 
     def __init__(self, log: MemoryLog) -> None:
-        super().__init__(planned_streams())
-        self._log = log
+        super().__init__(log, Streams())
 
 
 class PlannedWorks(_Labelling, WorkCommunicator):
     """On a CPU, as through sockets."""
-
-    def __init__(self, log: MemoryLog) -> None:
-        super().__init__()
-        self._log = log
 
     def _start_all_gather(
         self, memory: torch.Tensor, source: torch.Tensor, group: dist.ProcessGroup, label: str

@@ -12,8 +12,18 @@ import torch
 MEMORY = 80 * 10**9  # bytes of the imagined device
 
 
+def returning(value: Any) -> Callable[..., Any]:
+    """Return a new function that returns ``value``, whatever it is called with."""
+    # One for each name: dynamo refuses a function of torch that has two names.
+    return lambda *_, **__: value
+
+
 class _Stream:
     """A stream on which everything is done at once, and any event on it."""
+
+    record = wait = wait_event = wait_stream = synchronize = returning(None)
+    query = returning(True)
+    elapsed_time = returning(1.0)  # milliseconds: programs divide by it
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.device, self.cuda_stream, self.stream_id = torch.device("cpu"), 0, 0
@@ -21,48 +31,35 @@ class _Stream:
     def record_event(self, event: Any = None) -> Any:
         return self if event is None else event
 
-    def record(self, stream: Any = None) -> None: ...
-
-    def wait(self, stream: Any = None) -> None: ...
-
-    def wait_event(self, event: Any) -> None: ...
-
-    def wait_stream(self, stream: Any) -> None: ...
-
-    def synchronize(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Any) -> float:
-        """No time passes; 1 ms, as programs divide by it."""
-        return 1.0
-
     def __enter__(self) -> _Stream:
         return self
 
     def __exit__(self, *_: object) -> None: ...
 
 
-class _Streams:
+class Streams:
     """What is asked of ``torch.cuda`` about streams."""
+
+    Stream = _Stream
 
     def __init__(self) -> None:
         self._current = _Stream()
 
-    def Stream(self, priority: int = 0) -> _Stream:
-        return _Stream()
-
     def current_stream(self, device: Any = None) -> _Stream:
+        """Return the stream that was set last."""
         return self._current
 
     def set_stream(self, stream: _Stream) -> None:
+        """Make ``stream`` the current one."""
         self._current = stream
 
 
-def planned_streams() -> Any:
-    """Return what is asked of ``torch.cuda`` about streams."""
-    return _Streams()
+class Generator(torch.Generator):
+    """A generator of any device. It is one of the host, as tensors are on it."""
+
+    def __new__(cls, device: Any = None) -> Generator:
+        """Return a generator of the host."""
+        return super().__new__(cls)
 
 
 def stand_ins(index: int, count: int) -> dict[str, Any]:
@@ -72,7 +69,7 @@ def stand_ins(index: int, count: int) -> dict[str, Any]:
         index: The number of this rank's device on its node.
         count: How many a node has.
     """
-    streams = _Streams()
+    streams = Streams()
     properties = SimpleNamespace(
         name="imagined", total_memory=MEMORY, major=9, minor=0, multi_processor_count=132,
         warp_size=32, gcnArchName="",
@@ -91,6 +88,7 @@ def stand_ins(index: int, count: int) -> dict[str, Any]:
         "memory_reserved": 0,
         "max_memory_reserved": 0,
         "memory_stats": Counter[str](),
+        "memory_summary": "",
         "mem_get_info": (MEMORY, MEMORY),
         "default_stream": streams.current_stream(),
     }
@@ -98,8 +96,8 @@ def stand_ins(index: int, count: int) -> dict[str, Any]:
         "init", "set_device", "synchronize", "empty_cache", "reset_peak_memory_stats",
         "reset_accumulated_memory_stats", "ipc_collect", "set_per_process_memory_fraction",
     )  # fmt: skip
-    found: dict[str, Any] = {name: _returning(value) for name, value in values.items()}
-    found |= {name: _returning(None) for name in nothings}
+    found: dict[str, Any] = {name: returning(value) for name, value in values.items()}
+    found |= {name: returning(None) for name in nothings}
     # Generators of the device are those of the host, as tensors are on it.
     found |= {
         "manual_seed": torch.default_generator.manual_seed,
@@ -116,8 +114,3 @@ def stand_ins(index: int, count: int) -> dict[str, Any]:
         "set_stream": streams.set_stream,
     }
     return found
-
-
-def _returning(value: Any) -> Callable[..., Any]:
-    # One for each name: dynamo refuses a function of torch that has two names.
-    return lambda *_, **__: value

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import logging
 import os
@@ -50,7 +49,7 @@ from meshard.optim.host_state import StreamedStep
 from meshard.optim.local_step import LocalStep
 from meshard.optim.overlap import Worker
 from meshard.planning.communicators import PlannedStreams, PlannedWorks
-from meshard.planning.device import stand_ins
+from meshard.planning.device import Generator, returning, stand_ins
 from meshard.planning.memory import MemoryLog
 from meshard.planning.phantom import PhantomMode
 from meshard.planning.workspaces import Kernel, measured
@@ -75,6 +74,10 @@ class Machine:
         log: The memory of this rank.
         collectives: Those of the step that was begun last.
         phantom: What runs in place of kernels.
+        others: The collectives of that step that meshard does not issue.
+        not_measured: Operators that take memory of which the log does not know.
+        recomputed: Units of which a part of the forward ran in backward.
+        state: Bytes of shards of parameters, gradients and optimizer states, by kind.
     """
 
     def __init__(self, *, world_size: int, rank: int, ranks_per_node: int, device_type: str):
@@ -84,21 +87,19 @@ class Machine:
         self.has_device = device_type != "cpu"
         self.log, self.collectives = MemoryLog(), list[Collective]()
         self.phantom = PhantomMode(self.log.add, self._on_kernel, self._on_sent)
-        self.others = list[Collective]()  # of the step, that meshard does not issue
+        self.others = list[Collective]()
         self._is_own = False  # whether meshard has announced what is sent next
         self._kernels: dict[Kernel, list[int]] = {}  # with the numbers of their runs in the log
-        self.not_measured = set[str]()  # operators
+        self.not_measured = set[str]()
         # An ordered set: the outermost modules that ran and, if such a module is a part of a root
         # unit, the modules of that root.
         self._modules: weakref.WeakKeyDictionary[nn.Module, None] = weakref.WeakKeyDictionary()
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._running: list[nn.Module] = []
         self._unit_of: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-        self.recomputed: set[str] = set()  # units of which a part of the forward ran in backward
-        self._stubs: list[tuple[Any, str, Any]] = []  # each with the function that it stands for
+        self.recomputed: set[str] = set()
         self._in_step = contextlib.ExitStack()
-        self._state = Counter[str]()  # bytes by kind when ``label`` was called last
-        self._most = Counter[str]()  # the most of each that it has found
+        self.state = Counter[str]()  # bytes by kind: the most that ``label`` has found
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -123,17 +124,24 @@ class Machine:
             stack.callback(torch.set_default_dtype, torch.get_default_dtype())
             # What was compiled while functions were replaced must not be used afterwards.
             stack.callback(torch.compiler.reset)
-            store = fake_store()
-            size = self.world_size
-            dist.init_process_group("fake", store=store, rank=self.rank, world_size=size)
+            dist.init_process_group(
+                "fake", store=fake_store(), rank=self.rank, world_size=self.world_size
+            )
             stack.callback(dist.destroy_process_group)
-            stack.callback(self._restore)
+            for name in ("init_process_group", "destroy_process_group"):
+                # A job may make its process group as in training, and call the function by a name
+                # of its own, as after ``from torch.distributed import init_process_group``.
+                own, instead = getattr(dist, name), returning(None)
+                _replace_everywhere(name, own, instead)
+                stack.callback(_replace_everywhere, name, instead, own)
             for target, name, instead in self._replaced():
                 stack.enter_context(mock.patch.object(target, name, instead))
             stack.enter_context(communicators_from(self._make_communicator))
-            stack.enter_context(self._watching())
+            self._watch(stack)
             stack.enter_context(_OnThisDevice(self.device_type))
             stack.enter_context(self.phantom)
+            # What the job prints must not stand in the plan, which may be JSON.
+            stack.enter_context(contextlib.redirect_stdout(sys.stderr))
             # A plan has all tensors on the CPU. So the warning that host memory is not pinned,
             # because there is no device, would say nothing about the job.
             stack.enter_context(warnings.catch_warnings())
@@ -155,13 +163,13 @@ class Machine:
             labels.update(dict.fromkeys(ids, unit.label))
             if self.has_device and ids and unit.group.spec.host is not None:
                 offloaded.update(ids)
-        self._state.clear()
+        num_bytes = Counter[str]()  # by kind
 
         def relabel(
             tensors: Iterable[torch.Tensor], kind: str, param: torch.Tensor, rests: bool = False
         ) -> None:
             own = _plain(tensors)
-            self._state[kind] += sum(each.nbytes for each in own)
+            num_bytes[kind] += sum(each.nbytes for each in own)
             unit, is_on_host = labels.get(id(param)), rests or id(param) in offloaded
             self.log.relabel(own, kind, unit=unit, is_on_host=is_on_host)
 
@@ -179,8 +187,7 @@ class Machine:
             for stepped, state in optimizer.state.items():
                 tensors = filter(torch.is_tensor, tree_flatten(state)[0])
                 relabel(tensors, "optimizer", stepped, rests)
-        for kind, num_bytes in self._state.items():
-            self._most[kind] = max(self._most[kind], num_bytes)
+        self.state |= num_bytes  # the larger number of each kind
 
     def _on_kernel(self, kernel: Kernel) -> None:
         if self.has_device or not kernel.is_measured:
@@ -195,36 +202,14 @@ class Machine:
             for number in numbers:
                 self.log.fill_workspace(number, size)
 
-    def state_bytes(self) -> int:
-        """Return the bytes of the shards of parameters, gradients and optimizer states."""
-        return sum(self._most.values())
-
     # --- what stands in for torch's own ----------------------------------------------------
 
     def _replaced(self) -> Iterator[tuple[Any, str, Any]]:
-        # A job may make its process group as in training, and call the function by a name of its
-        # own, as after ``from torch.distributed import init_process_group``. So replace every such
-        # name.
-        for name in ("init_process_group", "destroy_process_group"):
-            own = getattr(dist, name)
-            for loaded in tuple(sys.modules.values()):
-                if getattr(loaded, "__dict__", {}).get(name) is own:
-                    stub = _nothing()
-                    self._stubs.append((stub, name, own))
-                    yield loaded, name, stub
         if self.has_device:
             # On a device, optimizers use kernels for lists of tensors, which take more memory.
             for where, name, supported in foreach_devices():
-                yield where, name, functools.partial(_return, [*supported(), "cpu"])
-        log, nbytes = self.log, torch.UntypedStorage.nbytes
-
-        def resize_in_log(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-            log.resize(storage, size)
-            return storage
-
-        def size_in_log(storage: torch.UntypedStorage) -> int:
-            size = log.size_of(storage)
-            return nbytes(storage) if size is None else size
+                yield where, name, returning([*supported(), "cpu"])
+        log = self.log
 
         def step_in_log(_: Worker, function: Callable[..., Any], *args: Any) -> Future[Any]:
             # In a thread of its own the mode would see no kernel.
@@ -241,71 +226,41 @@ class Machine:
 
         yield StreamedStep, "_store", store_in_log
         yield Worker, "submit", step_in_log
-        yield torch.UntypedStorage, "resize_", resize_in_log
-        yield torch.UntypedStorage, "nbytes", size_in_log
+        yield torch.UntypedStorage, "resize_", lambda storage, size: log.resize(storage, size)
+        yield torch.UntypedStorage, "nbytes", lambda storage: log.size_of(storage)
         if not self.has_device:
             # Each collective is done no sooner than the host waits, which takes the most memory.
-            yield WorkHandle, "done", _is_waited_for
+            yield WorkHandle, "done", lambda handle: handle._work is None
             return
-        init_mesh, init_autocast = DeviceMesh.__init__, torch.autocast.__init__
-
-        def mesh_on_cpu(mesh: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            init_mesh(
-                mesh, "cpu" if device_type == self.device_type else device_type, *args, **kwargs
-            )
-
-        def autocast_on_cpu(context: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
-            kind = "cpu" if device_type == self.device_type else device_type
-            init_autocast(context, kind, *args, **kwargs)
-
-        yield DeviceMesh, "__init__", mesh_on_cpu
-        yield torch.autocast, "__init__", autocast_on_cpu
-        move = nn.Module.to
-
-        def move_to_number(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            places: Any = ("cpu" if type(each) is int else each for each in args)
-            return move(module, *places, **kwargs)
-
-        yield nn.Module, "to", move_to_number
-        yield torch.Tensor, "record_stream", _nothing()
+        yield DeviceMesh, "__init__", _on_cpu(DeviceMesh.__init__, self.device_type)
+        yield torch.autocast, "__init__", _on_cpu(torch.autocast.__init__, self.device_type)
+        yield nn.Module, "to", _on_cpu(nn.Module.to, self.device_type)
+        yield torch.Tensor, "record_stream", returning(None)
+        yield torch, "Generator", Generator
         module = getattr(torch, self.device_type, None)
         index = self.rank % self.ranks_per_node
         for name, instead in stand_ins(index, self.ranks_per_node).items():
             if hasattr(module, name):
                 yield module, name, instead
 
-    def _restore(self) -> None:
-        """Undo what is replaced in modules that the job was the first to import."""
-        for loaded in tuple(sys.modules.values()):
-            for stub, name, own in self._stubs:
-                if getattr(loaded, "__dict__", {}).get(name) is stub:
-                    setattr(loaded, name, own)
-
     def _make_communicator(self, _: torch.device) -> Communicator:
         return PlannedStreams(self.log) if self.has_device else PlannedWorks(self.log)
 
-    @contextlib.contextmanager
-    def _watching(self) -> Iterator[None]:
+    def _watch(self, stack: contextlib.ExitStack) -> None:
         """Learn which unit runs, what is sent, and which optimizers there are."""
-        hooks = [
+        for hook in (
             register_module_forward_pre_hook(self._before_forward),
             register_module_forward_hook(self._after_forward, always_call=True),
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
-        ]
+        ):
+            stack.callback(hook.remove)
         observers.append(self._on_collective)
+        stack.callback(observers.remove, self._on_collective)
         # A job may configure logging, and that must not hide from the plan what units log.
         logger = logging.getLogger("meshard")
-        try:
-            with (
-                mock.patch.object(logger, "isEnabledFor", functools.partial(_return, True)),
-                mock.patch.object(logger, "handle", self._on_record),
-            ):
-                yield
-        finally:
-            observers.remove(self._on_collective)
-            for hook in hooks:
-                hook.remove()
+        stack.enter_context(mock.patch.object(logger, "isEnabledFor", returning(True)))
+        stack.enter_context(mock.patch.object(logger, "handle", self._on_record))
 
     def _before_forward(self, module: nn.Module, _: Any) -> None:
         if not self._running and graph_task_id() == -1 and module not in self._modules:
@@ -410,17 +365,29 @@ def _plain(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     return found
 
 
-def _is_waited_for(handle: WorkHandle) -> bool:
-    return handle._work is None
+def _replace_everywhere(name: str, own: Any, instead: Any) -> None:
+    """Replace a function in each module that has it under this name."""
+    for loaded in tuple(sys.modules.values()):
+        if getattr(loaded, "__dict__", {}).get(name) is own:
+            setattr(loaded, name, instead)
 
 
-def _nothing() -> Callable[..., None]:
-    # One for each name: dynamo refuses a function of torch that has two names.
-    return lambda *_, **__: None
-
-
-def _return(value: Any, *_: Any, **__: Any) -> Any:
+def _placed(value: Any, device_type: str) -> Any:
+    """Return an argument, and for a device of this type the CPU."""
+    if isinstance(value, (str, torch.device)) and str(value).partition(":")[0] == device_type:
+        return type(value)("cpu")
     return value
+
+
+def _on_cpu(method: Callable[..., Any], device_type: str) -> Callable[..., Any]:
+    """Return a method that takes the CPU where a job names the device, which may be by number."""
+
+    def placed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        numbered = ("cpu" if type(each) is int else _placed(each, device_type) for each in args)
+        named = {name: _placed(each, device_type) for name, each in kwargs.items()}
+        return method(self, *numbered, **named)
+
+    return placed
 
 
 class _OnThisDevice(TorchFunctionMode):
@@ -434,10 +401,8 @@ class _OnThisDevice(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func.__name__ == "__get__":  # of a property, most of all calls
             return func(*args, **kwargs)
-        if func is getattr(torch.Tensor, self._type, None):  # tensor.cuda()
-            return args[0]
-        if func is torch.Tensor.pin_memory:
-            return args[0]
+        if func in (getattr(torch.Tensor, self._type, None), torch.Tensor.pin_memory):
+            return args[0]  # as tensor.cuda()
         if func is functional.dropout and self._type != "cpu":
             rate, is_active = kwargs["p"], kwargs["training"] and not kwargs["inplace"]
             if is_active and 0 < rate < 1:
@@ -452,13 +417,6 @@ class _OnThisDevice(TorchFunctionMode):
             args = tuple("cpu" if type(each) is int else each for each in args)
         if type(kwargs.get("device")) is int:
             kwargs["device"] = "cpu"
-        args = tuple(self._translated(each) for each in args)
-        kwargs = {name: self._translated(each) for name, each in kwargs.items()}
+        args = tuple(_placed(each, self._type) for each in args)
+        kwargs = {name: _placed(each, self._type) for name, each in kwargs.items()}
         return func(*args, **kwargs)
-
-    def _translated(self, value: Any) -> Any:
-        if isinstance(value, torch.device) and value.type == self._type:
-            return torch.device("cpu")
-        if isinstance(value, str) and value.partition(":")[0] == self._type:
-            return "cpu"
-        return value

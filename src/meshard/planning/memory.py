@@ -7,10 +7,10 @@ import contextlib
 import itertools
 import operator
 import weakref
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,21 +40,20 @@ class Change:
     moment: int  # an index of ``MemoryLog.moments``
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """A part of a step."""
 
     phase: str  # "set-up", "forward", "backward", "optimizer" or "after step"
     unit: str
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Usage:
     """Bytes alive at one time, on the device (if there is none, on the host)."""
 
-    moment: Moment
-    number: int = 0  # of the change after which this is
-    by_kind: Counter[str] = field(default_factory=Counter)
+    moment: int  # an index of ``MemoryLog.moments``
+    number: int  # of the change after which this is
+    by_kind: dict[str, int]
 
     @property
     def total(self) -> int:
@@ -65,6 +64,8 @@ class Usage:
 _IN_BACKWARD = Moment("backward", "")
 
 _address_of = operator.attrgetter("address")
+_total_of = operator.attrgetter("total")
+_nbytes = torch.UntypedStorage.nbytes  # a plan replaces it by ``MemoryLog.size_of``
 
 
 class MemoryLog:
@@ -94,7 +95,7 @@ class MemoryLog:
 
     def add(self, storage: torch.UntypedStorage) -> None:
         """Record a new storage."""
-        key, num_bytes = storage._cdata, torch.UntypedStorage.nbytes(storage)
+        key, num_bytes = storage._cdata, _nbytes(storage)
         if graph_task_id() != -1 and self.moments[-1].phase == "forward":
             self.enter("backward", "")
         unit = self.moments[-1].unit if self._unit is None else self._unit
@@ -129,20 +130,21 @@ class MemoryLog:
         for at, change in ((number, num_bytes), (number + 1, -num_bytes)):
             self.changes[at] = replace(self.changes[at], num_bytes=change)
 
-    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> None:
-        """Record that a storage has another size from now on."""
+    def resize(self, storage: torch.UntypedStorage, num_bytes: int) -> torch.UntypedStorage:
+        """Record that a storage has another size from now on, and return it."""
         allocation = self._alive.get(storage._cdata)
-        if allocation is None:
-            return
-        allocation.kind = "unsharded"  # meshard resizes nothing else
-        self._gathered.append(allocation)
-        self._resized[storage._cdata] = num_bytes
-        before, allocation.num_bytes = allocation.num_bytes, num_bytes
-        self._change(allocation, num_bytes - before)
+        if allocation is not None:
+            allocation.kind = "unsharded"  # meshard resizes nothing else
+            self._gathered.append(allocation)
+            self._resized[storage._cdata] = num_bytes
+            before, allocation.num_bytes = allocation.num_bytes, num_bytes
+            self._change(allocation, num_bytes - before)
+        return storage
 
-    def size_of(self, storage: torch.UntypedStorage) -> int | None:
-        """Return the size of a storage that was resized; None of others."""
-        return self._resized.get(storage._cdata)
+    def size_of(self, storage: torch.UntypedStorage) -> int:
+        """Return the size of a storage, as it was recorded if it was resized."""
+        size = self._resized.get(storage._cdata)
+        return _nbytes(storage) if size is None else size
 
     def enter(self, phase: str, unit: str) -> None:
         """Record that another part of the step begins."""
@@ -240,28 +242,36 @@ class MemoryLog:
     # --- what it comes to ------------------------------------------------------------------
 
     def history(self, step: int) -> Iterator[Usage]:
-        """Iterate over the memory after each change in a step. One object is yielded, updated.
+        """Iterate over the memory after each change in a step, and at its beginning.
 
-        It begins with the memory at the beginning of the step. Step -1 is the making of the job.
+        Step -1 is the making of the job.
         """
-        first = max(self.step_begins[step] - 1, 0) if step >= 0 else 0
-        ends = [*self.step_begins, len(self.changes)]
-        usage = Usage(self.moments[0])
-        for number, change in enumerate(itertools.islice(self.changes, ends[step + 1])):
+        ends = [0, *self.step_begins, len(self.changes)]
+        by_kind = dict.fromkeys(KINDS, 0)
+        for number, change in enumerate(self.changes[: ends[step + 2]]):
             if not change.allocation.is_on_host:
-                usage.by_kind[change.allocation.kind] += change.num_bytes
-            usage.moment, usage.number = self.moments[change.moment], number
-            if number >= first:
-                yield usage
+                by_kind[change.allocation.kind] += change.num_bytes
+            if number >= ends[step + 1] - 1:
+                yield Usage(change.moment, number, dict(by_kind))
+
+    def most_in(self, step: int) -> Usage:
+        """Return the first usage of a step that no other one of it exceeds."""
+        return max(self.history(step), key=_total_of, default=Usage(0, 0, {}))
+
+    def parts_of_last_step(self) -> Iterator[tuple[Moment, Usage]]:
+        """Iterate over its moments in order, each with the most that is alive in it."""
+        usages = self.history(len(self.step_begins) - 1)
+        for moment, some in itertools.groupby(usages, operator.attrgetter("moment")):
+            yield self.moments[moment], max(some, key=_total_of)
 
     def host_peak(self) -> int:
         """Return the most bytes that were alive in host memory of a rank with a device."""
         on_host = (c.num_bytes if c.allocation.is_on_host else 0 for c in self.changes)
         return max(itertools.accumulate(on_host), default=0)
 
-    def units_at(self, number: int) -> defaultdict[str, Counter[str]]:
+    def units_at(self, number: int) -> Mapping[str, dict[str, int]]:
         """Return bytes by unit and kind after the change of this number."""
-        by_unit = defaultdict[str, Counter[str]](Counter)
+        by_unit = defaultdict[str, dict[str, int]](lambda: dict.fromkeys(KINDS, 0))
         for change in self.changes[: number + 1]:
             allocation = change.allocation
             if not allocation.is_on_host:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import mmap
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -38,11 +37,7 @@ _NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
 OnStorage = Callable[[torch.UntypedStorage], None]
 OnKernel = Callable[[Kernel], None]
 OnCollective = Callable[[str, int, dist.ProcessGroup], None]
-
-
-def _is_plain(cls: type[torch.Tensor]) -> bool:
-    """Whether operators reach a mode with tensors of this class as they are."""
-    return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+_plain_dispatch = torch.Tensor.__torch_dispatch__
 
 
 def _reserve(num_bytes: int) -> torch.UntypedStorage:
@@ -90,7 +85,7 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
     ``on_kernel``, and each collective, of whomever, to ``on_collective``.
 
     Attributes:
-        ran_for_real: How often each operator without an implementation for the meta device ran.
+        ran_for_real: Operators that ran because the meta device has no implementation of them.
     """
 
     def __init__(
@@ -101,14 +96,14 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
         self._on_collective = on_collective
         self._kernels: dict[Any, Kernel] = {}  # by operator and forms
         self._results: dict[Any, Any] = {}  # by operator and forms: the results on the meta device
-        self.ran_for_real = Counter[str]()
+        self.ran_for_real = set[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if is_faking():  # DTensor finds out a shape
             return func(*args, **kwargs)
         tensors = list(_tensors_in((*args, *kwargs.values())))
-        if not all(_is_plain(type(tensor)) for tensor in tensors):
+        if any(type(tensor).__torch_dispatch__ is not _plain_dispatch for tensor in tensors):
             return NotImplemented  # DTensors come here again with their local tensors
         if func.namespace == "c10d":
             return self._communicate(func, args, tensors)
@@ -121,21 +116,25 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
             return func(*args, **kwargs)
         if tensors and all(map(_is_small, tensors)):
             return self._run(func, args, kwargs, tensors)
-        if None not in schema.returned:
-            return _arguments(schema, args, kwargs)  # it only writes to its arguments
-        key = func, _form_of(args), _form_of(tuple(kwargs.items())), torch.get_default_dtype()
-        shapes = self._shapes(key, args, kwargs, schema)
-        made = [] if shapes is None else list(_tensors_in(shapes))
-        is_small = not tensors and all(map(_is_small, made))
-        if shapes is None or is_small:  # None: a view that its schema does not declare, or unknown
-            return self._run(func, args, kwargs, tensors)
-        results = [
-            _argument(same, args, kwargs) if same is not None else self._made(shape)
-            for same, shape in zip(schema.returned, shapes, strict=True)
-        ]
+        shapes: Any = schema.returned
+        if None in shapes:  # else it only writes to its arguments
+            key = func, _form_of(args), _form_of(tuple(kwargs.items())), torch.get_default_dtype()
+            if key not in self._results:
+                self._results[key] = self._shapes(key, args, kwargs, schema)
+            shapes = self._results[key]
+            # None: a view that its schema does not declare, or unknown
+            if shapes is None or (not tensors and all(map(_is_small, _tensors_in(shapes)))):
+                return self._run(func, args, kwargs, tensors)
+        results = []
+        for written, shape in zip(schema.returned, shapes, strict=True):
+            if written is None:
+                results.append(self._made(shape))
+            else:
+                name, position = written
+                results.append(args[position] if position < len(args) else kwargs[name])
         if is_kernel(func):
             self._on_kernel(self._kernels[key])
-        return results[0] if len(results) == 1 else tuple(results)
+        return results[0] if len(results) == 1 else tuple(results) or None
 
     def _run(self, func: Any, args: Any, kwargs: Any, tensors: list[torch.Tensor]) -> Any:
         known = {tensor.untyped_storage()._cdata for tensor in tensors}
@@ -153,11 +152,6 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
     def _shapes(self, key: Any, args: Any, kwargs: Any, schema: _Schema) -> Any:
         """Return the results on the meta device; None if the operator has to run."""
         func: Any = key[0]
-        try:
-            if key in self._results:
-                return self._results[key]
-        except TypeError:  # an argument cannot be hashed
-            key = None
         most = max((each.numel() for each in _tensors_in((args, kwargs))), default=0)
         args, kwargs = tree_map(_to_meta, (args, kwargs))
         given = [each.untyped_storage()._cdata for each in _tensors_in((args, kwargs))]
@@ -178,13 +172,10 @@ class PhantomMode(DispatchMode):  # type: ignore[misc]  # an Any
                     f"of {most:,} elements are too large to run it. For an operator of your own "
                     "register one with torch.library.register_fake, or plan without it."
                 ) from error
-            self.ran_for_real[str(func)] += 1
+            self.ran_for_real.add(str(func))
             return None
         is_view = any(each.untyped_storage()._cdata in given for each in _tensors_in(found))
-        result = None if is_view else (found if len(schema.returned) > 1 else [found])
-        if key is not None:
-            self._results[key] = result
-        return result
+        return None if is_view else (found if len(schema.returned) > 1 else [found])
 
     def _made(self, shape: Any) -> Any:
         """Return phantom tensors for those on the meta device, in the same containers."""
@@ -225,13 +216,10 @@ def _fill_alike(name: str, args: Any) -> None:
     if name == "allgather_base" and args[1].numel():
         output, source = args[0].view(-1), args[1].reshape(-1).clone()  # it may lie in the output
         output.view(-1, *source.shape).copy_(source)
-    elif name == "allgather":
+    elif name in ("allgather", "gather"):
         (source,) = args[1]
         for output in _tensors_in(args[0]):
             output.copy_(source)
-    elif name == "gather":
-        for output in _tensors_in(args[0]):
-            output.copy_(args[1][0])
     elif name in ("reduce_scatter_base", "alltoall_base"):
         output, source = args[0].view(-1), args[1].reshape(-1)
         count = min(output.numel(), source.numel())
@@ -241,10 +229,6 @@ def _fill_alike(name: str, args: Any) -> None:
 def _is_small(tensor: torch.Tensor) -> bool:
     is_integer = not (tensor.is_floating_point() or tensor.is_complex())
     return tensor.numel() <= (_SMALL_INTEGERS if is_integer else _SMALL)
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _is_on_meta(tensors: list[torch.Tensor], kwargs: dict[str, Any]) -> bool:
@@ -277,13 +261,3 @@ def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
     elif isinstance(value, (list, tuple)):
         for each in value:
             yield from _tensors_in(each)
-
-
-def _argument(place: tuple[str, int], args: Any, kwargs: dict[str, Any]) -> Any:
-    name, position = place
-    return args[position] if position < len(args) else kwargs[name]
-
-
-def _arguments(schema: _Schema, args: Any, kwargs: dict[str, Any]) -> Any:
-    results = [_argument(same, args, kwargs) for same in schema.returned if same is not None]
-    return None if not results else results[0] if len(results) == 1 else tuple(results)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import operator
 import re
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from os import PathLike
 
@@ -14,10 +16,10 @@ import torch
 
 from meshard.diagnostics import CommLedger
 from meshard.planning.machine import Collective, Machine
-from meshard.planning.memory import KINDS, MemoryLog
 from meshard.planning.picture import draw_memory
 from meshard.planning.report import screen_of
 
+_Sent = tuple[str, str, int]  # kind of collective, unit, bytes of payload
 Job = Callable[[], Callable[[], object]]
 
 _UNITS = {"B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -155,8 +157,8 @@ class Plan:
         """
         planned = [(each.op, each.unit, each.payload_bytes) for each in self.events]
         ran = [(each.op, each.unit, each.payload_bytes) for each in ledger.events]
-        different = _first_difference(planned, ran)
-        return Comparison(different, len(ran), self.peak_bytes, peak_bytes)
+        ratio = None if peak_bytes is None else self.peak_bytes / peak_bytes
+        return Comparison(_first_difference(planned, ran), len(ran), ratio)
 
     def plot(self, path: str | PathLike[str]) -> None:
         """Draw the memory over the last step to an image file, stacked by kind."""
@@ -178,13 +180,7 @@ class Comparison:
 
     first_difference: str | None
     num_collectives: int
-    planned_peak: int
-    measured_peak: int | None
-
-    @property
-    def peak_ratio(self) -> float | None:
-        """The planned peak by the measured one."""
-        return None if self.measured_peak is None else self.planned_peak / self.measured_peak
+    peak_ratio: float | None
 
     def __str__(self) -> str:
         what = self.first_difference or f"all {self.num_collectives} collectives are as planned"
@@ -193,18 +189,16 @@ class Comparison:
         return f"{what}; the planned peak is {self.peak_ratio:.3f} of the measured one"
 
 
-def _first_difference(
-    planned: list[tuple[str, str, int]], ran: list[tuple[str, str, int]]
-) -> str | None:
-    def said(events: list[tuple[str, str, int]], number: int) -> str:
-        if number >= len(events):
+def _first_difference(planned: list[_Sent], ran: list[_Sent]) -> str | None:
+    def said(sent: _Sent | None) -> str:
+        if sent is None:
             return "none"
-        op, unit, payload = events[number]
+        op, unit, payload = sent
         return f"{op} of {unit or '(root)'} with {payload:,} bytes"
 
-    for number in range(max(len(planned), len(ran))):
-        if planned[number : number + 1] != ran[number : number + 1]:
-            return f"collective {number}: planned {said(planned, number)}, ran {said(ran, number)}"
+    for number, (one, other) in enumerate(itertools.zip_longest(planned, ran)):
+        if one != other:
+            return f"collective {number}: planned {said(one)}, ran {said(other)}"
     return None
 
 
@@ -241,9 +235,10 @@ def plan(
 
     Raises:
         RuntimeError: This process has a process group already; or the job makes no tensor, or uses
-            a model that was made outside of it, and would be changed.
+            a model that was made outside of it, and would be changed; or torch knows no such type
+            of device.
         TypeError: ``job`` is no function, or does not return one.
-        ValueError: A number is out of range, or there is no such type of device.
+        ValueError: A number is out of range, or ``device_type`` has a number.
         Exception: What the job raises.
 
     >>> import torch, meshard
@@ -260,17 +255,14 @@ def plan(
     >>> planned.state_bytes, planned.collectives["all_gather"].payload_bytes
     (1048576, 4194304)
     """
-    if not callable(job):
-        raise TypeError(f"job must be a function that returns a step, got {job!r}.")
     if not 0 <= rank < world_size or ranks_per_node < 1 or steps < 1:
         raise ValueError(
             "plan() needs 0 <= rank < world_size, ranks_per_node >= 1 and steps >= 1; got "
             f"{rank=}, {world_size=}, {ranks_per_node=}, {steps=}."
         )
-    if not _is_device_type(device_type):
+    if torch.device(device_type).type != device_type:
         raise ValueError(
-            "device_type must be a type of device that torch knows, such as 'cpu' or 'cuda', got "
-            f"{device_type!r}."
+            f"device_type must be a type such as 'cpu' or 'cuda', got {device_type!r}."
         )
     machine = Machine(
         world_size=world_size, rank=rank, ranks_per_node=ranks_per_node, device_type=device_type
@@ -290,40 +282,29 @@ def plan(
     return _plan_of(machine, events, others)
 
 
-def _is_device_type(name: str) -> bool:
-    try:
-        return name != "meta" and torch.device(name).type == name
-    except (RuntimeError, TypeError):
-        return False
-
-
 def _plan_of(machine: Machine, events: list[Collective], others: list[Collective]) -> Plan:
     log = machine.log
-    setup, *peaks = (
-        max((usage.total for usage in log.history(step)), default=0)
-        for step in range(-1, len(log.step_begins))
-    )
-    peak = max(setup, *peaks)
-    if not peak:
+    setup, *steps = map(log.most_in, range(-1, len(log.step_begins)))
+    at_peak = max(*steps, setup, key=operator.attrgetter("total"))
+    if not at_peak.total:
         raise RuntimeError("the job has made no tensor; its step must run a model.")
-    worst = peaks.index(peak) if peak in peaks else -1
-    at_peak = next(each for each in log.history(worst) if each.total == peak)
+    phase, running = log.moments[at_peak.moment]
     return Plan(
         world_size=machine.world_size,
         rank=machine.rank,
         ranks_per_node=machine.ranks_per_node,
         device_type=machine.device_type,
-        peak_bytes=peak,
-        peak_unit=at_peak.moment.unit,
-        peak_phase=at_peak.moment.phase,
-        bytes_by_kind=_filled(at_peak.by_kind),
-        state_bytes=machine.state_bytes(),
+        peak_bytes=at_peak.total,
+        peak_unit=running,
+        peak_phase=phase,
+        bytes_by_kind=at_peak.by_kind,
+        state_bytes=machine.state.total(),
         host_bytes=log.host_peak(),
         collectives=_sums_of([*events, *others]),
         events=events,
-        peaks=peaks,
-        setup_peak_bytes=setup,
-        moments=list(_moments_of(log)),
+        peaks=[each.total for each in steps],
+        setup_peak_bytes=setup.total,
+        moments=[PlannedMoment(*moment, most.by_kind) for moment, most in log.parts_of_last_step()],
         units=list(_units_of(machine, log.units_at(at_peak.number))),
         not_known=list(_not_known(machine)),
     )
@@ -344,25 +325,7 @@ def _sums_of(events: list[Collective]) -> dict[str, CollectiveSum]:
     }
 
 
-def _moments_of(log: MemoryLog) -> Iterator[PlannedMoment]:
-    """Iterate over the parts of the last step, each with the most that is alive in it."""
-    present, most = None, Counter[str]()
-    for usage in log.history(len(log.step_begins) - 1):
-        if usage.moment is not present:
-            if present is not None:
-                yield PlannedMoment(present.phase, present.unit, _filled(most))
-            present, most = usage.moment, Counter(usage.by_kind)
-        elif usage.total > most.total():
-            most = Counter(usage.by_kind)
-    if present is not None:
-        yield PlannedMoment(present.phase, present.unit, _filled(most))
-
-
-def _filled(by_kind: Counter[str]) -> dict[str, int]:
-    return {kind: by_kind[kind] for kind in KINDS}
-
-
-def _units_of(machine: Machine, by_unit: defaultdict[str, Counter[str]]) -> Iterator[PlannedUnit]:
+def _units_of(machine: Machine, by_unit: Mapping[str, dict[str, int]]) -> Iterator[PlannedUnit]:
     for unit in machine.units():
         group = unit.group
         if not group.params:
@@ -370,7 +333,6 @@ def _units_of(machine: Machine, by_unit: defaultdict[str, Counter[str]]) -> Iter
         unsharded = sum(p.layout.numel * p.sharded.dtype.itemsize for p in group.params)
         per_rank = group.unit_params.layout.shard_bytes
         padding = per_rank * group.spec.mesh_info.shard_count - unsharded
-        kinds = _filled(by_unit[unit.label])
         yield PlannedUnit(
             label=unit.label,
             shard_bytes=per_rank,
@@ -379,7 +341,7 @@ def _units_of(machine: Machine, by_unit: defaultdict[str, Counter[str]]) -> Iter
             is_recomputed=unit.label in machine.recomputed,
             is_resharded=unit.reshards_after_forward,
             input_buffers=unit.settings.max_input_buffers or (1 if machine.has_device else 3),
-            bytes_by_kind=kinds,
+            bytes_by_kind=by_unit[unit.label],
         )
 
 
@@ -388,7 +350,7 @@ def _not_known(machine: Machine) -> Iterator[str]:
         yield "the reserve and the fragmentation of the caching allocator, and the CUDA context"
         yield "memory of NCCL itself, and workspaces inside of kernels"
     if machine.not_measured:
-        names = ", ".join(sorted(machine.not_measured))
+        names = ", ".join(sorted(machine.not_measured)).replace("mkldnn_", "")
         yield f"what these kernels need while they run, or keep for backward: {names}"
     if machine.has_device:
         yield "host memory of batches, which counts as if it were on the device"

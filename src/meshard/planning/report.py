@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import operator
+import itertools
 import textwrap
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
-
-from meshard.planning.memory import KINDS
 
 if TYPE_CHECKING:
     from meshard.planning.plan import Plan, PlannedUnit
 
 WIDTH = 80
-_MARKS = dict(zip(KINDS, "PGOUAC", strict=True))
-_NAMES = {
+_NAMES = {  # of kinds, whose first letters stand in the bar
     "params": "shards of parameters",
     "grads": "gradients",
     "optimizer": "optimizer state",
@@ -51,11 +48,13 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
         verdict = "fits" if plan.peak_bytes <= limit else "DOES NOT FIT"
         yield f"{verdict} in {readable_size(limit)} ({plan.peak_bytes / max(limit, 1):.0%})"
     yield ""
-    yield f"[{_bar(plan)}]"
-    for kind in sorted(KINDS, key=lambda each: -plan.bytes_by_kind[each]):
-        num_bytes = plan.bytes_by_kind[kind]
-        share = num_bytes / max(plan.peak_bytes, 1)
-        yield f"  {_MARKS[kind]} {_NAMES[kind]:26}{readable_size(num_bytes):>10} {share:6.1%}"
+    totals = itertools.accumulate(plan.bytes_by_kind.values())
+    ends = [0, *(round((WIDTH - 2) * total / plan.peak_bytes) for total in totals)]
+    sizes = zip(plan.bytes_by_kind, itertools.pairwise(ends), strict=True)
+    yield "[" + "".join(kind[0].upper() * (end - begin) for kind, (begin, end) in sizes) + "]"
+    for kind, num_bytes in sorted(plan.bytes_by_kind.items(), key=lambda pair: -pair[1]):
+        name, share = _NAMES[kind], num_bytes / plan.peak_bytes
+        yield f"  {kind[0].upper()} {name:26}{readable_size(num_bytes):>10} {share:6.1%}"
     yield f"  state (parameters, gradients, optimizer) {readable_size(plan.state_bytes)} per rank"
     if plan.host_bytes:
         yield f"  host memory at most {readable_size(plan.host_bytes)}"
@@ -63,13 +62,27 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
     if padding:
         yield f"  padding of all ranks together {readable_size(padding)}"
     yield ""
-    yield from _collectives(plan)
+    yield f"{'each step sends':28}{'count':>7}{'payload':>12}{'sent':>12}{'between nodes':>16}"
+    for op, one in plan.collectives.items():
+        payload, sent = readable_size(one.payload_bytes), readable_size(one.wire_bytes)
+        between = readable_size(one.wire_bytes_between_nodes)
+        yield f"  {op:26}{one.count:>7}{payload:>12}{sent:>12}{between:>16}"
+    if not plan.collectives:
+        yield "  nothing"
     yield ""
-    if plan.units:
+    units = [each for each in plan.units if each.total]
+    if plan.peak_phase == "set-up":
+        units = []  # what was made before it was sharded belongs to none
+        yield "the peak comes before the first step. What would help: make the model on the"
+        yield "meta device, and call to_empty after sharding"
+    elif units:
         yield "units that cost most at the peak, and what would help most:"
-    for unit in sorted(plan.units, key=lambda each: -each.total)[:3]:
-        yield f"  {_short(unit.label):24}{readable_size(unit.total):>10}  {_parts(unit)}"
-        yield f"    {advice_for(plan, unit)}"
+    for unit in sorted(units, key=lambda each: -each.total)[:3]:
+        two = sorted(unit.bytes_by_kind.items(), key=lambda pair: -pair[1])[:2]
+        parts = ", ".join(f"{kind} {readable_size(size)}" for kind, size in two if size)
+        yield f"  {_short(unit.label):24}{readable_size(unit.total):>10}  {parts}"
+        frees, advice = max(_changes(plan, unit), key=lambda change: change[0])
+        yield f"    -{readable_size(frees)}: {advice}" if frees else "    nothing"
     yield ""
     yield "not known:"
     for sentence in plan.not_known:
@@ -78,42 +91,8 @@ def _lines_of(plan: Plan, limit: int | None) -> Iterator[str]:
         )
 
 
-def _bar(plan: Plan) -> str:
-    width = WIDTH - 2
-    ends, total = [], 0
-    for kind in KINDS:
-        total += plan.bytes_by_kind[kind]
-        ends.append(round(width * total / max(plan.peak_bytes, 1)))
-    bar, begin = "", 0
-    for kind, end in zip(KINDS, ends, strict=True):
-        bar += _MARKS[kind] * (end - begin)
-        begin = end
-    return bar.ljust(width)
-
-
-def _collectives(plan: Plan) -> Iterator[str]:
-    yield f"{'each step sends':28}{'count':>7}{'payload':>12}{'sent':>12}{'between nodes':>16}"
-    for op, one in plan.collectives.items():
-        sizes = (one.payload_bytes, one.wire_bytes, one.wire_bytes_between_nodes)
-        payload, sent, between = map(readable_size, sizes)
-        yield f"  {op:26}{one.count:>7}{payload:>12}{sent:>12}{between:>16}"
-    if not plan.collectives:
-        yield "  nothing"
-
-
-def _parts(unit: PlannedUnit) -> str:
-    parts = sorted(unit.bytes_by_kind.items(), key=lambda pair: -pair[1])
-    return ", ".join(f"{kind} {readable_size(size)}" for kind, size in parts[:2] if size)
-
-
 def _short(label: str) -> str:
     return label if len(label) <= 23 else f"...{label[-20:]}"
-
-
-def advice_for(plan: Plan, unit: PlannedUnit) -> str:
-    """Return the change that frees most of what a unit takes at the peak, with its cost."""
-    frees, text = max(_changes(plan, unit), key=operator.itemgetter(0))
-    return f"-{readable_size(frees)}: {text}" if frees else "nothing"
 
 
 def _changes(plan: Plan, unit: PlannedUnit) -> Iterator[tuple[int, str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -39,7 +39,6 @@ def sweep(
     settings: Mapping[str, Sequence[Any]],
     *,
     limit: str | float | None = None,
-    on_row: Callable[[SweepRow], None] | None = None,
     **options: Any,
 ) -> list[SweepRow]:
     """Plan a job for every combination of settings, and rank them.
@@ -51,7 +50,6 @@ def sweep(
         job: As for ``plan``, with keyword arguments.
         settings: The values of each keyword argument.
         limit: The memory of a rank, in bytes or as in ``"80GB"``.
-        on_row: Called with each row when it is there.
         **options: Of ``plan``; ``world_size`` is needed.
 
     Returns:
@@ -70,13 +68,9 @@ def sweep(
     {'reshard': True} 6
     """
     limit = None if limit is None else bytes_of(limit)
-    rows = []
-    for values in itertools.product(*settings.values()):
-        chosen = dict(zip(settings, values, strict=True))
-        row = _row_of(job, chosen, **options)
-        rows.append(row)
-        if on_row is not None:
-            on_row(row)
+    combinations = itertools.product(*settings.values())
+    chosen = (dict(zip(settings, values, strict=True)) for values in combinations)
+    rows = [_row_of(job, each, **options) for each in chosen]
     return sorted(rows, key=lambda row: _rank_of(row, limit))
 
 
@@ -86,7 +80,6 @@ def fit(
     *,
     limit: str | float,
     world_size: int,
-    on_row: Callable[[SweepRow], None] | None = None,
     **options: Any,
 ) -> tuple[SweepRow | None, SweepRow | None]:
     """Find the smallest world and the cheapest setting that fit into ``limit``.
@@ -96,7 +89,6 @@ def fit(
         settings: As for ``sweep``; they may be empty.
         limit: The memory of a rank, in bytes or as in ``"80GB"``.
         world_size: How many ranks there are at most.
-        on_row: Called with each row when it is there.
         **options: Of ``plan``. In a world without such a ``rank``, the last one is planned.
 
     Returns:
@@ -106,47 +98,39 @@ def fit(
     Raises:
         RuntimeError: No setting could be planned on ``world_size`` ranks.
     """
-    rows = sweep(job, settings, limit=limit, world_size=world_size, on_row=on_row, **options)
+    best, *_ = rows = sweep(job, settings, limit=limit, world_size=world_size, **options)
     check_some(rows)
-    best = rows[0] if rows and rows[0].fits(limit) else None
-    if best is None:
+    if not best.fits(limit):
         return None, None
-    for size in _sizes_below(world_size):
+    for power in range((world_size - 1).bit_length()):
+        size = 2**power
         own = {**options, "rank": min(options.get("rank", 0), size - 1)}
-        smaller = sweep(job, settings, limit=limit, world_size=size, on_row=on_row, **own)
-        if smaller[0].fits(limit):
-            return smaller[0], best
+        smaller, *_ = sweep(job, settings, limit=limit, world_size=size, **own)
+        if smaller.fits(limit):
+            return smaller, best
     return best, best
 
 
 def check_some(rows: Sequence[SweepRow]) -> None:
-    """Raise a RuntimeError if no row has a plan."""
-    if rows and all(row.plan is None for row in rows):
+    """Raise a RuntimeError if no row of a sweep has a plan."""
+    if rows[0].plan is None:  # such rows come last
         raise RuntimeError(f"no setting could be planned: {rows[0].error}")
-
-
-def _sizes_below(world_size: int) -> Iterator[int]:
-    size = 1
-    while size < world_size:
-        yield size
-        size *= 2
 
 
 def _row_of(job: MakeJob, settings: dict[str, Any], *, world_size: int, **options: Any) -> SweepRow:
     # Catch any exception: that a job refuses a setting is a result too, for example if the number
     # of ranks cannot be divided by that of replicas.
     try:
-        made: Any = partial(job, **settings)
-        planned = plan(made, world_size=world_size, **options)
+        planned = plan(partial(job, **settings), world_size=world_size, **options)
     except Exception as error:
         return SweepRow(settings, world_size, None, f"{type(error).__name__}: {error}")
     return SweepRow(settings, world_size, planned)
 
 
-def _rank_of(row: SweepRow, limit: str | float | None) -> tuple[Any, ...]:
+def _rank_of(row: SweepRow, limit: int | None) -> tuple[bool, bool, int, int, int]:
     if row.plan is None:
         return True, True, 0, 0, 0
+    peak = row.plan.peak_bytes
     if not row.fits(limit):
-        return False, True, row.plan.peak_bytes, 0, 0
-    sent = row.plan.wire_bytes_between_nodes, row.plan.wire_bytes
-    return False, False, *sent, row.plan.peak_bytes
+        return False, True, peak, 0, 0
+    return False, False, row.plan.wire_bytes_between_nodes, row.plan.wire_bytes, peak
